@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.parallel.ranks import Ranks
 from penstock.engine.parallel.shard import Shard
 from penstock.kernels.layer_norm import layer_norm
 from penstock.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, the mean in float32."""
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, the mean in float32.
+
+    Attributes:
+        shard: which of the weights these are; None: all.
+    """
+
+    shard: Shard | None = None
 
     def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
         super().__init__()
@@ -28,6 +37,27 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+
+def norms_over_ranks(
+    rows: Sequence[Tensor], norms: Sequence[RMSNorm], ranks: Ranks
+) -> list[Tensor]:
+    """`RMSNorm`s of rows of which each rank has a part, all of the same size.
+
+    Args:
+        rows: [num_tokens, size], of each norm.
+    """
+    wide = [each.float() for each in rows]
+    squares = torch.stack([each.square().sum(dim=1) for each in wide], dim=1)
+    # Ranks exchange numbers of the model's dtype; gathered, these stay what they are.
+    gathered = ranks.gather(squares.view(rows[0].dtype)).view(torch.float32)
+    totals = gathered.view(-1, ranks.size, len(norms)).sum(dim=1)
+    normed = []
+    for number, (x, norm) in enumerate(zip(wide, norms, strict=True)):
+        mean = totals[:, number, None] / (ranks.size * x.shape[1])
+        y = x * torch.rsqrt(mean + norm.eps) * (norm.weight.float() + norm.offset)
+        normed.append(y.to(rows[number].dtype))
+    return normed
 
 
 class LayerNorm(nn.Module):

@@ -86,9 +86,14 @@ class CpuDecoder:
         ranks = decoder.ranks.layers
         self._sums = RankSums(library, ranks) if isinstance(ranks, SharedRanks) else None
         self._before, self._after = _stage_links(library, decoder.ranks)
+        self._squares: RankSums | None = None
+        is_over_heads = self.config.has_qk_norm and self.config.qk_norm == "row"
+        if is_over_heads and isinstance(ranks, SharedRanks):
+            self._squares = RankSums(library, ranks, torch.float32)
         expert_memory = memory_for_experts(library, decoder.expected_bytes)
         self._layers = [
-            PackedLayer(library, layer, expert_memory, self._sums) for layer in decoder.own_layers
+            PackedLayer(library, layer, expert_memory, self._sums, self._squares)
+            for layer in decoder.own_layers
         ]
         self._norm = decoder.norm
         tables: set[CpuTable | _PlainTable] = set()
@@ -241,6 +246,8 @@ class CpuDecoder:
             for shared in (self._sums, self._before, self._after):
                 if shared is not None:
                     shared.begin(capacity, self.config.hidden_size)
+            if self._squares is not None:
+                self._squares.begin(capacity, 2)
             self._program = self._write(kv_pool)
             self._program.record(capacity)
             self._recorded_for = (capacity, kv_pool.data_ptr())
@@ -346,6 +353,7 @@ class PackedLayer:
         layer: DecoderLayer,
         expert_memory: WeightMemory,
         sums: RankSums | None,
+        squares: RankSums | None,
     ) -> None:
         def pack(linear: Linear) -> CpuLinear:
             return pack_linear(library, linear, linear.bias, sums=sums)
@@ -353,7 +361,7 @@ class PackedLayer:
         self.input_norm = layer.input_layernorm
         self.post_attention_norm = layer.post_attention_layernorm
         self.is_parallel = layer.is_parallel
-        self.attention = PackedAttention(layer.self_attn, pack, rope=layer.rope)
+        self.attention = PackedAttention(layer.self_attn, pack, rope=layer.rope, squares=squares)
         self.mlp: PackedMLP | PackedMixture
         if isinstance(layer.mlp, MixtureOfExperts):
             shared = layer.mlp.shared_expert
@@ -417,12 +425,21 @@ class _End:
 
 
 class PackedAttention:
-    """The matrices of `SelfAttention`, and its part of the program."""
+    """The matrices of `SelfAttention`, and its part of the program.
+
+    Args:
+        squares: of queries and keys, which are normalised over the heads of all ranks.
+    """
 
     def __init__(
-        self, attention: SelfAttention, pack: Callable[[Linear], CpuLinear], *, rope: int
+        self,
+        attention: SelfAttention,
+        pack: Callable[[Linear], CpuLinear],
+        *,
+        rope: int,
+        squares: RankSums | None,
     ) -> None:
-        self._module, self._rope = attention, rope
+        self._module, self._rope, self._squares = attention, rope, squares
         self._qkv_proj, self._o_proj = pack(attention.qkv_proj), pack(attention.o_proj)
         self.linears = (self._qkv_proj, self._o_proj)
 
@@ -465,12 +482,29 @@ class PackedAttention:
         """Add the norms of queries and keys; the buffer that then has them."""
         module = self._module
         normed = program.buffer("normed_qkv", qkv.size)
+        if self._squares is not None:
+            self._write_norms_over_ranks(program, normed, qkv, self._squares)
+            return normed
         for start, norm in (
             (0, module.q_norm),
             (module.num_heads * module.head_dim, module.k_norm),
         ):
             _write_norm(program, normed.columns(start), qkv.columns(start), norm, stride=qkv.size)
         return normed
+
+    def _write_norms_over_ranks(
+        self, program: Program, y: Buffer, x: Buffer, squares: RankSums
+    ) -> None:
+        query, key = self._module.q_norm, self._module.k_norm
+        assert isinstance(query, RMSNorm)
+        sizes = {
+            "query_size": len(query.weight), "key_size": len(key.weight), "stride": x.size,
+        }  # fmt: skip
+        program.add("query_key_squares", y=squares.part(2), x=x, **sizes)
+        program.add(
+            "query_key_norm", y=y, x=x, query_weight=query.weight, key_weight=key.weight,
+            eps=query.eps, offset=query.offset, **sizes, **squares.parts(),
+        )  # fmt: skip
 
     def _write_limit(self, program: Program, qkv: Buffer, values: Buffer, limit: float) -> Buffer:
         """Add what bounds queries, keys and values; the buffer that then has them.

@@ -23,7 +23,7 @@ from penstock.engine.layers.linear import (
     constant,
     weight_bytes,
 )
-from penstock.engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
+from penstock.engine.layers.norm import HeadNorm, LayerNorm, RMSNorm, norms_over_ranks
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.language_model import LayerKV
@@ -116,7 +116,12 @@ class SelfAttention(nn.Module):
         within their limit."""
         if self.has_qk_norm and self.qk_norm != "head":
             query, key, value = torch.split(qkv, list(self.qkv_proj.part_sizes), dim=1)
-            normed = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+            norms, ranks = [self.q_norm, self.k_norm], self.o_proj.ranks
+            over_heads = [each for each in norms if isinstance(each, RMSNorm)]
+            if ranks.size > 1 and over_heads:
+                normed = norms_over_ranks((query, key), over_heads, ranks)
+            else:
+                normed = [self.q_norm(query.contiguous()), self.k_norm(key.contiguous())]
             qkv = torch.cat((*normed, value), dim=1)
         limit = self.qkv_limit
         return qkv if limit is None else qkv.clamp(-limit, limit)

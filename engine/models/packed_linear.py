@@ -170,12 +170,17 @@ class AdaptedLinear:
 class RankSums:
     """Sums over the ranks in a program.
 
+    Args:
+        dtype: of the parts; None: the library's.
+
     Two places in shared memory take turns, so that a rank that writes its part of the next sum does
     not change what another one still reads of the last.
     """
 
-    def __init__(self, library: CpuLibrary, ranks: SharedRanks) -> None:
-        self._ranks, self._dtype = ranks, library.dtype
+    def __init__(
+        self, library: CpuLibrary, ranks: SharedRanks, dtype: torch.dtype | None = None
+    ) -> None:
+        self._ranks, self._dtype = ranks, dtype or library.dtype
         self._structure = ranks.structure(library)
         self._places: tuple[Tensor, ...] = ()  # [ranks, rows · size] each
         self._turn = 0
@@ -196,14 +201,16 @@ class RankSums:
         rows = len(own) // size
         return Buffer("rank_part", size, own[: rows * size].view(rows, size))
 
-    def write(self, program: Program, y: Place, size: int, residual: Place | None = None) -> None:
-        """Add y = the sum of all ranks' parts (+ residual)."""
+    def parts(self) -> dict[str, Any]:
+        """The arguments of an operation that meets the other ranks, and reads all parts; the next
+        one has another place."""
         parts = self._places[self._turn]
         self._turn ^= 1
-        program.add(
-            "sum_ranks", y=y, parts=parts, residual=residual, ranks=self._structure, size=size,
-            part_stride=parts.shape[1],
-        )  # fmt: skip
+        return {"parts": parts, "part_stride": parts.shape[1], "ranks": self._structure}
+
+    def write(self, program: Program, y: Place, size: int, residual: Place | None = None) -> None:
+        """Add y = the sum of all ranks' parts (+ residual)."""
+        program.add("sum_ranks", y=y, residual=residual, size=size, **self.parts())
 
 
 class StageLink:

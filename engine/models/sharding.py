@@ -9,6 +9,7 @@ position tables are whole everywhere.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.experts import ExpertsConfig, MixtureOfExperts
@@ -70,11 +71,6 @@ def _layers_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
     if size == 1:
         return config
     heads = share(config.num_heads, ranks, "num_attention_heads")
-    if config.has_qk_norm and config.qk_norm == "row":
-        raise ConfigError(
-            "--tensor-parallel-size: queries and keys of this model are normalised over all heads "
-            "together, which no rank has"
-        )
     return replace(
         config,
         num_heads=len(heads),
@@ -170,8 +166,8 @@ def _split_attention(attention: SelfAttention, config: DecoderConfig, ranks: Ran
     out.ranks = ranks
     attention.shard = Shard(part_sizes=(config.num_heads,), rows=(heads,))  # of sinks
     for norm, whole, rows in (("q_norm", query_size, queries), ("k_norm", kv_size, keys)):
-        module = getattr(attention, norm, None)
-        if isinstance(module, HeadNorm):
+        module: Any = getattr(attention, norm, None)
+        if isinstance(module, HeadNorm) or (module is not None and config.qk_norm == "row"):
             module.shard = Shard(part_sizes=(whole,), rows=(rows,))
     own = kv_heads(config.num_kv_heads, ranks)
     attention.kv_shard = Shard(part_sizes=(config.num_kv_heads,), rows=(own,))

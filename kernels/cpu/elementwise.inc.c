@@ -1,6 +1,6 @@
 /* The small operations between matrix products, for one DTYPE: a row is an item. */
 
-INLINE float NAME(rms_scale)(const DTYPE *x, long size, double eps) {
+INLINE float NAME(sum_squares)(const DTYPE *x, long size) {
     vec sum = {0};
     long i = 0;
     for (; i + LANES <= size; i += LANES) {
@@ -9,19 +9,27 @@ INLINE float NAME(rms_scale)(const DTYPE *x, long size, double eps) {
     }
     float total = sum_lanes(sum);
     for (; i < size; i++) total += GET(x + i) * GET(x + i);
-    return 1.0f / sqrtf(total / (float)size + (float)eps);
+    return total;
+}
+
+INLINE float NAME(rms_scale)(const DTYPE *x, long size, double eps) {
+    return 1.0f / sqrtf(NAME(sum_squares)(x, size) / (float)size + (float)eps);
+}
+
+INLINE void NAME(scale_row)(
+    DTYPE *y, const DTYPE *x, const DTYPE *weight, long size, float scale, float offset) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES)
+        STORE(y + i, LOAD(x + i) * splat(scale) * (LOAD(weight + i) + splat(offset)));
+    for (; i < size; i++) PUT(y + i, GET(x + i) * scale * (GET(weight + i) + offset));
 }
 
 static void NAME(rms_norm_item)(const void *args, long row) {
     const struct rms_norm_args *a = args;
     const long stride = a->stride ? a->stride : a->size;
-    const DTYPE *x = (const DTYPE *)a->x + row * stride, *weight = a->weight;
-    DTYPE *y = (DTYPE *)a->y + row * stride;
-    const float scale = NAME(rms_scale)(x, a->size, a->eps), offset = (float)a->offset;
-    long i = 0;
-    for (; i + LANES <= a->size; i += LANES)
-        STORE(y + i, LOAD(x + i) * splat(scale) * (LOAD(weight + i) + splat(offset)));
-    for (; i < a->size; i++) PUT(y + i, GET(x + i) * scale * (GET(weight + i) + offset));
+    const DTYPE *x = (const DTYPE *)a->x + row * stride;
+    NAME(scale_row)((DTYPE *)a->y + row * stride, x, a->weight, a->size, NAME(rms_scale)(x, a->size, a->eps),
+                    (float)a->offset);
 }
 
 struct job NAME(rms_norm)(const void *args) {

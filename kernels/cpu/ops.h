@@ -305,6 +305,27 @@ struct sum_ranks_args {
     int64_t size, part_stride; /* from a rank's part to the next one's, in values */
 };
 
+/* y[rows, 2] = Σ x² of the queries and of the keys with which a row begins */
+struct query_key_squares_args {
+    float *y;
+    const void *x;
+    const int64_t *num_rows;
+    int64_t query_size, key_size, stride; /* from row to row of x */
+};
+
+/* y = x / sqrt(mean(x²) + eps) · (weight + offset) of the queries of a row, and of its keys, where the mean is
+ * that of the ranks together: each has as many. First waits until all have written their squares. */
+struct query_key_norm_args {
+    void *y;
+    const void *x, *query_weight, *key_weight;
+    const float *parts; /* the first rank's [rows, 2], in memory that all share */
+    const struct ranks *ranks;
+    const int64_t *num_rows;
+    int64_t query_size, key_size, stride; /* from row to row of x and y */
+    int64_t part_stride;                  /* from a rank's part to the next one's */
+    double eps, offset;
+};
+
 /* y[rows, size] = the parts side by side, each of part_size columns but for the last, which has what is left. */
 struct gather_ranks_args {
     void *y;

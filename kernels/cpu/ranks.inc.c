@@ -28,6 +28,38 @@ struct job NAME(sum_ranks)(const void *args) {
     return (struct job){NAME(sum_ranks_item), a, *a->num_rows, 0};
 }
 
+static void NAME(query_key_squares_item)(const void *args, long row) {
+    const struct query_key_squares_args *a = args;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->stride;
+    a->y[2 * row] = NAME(sum_squares)(x, a->query_size);
+    a->y[2 * row + 1] = NAME(sum_squares)(x + a->query_size, a->key_size);
+}
+
+struct job NAME(query_key_squares)(const void *args) {
+    const struct query_key_squares_args *a = args;
+    return (struct job){NAME(query_key_squares_item), a, *a->num_rows, 0};
+}
+
+static void NAME(query_key_norm_item)(const void *args, long row) {
+    const struct query_key_norm_args *a = args;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->stride;
+    DTYPE *y = (DTYPE *)a->y + row * a->stride;
+    const long num_ranks = a->ranks->num_ranks, sizes[] = {a->query_size, a->key_size};
+    const DTYPE *weights[] = {a->query_weight, a->key_weight};
+    for (long i = 0; i < 2; x += sizes[i], y += sizes[i], i++) {
+        float total = 0;
+        for (long rank = 0; rank < num_ranks; rank++) total += a->parts[rank * a->part_stride + 2 * row + i];
+        const float mean = total / (float)(num_ranks * sizes[i]);
+        NAME(scale_row)(y, x, weights[i], sizes[i], 1.0f / sqrtf(mean + (float)a->eps), (float)a->offset);
+    }
+}
+
+struct job NAME(query_key_norm)(const void *args) {
+    const struct query_key_norm_args *a = args;
+    ranks_meet(a->ranks);
+    return (struct job){NAME(query_key_norm_item), a, *a->num_rows, 0};
+}
+
 static void NAME(gather_ranks_item)(const void *args, long row) {
     const struct gather_ranks_args *a = args;
     const DTYPE *part = (const DTYPE *)a->parts + row * a->part_size;

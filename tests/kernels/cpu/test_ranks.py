@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.layers.norm import RMSNorm, norms_over_ranks
 from penstock.engine.parallel.ranks import Link, SharedRanks
 from penstock.kernels.cpu.library import CpuLibrary, load_library
+from penstock.kernels.rms_norm import rms_norm
 
 Body = Callable[[SharedRanks], Any]
 
@@ -139,6 +141,50 @@ def test_links_hand_on_rows_in_their_order(library: CpuLibrary, data: st.DataObj
     os.close(fd)
     for received in all_received:
         assert all(torch.equal(y, x) for y, x in zip(received, sent, strict=True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    size=st.integers(2, 4), num_rows=st.integers(0, 4), sizes=st.tuples(*[st.integers(1, 70)] * 2)
+)
+def test_norms_are_over_the_parts_of_all_ranks(
+    library: CpuLibrary, size: int, num_rows: int, sizes: tuple[int, int]
+) -> None:
+    """In C, and by `norms_over_ranks`."""
+    whole = [torch.randn(num_rows, size * each).to(library.dtype) for each in sizes]
+    weights = [torch.randn(size * each).to(library.dtype) for each in sizes]
+    eps, offset = 1e-5, 0.5
+
+    def body(ranks: SharedRanks) -> tuple[Tensor, ...]:
+        def own(x: Tensor) -> Tensor:
+            return x.chunk(size, dim=-1)[ranks.rank].contiguous()
+
+        ranks.open(library.dtype, torch.device("cpu"))
+        norms = [RMSNorm(each, eps, offset=offset) for each in sizes]
+        for norm, weight in zip(norms, weights, strict=True):
+            norm.weight.data = own(weight)
+        in_torch = norms_over_ranks([own(each) for each in whole], norms, ranks)
+        x = torch.cat([own(each) for each in whole], dim=1)
+        y, places = torch.full_like(x, torch.nan), ranks.memory.region(size * 4 * 2 * 8)
+        parts = places.view(torch.float32).view(size, -1)
+        common: dict[str, Any] = {
+            "x": x, "query_size": sizes[0], "key_size": sizes[1], "stride": sum(sizes),
+            "num_rows": c_int64(num_rows), "is_shared": False,
+        }  # fmt: skip
+        library.run("query_key_squares", y=parts[ranks.rank], **common)
+        library.run(
+            "query_key_norm", y=y, parts=parts, part_stride=parts.shape[1],
+            ranks=ranks.structure(library), query_weight=norms[0].weight.data,
+            key_weight=norms[1].weight.data, eps=eps, offset=offset, **common,
+        )  # fmt: skip
+        return (*in_torch, *torch.split(y, list(sizes), dim=1))
+
+    results = on_ranks(size, body)
+    expected = [rms_norm(x, weight, eps, offset) for x, weight in zip(whole, weights, strict=True)]
+    tolerance = {"atol": 1e-6, "rtol": 2 * torch.finfo(library.dtype).eps}
+    for number, each in enumerate(expected * 2):
+        got = torch.cat([parts[number] for parts in results], dim=1)
+        torch.testing.assert_close(got, each, **tolerance)
 
 
 def test_tensors_of_torch_are_summed_and_gathered() -> None:
