@@ -300,9 +300,17 @@ def _run_on_cpu(parsed: argparse.Namespace) -> int:
 
 
 def measure_ceilings(dtype: torch.dtype, num_threads: int) -> Ceilings:
-    """The best rates of reading uncached memory and of a large matrix product."""
+    """The best rates of reading uncached memory and of a large matrix product: in float32
+    where the CPU has no instructions for the dtype, as torch then multiplies number by number."""
     with MemoryReader(num_threads) as reader:
         read_bytes_per_s = reader.measure(num_passes=_NUM_CEILINGS)
+    ops: Any = torch.ops.mkldnn
+    has_instructions = {
+        torch.bfloat16: ops._is_mkldnn_bf16_supported,
+        torch.float16: ops._is_mkldnn_fp16_supported,
+    }
+    if dtype in has_instructions and not has_instructions[dtype]():
+        dtype = torch.float32
     left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE).to(dtype) for _ in range(2))
     matmul_s = min(duration_s(lambda: torch.mm(left, right)) for _ in range(_NUM_CEILINGS))
     return Ceilings(read_bytes_per_s=read_bytes_per_s, products_per_s=_MATMUL_SIZE**3 / matmul_s)

@@ -293,11 +293,11 @@ def test_an_offline_prediction():
         ):
             before = num_steps()
             told = llm.generate(prompts, params, prediction=texts, use_tqdm=False)
-            assert (num_steps() - before < 24) is is_on
+            assert (num_steps() - before < 40) is is_on  # of 48 or more
             assert [each.outputs for each in told] == [each.outputs for each in plain]
             before = num_steps()
             [again] = llm.chat(messages, params, prediction=spoken.outputs[0].text, use_tqdm=False)
-            assert (num_steps() - before < 24) is is_on
+            assert (num_steps() - before < 40) is is_on  # of 48 or more
             assert again.outputs == spoken.outputs
         long = llm.generate(prompts, greedy, prediction="story " * 5000, use_tqdm=False)
         assert [each.outputs for each in long] == [each.outputs for each in plain]
