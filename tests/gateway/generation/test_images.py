@@ -8,7 +8,7 @@ import io
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -195,25 +195,32 @@ def test_image_tokens_have_their_places() -> None:
 async def host(answer: bytes, *, then: str = "close") -> AsyncIterator[tuple[str, list[bytes]]]:
     """A host that gives every request this answer, then goes on as told."""
     seen: list[bytes] = []
+    serving: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(answer)
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
         try:
+            seen.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(answer)
             if then == "endless":
                 while True:
                     writer.write(bytes(4096))
                     await writer.drain()
             if then == "silence":
                 await reader.read()
-        except ConnectionError:
+        except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+    await asyncio.gather(*serving)  # their sockets are closed with the loop still open
 
 
 def http(body: bytes = b"", status: str = "200 OK", *headers: str) -> bytes:
