@@ -23,15 +23,13 @@ from typing import Protocol
 
 from penstock.engine.transport.messages import (
     BlocksStored,
-    EngineInfo,
-    EngineStats,
     FetchBlocks,
     KVBlocks,
     Message,
 )
 from penstock.gateway.config import KVTransfer
 from penstock.gateway.engines.engine_stream import EngineStream
-from penstock.gateway.engines.routing import BlockKeys, EngineLoad, short_key
+from penstock.gateway.engines.routing import BlockKeys, Engine, short_key
 
 _CHUNK_BYTES = 256 << 10
 _WINDOW = 16
@@ -41,20 +39,11 @@ _WEIGHT = 0.2  # of a new measurement in the running mean
 _LOG = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+class Link(Engine, Protocol):
     """The link to an engine."""
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def info(self) -> EngineInfo | None: ...
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def load(self) -> EngineLoad: ...
 
     def post(self, message: Message) -> None: ...
 
