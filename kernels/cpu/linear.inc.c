@@ -99,27 +99,23 @@ INLINE void NAME(rows_of_group)(
 }
 
 #if defined(WIDENS) && !JOIN(IS, DTYPE)
-/* The same in float: many rows against weights that are widened once, not with each tile. */
-INLINE void NAME(wide_tile)(
-    const struct linear_args *a, long row, long group, const float *x, const float *w, const int rows) {
-    enum { PARTS = GROUP * NUM_PARTS };
+/* A full tile in float: many rows against weights that are widened once, not with each tile. */
+INLINE void NAME(wide_tile)(const struct linear_args *a, long row, long group, const float *x, const float *w) {
     const long in = a->in_features;
-    vec_part sums[MAX_ROWS * PARTS];
-    union parts finished[MAX_ROWS * GROUP];
+    vec_part sums[MAX_ROWS * NUM_PARTS];
+    union parts finished[MAX_ROWS];
 #pragma GCC unroll 32
-    for (int i = 0; i < rows * PARTS; i++) sums[i] = (vec_part){0};
+    for (int i = 0; i < MAX_ROWS * NUM_PARTS; i++) sums[i] = (vec_part){0};
     for (long k = 0; k < in; k++) {
-        vec_part weights[PARTS];
 #pragma GCC unroll 8
-        for (int i = 0; i < PARTS; i++) weights[i] = load_part_f32(w + k * GROUP * LANES + i * PART_LANES);
+        for (int r = 0; r < MAX_ROWS; r++)
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < PARTS; i++) sums[r * PARTS + i] += splat_part(x[r * in + k]) * weights[i];
+            for (int i = 0; i < NUM_PARTS; i++)
+                sums[r * NUM_PARTS + i] += splat_part(x[r * in + k]) * load_part_f32(w + k * LANES + i * PART_LANES);
     }
 #pragma GCC unroll 32
-    for (int i = 0; i < rows * PARTS; i++) finished[i / NUM_PARTS].part[i % NUM_PARTS] = sums[i];
-    NAME(write_tile)(a, row, group * GROUP * LANES, finished, rows, GROUP);
+    for (int i = 0; i < MAX_ROWS * NUM_PARTS; i++) finished[i / NUM_PARTS].part[i % NUM_PARTS] = sums[i];
+    NAME(write_tile)(a, row, group * LANES, finished, MAX_ROWS, 1);
 }
 
 /* Full tiles of rows from `row` on; returns the row after the last one. */
@@ -157,7 +153,7 @@ static __attribute__((noinline)) long NAME(wide_rows)(
             memcpy(x + i, &wide, sizeof wide);
         }
         for (; i < MAX_ROWS * in; i++) x[i] = GET(rows + i);
-        NAME(wide_tile)(a, row, group, x, w, MAX_ROWS);
+        NAME(wide_tile)(a, row, group, x, w);
     }
     return row;
 }

@@ -83,8 +83,8 @@ INLINE vec_part decode_k(
 typedef uvec nibble_table; /* 16 pairs of the same bfloat16: vpermw ignores an index's other bits */
 
 INLINE nibble_table make_nibble_table(vec table) {
-    const hvec halves = narrow_b16(table);
-    union { hvec half[2]; uvec all; } twice = {{halves, halves}};
+    const hvec_part halves = narrow_part_b16((vec_part)table);
+    union { hvec_part half[2]; uvec all; } twice = {{halves, halves}};
     return twice.all;
 }
 INLINE uvec_part nibble_pairs(const nibble_table *table, uvec_part line, int pair) {

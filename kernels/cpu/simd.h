@@ -24,7 +24,6 @@ enum { LANES = 16 };
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
 typedef uint8_t bvec __attribute__((vector_size(16)));
 
 typedef float f32;
@@ -65,7 +64,6 @@ typedef uint16_t hvec_part __attribute__((vector_size(PART_BYTES / 2)));
 union parts { vec all; vec_part part[NUM_PARTS]; };
 union iparts { ivec all; ivec_part part[NUM_PARTS]; };
 union uparts { uvec all; uvec_part part[NUM_PARTS]; };
-union hparts { hvec all; hvec_part part[NUM_PARTS]; };
 
 INLINE vec_part splat_part(float x) { return x - (vec_part){0}; }
 INLINE uvec_part usplat_part(uint32_t x) { return x - (uvec_part){0}; }
@@ -124,13 +122,6 @@ INLINE vec_part widen_part_b16(hvec_part bits) {
 #endif
 }
 
-INLINE vec widen_b16(hvec bits) {
-    union hparts from = {bits};
-    union parts to;
-    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = widen_part_b16(from.part[i]);
-    return to.all;
-}
-
 INLINE hvec_part narrow_part_b16(vec_part x) {
 #if defined(__AVX512BF16__)
     return (hvec_part)_mm512_cvtneps_pbh((__m512)x);
@@ -148,41 +139,12 @@ INLINE hvec_part narrow_part_b16(vec_part x) {
 #endif
 }
 
-INLINE hvec narrow_b16(vec x) {
-    union parts from = {x};
-    union hparts to;
-    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = narrow_part_b16(from.part[i]);
-    return to.all;
-}
-
-INLINE vec load_b16(const b16 *p) {
-    hvec bits;
-    memcpy(&bits, p, sizeof bits);
-    return widen_b16(bits);
-}
-INLINE vec_part load_part_b16(const b16 *p) {
-    hvec_part bits;
-    memcpy(&bits, p, sizeof bits);
-    return widen_part_b16(bits);
-}
-INLINE void store_part_b16(b16 *p, vec_part x) {
-    const hvec_part bits = narrow_part_b16(x);
-    memcpy(p, &bits, sizeof bits);
-}
-INLINE vec_part round_part_b16(vec_part x) { return widen_part_b16(narrow_part_b16(x)); }
-INLINE void store_b16(b16 *p, vec x) {
-    hvec bits = narrow_b16(x);
-    memcpy(p, &bits, sizeof bits);
-}
 INLINE float get_b16(const b16 *p) {
     uint32_t bits = (uint32_t)p->bits << 16;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
-INLINE void put_b16(b16 *p, float x) { p->bits = narrow_b16(splat(x))[0]; }
-INLINE vec round_b16(vec x) { return widen_b16(narrow_b16(x)); }
-
 /* --- half precision ------------------------------------------------------------------------- */
 
 INLINE vec_part widen_part_f16(hvec_part bits) {
@@ -199,13 +161,6 @@ INLINE vec_part widen_part_f16(hvec_part bits) {
     uvec_part result = (is_special & (magnitude | 0x7f800000)) | (~is_special & (uvec_part)scaled);
     return (vec_part)(result | (wide & 0x8000) << 16);
 #endif
-}
-
-INLINE vec widen_f16(hvec bits) {
-    union hparts from = {bits};
-    union parts to;
-    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = widen_part_f16(from.part[i]);
-    return to.all;
 }
 
 INLINE hvec_part narrow_part_f16(vec_part x) {
@@ -228,35 +183,39 @@ INLINE hvec_part narrow_part_f16(vec_part x) {
 #endif
 }
 
-INLINE hvec narrow_f16(vec x) {
-    union parts from = {x};
-    union hparts to;
-    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = narrow_part_f16(from.part[i]);
-    return to.all;
-}
+INLINE float get_f16(const f16 *p) { return widen_part_f16((hvec_part){p->bits})[0]; }
 
-INLINE vec load_f16(const f16 *p) {
-    hvec bits;
-    memcpy(&bits, p, sizeof bits);
-    return widen_f16(bits);
-}
-INLINE vec_part load_part_f16(const f16 *p) {
-    hvec_part bits;
-    memcpy(&bits, p, sizeof bits);
-    return widen_part_f16(bits);
-}
-INLINE void store_part_f16(f16 *p, vec_part x) {
-    const hvec_part bits = narrow_part_f16(x);
-    memcpy(p, &bits, sizeof bits);
-}
-INLINE vec_part round_part_f16(vec_part x) { return widen_part_f16(narrow_part_f16(x)); }
-INLINE void store_f16(f16 *p, vec x) {
-    hvec bits = narrow_f16(x);
-    memcpy(p, &bits, sizeof bits);
-}
-INLINE float get_f16(const f16 *p) { return widen_f16((hvec){p->bits})[0]; }
-INLINE void put_f16(f16 *p, float x) { p->bits = narrow_f16(splat(x))[0]; }
-INLINE vec round_f16(vec x) { return widen_f16(narrow_f16(x)); }
+/* --- both ----------------------------------------------------------------------------------- */
+
+#define OF_PARTS(type) \
+    INLINE vec_part load_part_##type(const type *p) { \
+        hvec_part bits; \
+        memcpy(&bits, p, sizeof bits); \
+        return widen_part_##type(bits); \
+    } \
+    INLINE void store_part_##type(type *p, vec_part x) { \
+        const hvec_part bits = narrow_part_##type(x); \
+        memcpy(p, &bits, sizeof bits); \
+    } \
+    INLINE vec_part round_part_##type(vec_part x) { return widen_part_##type(narrow_part_##type(x)); } \
+    INLINE vec load_##type(const type *p) { \
+        union parts x; \
+        for (int i = 0; i < NUM_PARTS; i++) x.part[i] = load_part_##type(p + i * PART_LANES); \
+        return x.all; \
+    } \
+    INLINE void store_##type(type *p, vec x) { \
+        union parts from = {x}; \
+        for (int i = 0; i < NUM_PARTS; i++) store_part_##type(p + i * PART_LANES, from.part[i]); \
+    } \
+    INLINE vec round_##type(vec x) { \
+        union parts all = {x}; \
+        for (int i = 0; i < NUM_PARTS; i++) all.part[i] = round_part_##type(all.part[i]); \
+        return all.all; \
+    } \
+    INLINE void put_##type(type *p, float x) { p->bits = narrow_part_##type(splat_part(x))[0]; }
+OF_PARTS(b16)
+OF_PARTS(f16)
+#undef OF_PARTS
 
 /* --- E4M3: a byte, without infinities ------------------------------------------------------- */
 
