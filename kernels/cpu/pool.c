@@ -62,7 +62,9 @@ static struct {
 } pool = {.num_threads = 1};
 
 static const uint64_t ITEM_MASK = ((uint64_t)1 << ITEM_BITS) - 1;
-static _Thread_local struct slot *my_slot __attribute__((tls_model("initial-exec")));
+/* Not of the initial-exec model: that takes from the little static TLS that is left in a running process
+ * for all libraries, and loading fails where others took it. To find it costs a call: once a function. */
+static _Thread_local struct slot *my_slot;
 
 static uint64_t word_of(unsigned number, uint64_t item, enum state state) {
     return ((uint64_t)number << ITEM_BITS | item) << STATE_BITS | state;
@@ -71,24 +73,27 @@ static uint64_t word_of(unsigned number, uint64_t item, enum state state) {
 static enum state state_of(uint64_t word) { return word & ((1 << STATE_BITS) - 1); }
 
 void pool_open(void) {
-    if (!my_slot) return;
-    uint64_t word = atomic_load_explicit(&my_slot->word, memory_order_relaxed);
+    struct slot *slot = my_slot;
+    if (!slot) return;
+    uint64_t word = atomic_load_explicit(&slot->word, memory_order_relaxed);
     if (state_of(word) == FIXED)
-        atomic_store_explicit(&my_slot->word, word - FIXED + OPEN, memory_order_release);
+        atomic_store_explicit(&slot->word, word - FIXED + OPEN, memory_order_release);
 }
 
 int pool_claim(void) {
-    if (!my_slot) return 1;
-    uint64_t word = atomic_load_explicit(&my_slot->word, memory_order_relaxed);
+    struct slot *slot = my_slot;
+    if (!slot) return 1;
+    uint64_t word = atomic_load_explicit(&slot->word, memory_order_relaxed);
     if (state_of(word) != OPEN) return state_of(word) != LOST;
-    return atomic_compare_exchange_strong(&my_slot->word, &word, word - OPEN + WRITING);
+    return atomic_compare_exchange_strong(&slot->word, &word, word - OPEN + WRITING);
 }
 
 void pool_release(void) {
-    if (!my_slot) return;
-    uint64_t word = atomic_load_explicit(&my_slot->word, memory_order_relaxed);
+    struct slot *slot = my_slot;
+    if (!slot) return;
+    uint64_t word = atomic_load_explicit(&slot->word, memory_order_relaxed);
     if (state_of(word) == WRITING)
-        atomic_store_explicit(&my_slot->word, word - WRITING + OPEN, memory_order_release);
+        atomic_store_explicit(&slot->word, word - WRITING + OPEN, memory_order_release);
 }
 
 static struct job plan(const struct call *call) {
@@ -125,11 +130,12 @@ static void begin_next_job(void) {
 }
 
 static void do_item(const struct job *job, unsigned number, uint64_t item) {
+    struct slot *slot = my_slot;
     POOL_PAUSE(BEFORE_ITEM);
-    atomic_store(&my_slot->word, word_of(number, item, job->is_repeatable ? OPEN : FIXED));
+    atomic_store(&slot->word, word_of(number, item, job->is_repeatable ? OPEN : FIXED));
     job->fn(job->args, (long)item);
     POOL_PAUSE(AFTER_ITEM);
-    enum state state = state_of(atomic_exchange(&my_slot->word, FREE));
+    enum state state = state_of(atomic_exchange(&slot->word, FREE));
     POOL_PAUSE(BEFORE_COUNT);
     if (state != LOST && atomic_fetch_add(&pool.num_done, 1) + 1 == job->num_items) begin_next_job();
 }

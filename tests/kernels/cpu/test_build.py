@@ -105,7 +105,36 @@ def test_damaged_files_are_compiled_again(compilations):
         assert operations.linear(library, x, torch.ones(3, 4)).tolist() == [[4.0] * 3]
 
 
-def test_processes_that_start_together_get_a_whole_file_each(cache):
+# Fills the memory that a process has for libraries' static thread-local variables with copies of
+# those named first, until it is full, then loads the others.
+FILL = """
+import ctypes, itertools, shutil, sys
+num_fillers = 2
+for filler in sys.argv[1:1 + num_fillers]:
+    try:
+        for number in itertools.count():
+            ctypes.CDLL(shutil.copy(filler, f"{filler}.{number}"))
+    except OSError as error:
+        assert "static TLS" in str(error), error
+print(len([ctypes.CDLL(path) for path in sys.argv[1 + num_fillers:]]))
+"""
+
+
+def test_twelve_fit_into_a_process_whose_static_tls_is_full(compilations, tmp_path):
+    fillers = []
+    for size in (256, 8):
+        fillers.append(tmp_path / f"{size}.so")
+        variable = f'__thread char filler[{size}] __attribute__((tls_model("initial-exec")));'
+        source = f"{variable}\nchar read_filler(void) {{ return filler[0]; }}\n"
+        command = [*find_compiler(), "-shared", "-fPIC", "-x", "c", "-", "-o", fillers[-1]]
+        subprocess.run(command, input=source, text=True, check=True)
+    library = build_library(select_isa(), DEFINES)
+    copies = [shutil.copy(library, tmp_path / f"copy-{number}.so") for number in range(12)]
+    command = [sys.executable, "-c", FILL, *fillers, *copies]
+    assert subprocess.check_output(command, text=True) == "12\n"
+
+
+def test_processes_that_start_together_get_a_whole_file_each(compilations, cache):
     code = (
         "import torch; from penstock.kernels.cpu.library import load_library;"
         "assert load_library(torch.float32) is not None"
@@ -139,7 +168,9 @@ def test_without_kernels_there_is_one_line_in_the_log(monkeypatch, caplog, varia
     assert "\n" not in record.getMessage()
 
 
-def test_a_user_without_a_home_gets_no_kernels_or_names_a_place(monkeypatch, caplog, tmp_path):
+def test_a_user_without_a_home_gets_no_kernels_or_names_a_place(
+    compilations, monkeypatch, caplog, tmp_path
+):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
