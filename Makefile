@@ -16,7 +16,7 @@ pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constr
 has_compiler = $(BIN)/python -c \
 	"from penstock.kernels.cpu.build import find_compiler; find_compiler()" 2>/dev/null
 
-.PHONY: install help serve test check format path bench bench-peers gpu gpu-tests gpu-bench clean
+.PHONY: install help serve test test-all check format path bench bench-peers gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed ## make .venv with penstock in it
 
@@ -27,9 +27,13 @@ help: ## list the targets
 serve: $(VENV)/.installed ## start a server; MODEL=directory-or-hub-id PORT=8000 ARGS='--option ...'
 	@exec $(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.installed-test ## run the tests that need no GPU; ARGS go to pytest
+test: $(VENV)/.installed-test ## run the tests that a change needs; ARGS go to pytest
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m tests.support.suite first $(ARGS)
+
+test-all: $(VENV)/.installed-test ## run these and the rest that need no GPU
+	@tests/system_packages.sh
+	@$(BIN)/python -m tests.support.suite all $(ARGS)
 
 check: $(VENV)/.installed-test ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

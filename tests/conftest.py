@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import tiers
+from tests.support.durations import CpuSeconds
+
 with contextlib.suppress(ImportError):  # a GPU's machine has its own packages
     from hypothesis import HealthCheck, settings
 
@@ -69,6 +72,8 @@ def _prepare_process() -> None:
         path = os.environ["PATH"].split(os.pathsep)
         if path[0] != str(programs):
             os.environ["PATH"] = os.pathsep.join((str(programs), *path))
+    # A dumb one, as of a job without a terminal, is drawn upon in another way.
+    os.environ["TERM"] = "xterm"
     # Zig prepares the C library once, and not for each test that has a cache of its own.
     os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(_BUILD / "zig"))
     # A shell ignores SIGINT on behalf of what it runs in the background.
@@ -96,6 +101,15 @@ def _share_authorities() -> None:
 
 
 _share_authorities()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tiers.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(tiers.Tiers(Path(__file__).parent))
+    config.pluginmanager.register(CpuSeconds())
 
 
 def _missing() -> list[str]:

@@ -42,6 +42,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in _anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_tests_they_name_exist(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w/.-]+)`", page.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("name", ["README.md", "gateway/DEPLOYMENT.md"])
 def test_the_options_of_serve_exist(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")

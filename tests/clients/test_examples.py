@@ -75,7 +75,7 @@ def test_ai_sdk(real_server: Served, scripts: Path) -> None:
     assert int(tokens.removeprefix("(").split()[0]) > 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_langchain(real_server: Served, langchain: Path) -> None:
     told = output([str(langchain), str(EXAMPLES / "langchain_python.py")], real_server)
     assert "block" in told

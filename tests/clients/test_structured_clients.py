@@ -32,6 +32,6 @@ def test_ai_sdk(real_server: Served, node_modules: Path) -> None:
     assert len(outcomes) == 19
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_langchain(real_server: Served, langchain: Path, tmp_path: Path) -> None:
     assert run([langchain, PACKAGES / "objects.py"], real_server, cwd=tmp_path) == "done\n"

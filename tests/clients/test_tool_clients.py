@@ -22,7 +22,7 @@ def test_node(real_server: Served, node_modules: Path) -> None:
     assert len(outcomes) == 11
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_python(real_server: Served, langchain: Path, tmp_path: Path) -> None:
     said = run([langchain, PACKAGES / "tools.py"], real_server, cwd=tmp_path)
     assert said.endswith("done\n")

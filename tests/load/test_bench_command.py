@@ -147,7 +147,7 @@ def test_policy_measures_what_a_pool_can_hold(penstock: Penstock, tmp_path: Path
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_overload_gives_every_request_its_own_tokens(penstock: Penstock, tmp_path: Path) -> None:
     arguments = ("--concurrency", "2", "--repeat", "1", "--out", str(tmp_path))
     done = penstock("bench", "overload", *arguments)

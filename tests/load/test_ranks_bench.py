@@ -11,7 +11,7 @@ import pytest
 from penstock.load.bench import ranks
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_are_measured_beside_one(tmp_path: Path, capsys) -> None:
     parser = argparse.ArgumentParser()
     ranks.add_arguments(parser)

@@ -89,7 +89,7 @@ def test_settings_without_sense_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_demo_model_is_clean_for_a_moment(penstock: Penstock, tmp_path: Path) -> None:
     # Memory has its say in longer runs: the first seconds of a server are all warm-up.
     flags = ("--minutes", "0.1", "--max-memory-growth", "1e9", "--no-plot", "--seed", str(SEED))

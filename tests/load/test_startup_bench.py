@@ -49,7 +49,7 @@ def bench(
     return done.stdout, json.loads((out / "startup.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_start_is_timed_to_its_first_token(bench: tuple[str, dict[str, Any]]) -> None:
     printed, figures = bench
     (start,) = figures["starts"]
@@ -61,7 +61,7 @@ def test_a_start_is_timed_to_its_first_token(bench: tuple[str, dict[str, Any]]) 
     assert start["used"]["engine"]["resident_bytes"] > start["idle"]["engine"]["unique_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_start_has_its_parts(bench: tuple[str, dict[str, Any]]) -> None:
     _, figures = bench
     (gateway,), (engine,) = figures["alone_s"]["gateway"], figures["alone_s"]["engine"]
@@ -73,7 +73,7 @@ def test_a_start_has_its_parts(bench: tuple[str, dict[str, Any]]) -> None:
         assert all(0.0 < seconds < LONG_S for seconds in parts.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_imports_are_told_by_package(bench: tuple[str, dict[str, Any]]) -> None:
     _, figures = bench
     engine, gateway = figures["imports_s"]["engine"], figures["imports_s"]["gateway"]

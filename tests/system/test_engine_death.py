@@ -194,7 +194,7 @@ class Seen:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hang", stuck_engine.HANGS)
 async def test_an_engine_whose_step_does_not_end_is_ended_and_streams_go_on(
     hang: str,

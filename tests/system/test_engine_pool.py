@@ -116,7 +116,7 @@ def _counted(served: Served, name: str, **labels: str) -> float:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
 async def test_streams_go_on_at_once_in_the_other_engine(
     pool: Served, number: signal.Signals

@@ -163,7 +163,7 @@ def test_the_ai_sdk_sends_images(server: Served, node_modules: Path) -> None:
     _check_third_party(server, ["node", "images.mjs"], cwd=node_modules)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_langchain_sends_images(server: Served, langchain: Path, tmp_path: Path) -> None:
     _check_third_party(server, [langchain, PACKAGES / "images.py"], cwd=tmp_path)
 

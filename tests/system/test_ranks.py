@@ -82,7 +82,7 @@ STRIKES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("flag", STRIKES)
 async def test_streams_survive_each_rank(flag: str, tmp_path: Path) -> None:
     flags, strikes = ("--dtype", "float32", flag, "2", "--num-threads", "1"), STRIKES[flag]

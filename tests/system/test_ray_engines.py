@@ -25,7 +25,7 @@ pytest.importorskip("ray", reason="needs pip install 'penstock-llm[ray]'")
 
 pytestmark = [
     pytest.mark.redis,
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     # Ray's own: files and sockets that it leaves to the collector, and names that it will change.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -18,7 +18,7 @@ from ..redis_server import RedisServer
 from .processes import PENSTOCK, Served, read_line, serve, wait_until
 from .test_engine_pool import Stream, read_all
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.exhaustive]
 _AWAY_S = 10.0  # longer than a lease, and than the time after which all records are read again
 
 

@@ -120,7 +120,7 @@ async def _held_against_the_document(served: Served, tmp_path: Path, *options: s
     assert process.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # minutes, on a busy machine
 async def test_the_server_does_what_it_says(serve: Serve, tmp_path: Path) -> None:
     async with serve(info={"max_model_len": 256}) as served:
@@ -129,7 +129,7 @@ async def test_the_server_does_what_it_says(serve: Serve, tmp_path: Path) -> Non
         )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 async def test_operations_follow_from_each_other(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -41,7 +41,7 @@ def test_no_interleaving_of_two_threads_is_at_fault(runs: list[list[Job]]) -> No
     assert Search(Pool(runs, 2, Order())).run() > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("runs", [[[REPEATED]], [[FIXED]]], ids=str)
 def test_no_interleaving_of_three_threads_is_at_fault(runs: list[list[Job]]) -> None:
     assert Search(Pool(runs, 3, Order()), is_coarse=True).run() > 100_000

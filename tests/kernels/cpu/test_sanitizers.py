@@ -50,7 +50,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_no_kernel_leaves_its_tensors(environment):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "--timeout=0"]

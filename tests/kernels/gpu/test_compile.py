@@ -31,7 +31,7 @@ def reports() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("file", FILES)
