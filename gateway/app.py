@@ -65,6 +65,7 @@ from penstock.gateway.http.page import ChatPage
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
 from penstock.gateway.storage.response_log.log_store import LogStore, MemoryLogStore
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.telemetry.access_log import RequestLog, route_templates
 from penstock.gateway.telemetry.metrics import Metrics
 from penstock.gateway.telemetry.request_record import REQUEST_ID_HEADER
@@ -92,7 +93,11 @@ _ADMISSION_TIMEOUT_S = 0.25  # after which a request is admitted without Redis
 
 
 def create_app(
-    config: GatewayConfig, model: ServedModel | None = None, *, log: LogWriter | None = None
+    config: GatewayConfig,
+    model: ServedModel | None = None,
+    *,
+    log: LogWriter | None = None,
+    log_settings: RedisLogSettings | None = None,
 ) -> Starlette:
     """The gateway as an ASGI application. `app.state.engine` is its link to the engine, which
     opens and closes with the application's lifespan; `app.state.log_store` hands unfinished
@@ -100,6 +105,7 @@ def create_app(
 
     Args:
         log: this process's log writer; its dropped lines are a metric.
+        log_settings: of response logs in Redis; None: the usual ones, with those of `config`.
         model: the result of `load_model`; None: it is called here.
 
     Raises:
@@ -134,7 +140,7 @@ def create_app(
     )
 
     discovery, close_discovery = _discovery(config, engine, model.name, health)
-    stores = make_stores(config, health)
+    stores = make_stores(config, health, log_settings)
     service = ResponseService(
         generator,
         engine=engine,
@@ -373,35 +379,42 @@ def _redis_health(config: GatewayConfig) -> RedisHealth | None:
     return RedisHealth()
 
 
-def make_stores(config: GatewayConfig, health: RedisHealth | None) -> Stores:
+def make_stores(
+    config: GatewayConfig,
+    health: RedisHealth | None,
+    log_settings: RedisLogSettings | None = None,
+) -> Stores:
     """The stores by the settings.
 
     Args:
         health: of their Redis.
+        log_settings: as in `create_app`.
 
     Raises:
         ConfigError: `--redis-url` is invalid.
     """
     if config.redis_url is not None and health is not None:
-        return _redis_stores(config, config.redis_url, health)
+        return _redis_stores(config, config.redis_url, health, log_settings)
     logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s)
     conversations = MemoryConversationStore(config.session_store_bytes, ttl_s=config.session_ttl_s)
     return Stores(conversations=conversations, logs=logs, start=_nothing, close=logs.close)
 
 
-def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth) -> Stores:
+def _redis_stores(
+    config: GatewayConfig, url: str, health: RedisHealth, log_settings: RedisLogSettings | None
+) -> Stores:
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
     from penstock.gateway.storage.redis_link import RedisLink
     from penstock.gateway.storage.redis_url import RedisAddress
-    from penstock.gateway.storage.response_log.redis_store import RedisLogSettings, RedisLogStore
+    from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
     address = RedisAddress.parse(url)
     # Separate links, so that a slow or blocking command on one never delays the other.
     link, log_link = RedisLink(address, health=health), RedisLink(address, health=health)
-    settings = RedisLogSettings(
+    log_settings = log_settings or RedisLogSettings(
         ttl_s=config.response_log_ttl_s, ack_timeout_s=config.redis_patience_ms / 1e3
     )
-    logs = RedisLogStore(log_link.client, settings, health)
+    logs = RedisLogStore(log_link.client, log_settings, health)
 
     async def close() -> None:
         await logs.close()

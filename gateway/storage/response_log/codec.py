@@ -48,7 +48,7 @@ _REQUEST_FIELDS = frozenset(
     beam_search stop include_stop_str_in_output skip_special_tokens
     """.split()  # noqa: SIM905
 )
-_LATER_FIELDS = {
+LATER_FIELDS = {
     field.name: field.default
     for record in (Request, SamplingParams)
     for field in structs.fields(record)
@@ -223,7 +223,7 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
 
 def _request_fields(record: Struct) -> dict[str, Any]:
     named = structs.asdict(record)
-    for name, default in _LATER_FIELDS.items():
+    for name, default in LATER_FIELDS.items():
         if named.get(name, default) == default:
             named.pop(name, None)
     return named

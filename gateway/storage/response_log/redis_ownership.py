@@ -24,7 +24,6 @@ import logging
 import math
 import random
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -38,6 +37,7 @@ from penstock.gateway.storage.redis_errors import (
     is_foreign,
 )
 from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_stream import (
     FENCE,
     Command,
@@ -57,7 +57,6 @@ _GATEWAYS = "penstock:gateways"
 _NUM_AT_ONCE = 16  # responses taken over
 _MAX_CONTROL_ENTRIES = 1000
 _CANCEL_S = 60
-_LEASES_WITHOUT_ENGINE = 4  # that responses wait for a gateway that can run them
 _SLOW_EVERY_S = 600.0  # between two warnings
 
 
@@ -74,32 +73,31 @@ class Ownership:
     """This gateway's lease and its responses among all gateways.
 
     Args:
-        lease_s: a gateway without a heartbeat for so long counts as dead.
-        ttl_s: time to live of the keys that it leaves behind.
         adopt: continues a response that was taken over.
         on_beat: called at every heartbeat; its argument is whether the lease had expired.
         health: notes the round trips of heartbeats, and why they failed.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         redis: Redis,
+        settings: RedisLogSettings,
         *,
-        lease_s: float,
-        ttl_s: float,
         adopt: Callable[[Claim], Awaitable[None]],
         on_beat: Callable[[bool], Awaitable[None]],
         health: RedisHealth,
+        clock: Callable[[], float],
     ) -> None:
         self.gateway_id = f"{{{secrets.token_hex(8)}}}"  # its keys share a slot of a cluster
         self.is_leaving = False
         self.can_run: Callable[[], bool] = lambda: True  # whether a response could run here now
         self._redis = redis
-        self._lease_s = lease_s
-        self._ttl_ms = int(ttl_s * 1000)
+        self._settings = settings
         self._adopt = adopt
         self._on_beat = on_beat
         self._health = health
+        self._clock = clock
         self._hurry = asyncio.Event()
         self._was_away = False
         self._has_lost_lease = False
@@ -135,7 +133,7 @@ class Ownership:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._lease_s / 6):
+                    async with asyncio.timeout(self._settings.beat_s):
                         await self._hurry.wait()
                 self._hurry.clear()
                 await self._turn()
@@ -193,9 +191,9 @@ class Ownership:
                     await self._on_beat(False)
                     return
                 await self._beat()
-            now_s = time.monotonic()
-            if self._was_away or now_s - self._last_beat_s > self._lease_s * 2 / 3:
-                self._may_adopt_s = now_s + self._lease_s / 2
+            now_s, lease_s = self._clock(), self._settings.lease_s
+            if self._was_away or now_s - self._last_beat_s > lease_s * 2 / 3:
+                self._may_adopt_s = now_s + lease_s / 2
             self._was_away, self._last_beat_s = False, now_s
             if self._adopting is not None and not self._adopting.done():
                 # A gateway may have left since the running task looked.
@@ -213,23 +211,25 @@ class Ownership:
     def _turn_timeout_s(self) -> float:
         """The first turn may connect to a distant Redis. Later ones must leave time to renew the
         lease."""
+        lease_s = self._settings.lease_s
         if not self._health.round_trip_s:
-            return self._lease_s
-        return min(self._health.patience_s(self._lease_s / 2, num_round_trips=6), self._lease_s)
+            return lease_s
+        return min(self._health.patience_s(lease_s / 2, num_round_trips=6), lease_s)
 
     async def _beat(self) -> None:
-        lease_ms, begun_s = int(self._lease_s * 1000), time.monotonic()
+        lease_ms, ttl_ms = int(self._settings.lease_s * 1000), int(self._settings.ttl_s * 1000)
+        begun_s = self._clock()
         replies = await round_trip(
             self._redis,
             [
                 ("SET", f"penstock:lease:{self.gateway_id}", b"1", "PX", lease_ms, "GET"),
                 ("SADD", _GATEWAYS, self.gateway_id),
-                ("PEXPIRE", _GATEWAYS, self._ttl_ms),
-                ("PEXPIRE", _owned_key(self.gateway_id), self._ttl_ms),
-                ("PEXPIRE", self.control_key, self._ttl_ms),
+                ("PEXPIRE", _GATEWAYS, ttl_ms),
+                ("PEXPIRE", _owned_key(self.gateway_id), ttl_ms),
+                ("PEXPIRE", self.control_key, ttl_ms),
             ],
         )
-        self._health.note_round_trip(time.monotonic() - begun_s)
+        self._health.note_round_trip(self._clock() - begun_s)
         if self._health.is_slow and self._health.may_complain(SLOW, every_s=_SLOW_EVERY_S):
             text = "%s: a round trip takes %.2f s, and tokens of stored responses wait for it"
             _LOG.warning(text, STATES[SLOW], self._health.round_trip_s)
@@ -266,11 +266,11 @@ class Ownership:
             leases = await round_trip(
                 self._redis, [("EXISTS", f"penstock:lease:{other}") for other in others]
             )
-            now_s, before = time.monotonic(), self._may_adopt_from_s
+            now_s, before = self._clock(), self._may_adopt_from_s
             self._may_adopt_from_s = {other: before[other] for other in others if other in before}
             for other, has_lease in zip(others, leases, strict=True):
                 if isinstance(has_lease, Exception):  # its gateway cannot renew it either
-                    self._may_adopt_from_s[other] = now_s + self._lease_s
+                    self._may_adopt_from_s[other] = now_s + self._settings.lease_s
                 elif has_lease:
                     self._orphaned_at_s.pop(other, None)
                 elif now_s >= self._may_adopt_from_s.get(other, 0.0) and self._is_due(other):
@@ -279,9 +279,9 @@ class Ownership:
 
     def _is_due(self, gateway: str) -> bool:
         """Whether to take over the responses of a gateway that is gone."""
-        orphaned_at_s = self._orphaned_at_s.setdefault(gateway, time.monotonic())
-        waited_s = time.monotonic() - orphaned_at_s
-        return self.can_run() or waited_s >= self._lease_s * _LEASES_WITHOUT_ENGINE
+        orphaned_at_s = self._orphaned_at_s.setdefault(gateway, self._clock())
+        waited_s = self._clock() - orphaned_at_s
+        return self.can_run() or waited_s >= self._settings.without_engine_s
 
     async def _adopt_all_of(self, gateway: str) -> None:
         notes = _texts(await ask(self._redis, "SMEMBERS", _owned_key(gateway)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_
 from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import response_expired
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_stream import (
     BrokenLogError,
     Command,
@@ -40,7 +40,6 @@ _LOG = logging.getLogger(__name__)
 _BLOCK_MS, _LEAST_BLOCK_MS = 500, 50  # shorter than any time-out of a connection
 _POLL_S = 0.02
 _RETRY_S = 0.1
-_PATIENCE_S = 10.0  # how long Redis may be unavailable before readers get an error
 _LONGEST_TRY_S = 2.0  # a longer try means that this process was stopped
 _PAGE_ENTRIES = 512
 _MARK_EVERY_S, _MARK_S = 5.0, 15  # the mark says that a log has readers
@@ -59,22 +58,28 @@ class StreamFollower:
         control_key: the stream of commands to this gateway.
         on_control: called with the fields of each entry in it.
         health: notes errors.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         redis: Redis,
+        settings: RedisLogSettings,
         control_key: str,
         on_control: Callable[[dict[bytes, bytes]], None],
+        *,
         health: RedisHealth,
+        clock: Callable[[], float],
     ) -> None:
         self._redis = redis
+        self._settings = settings
         client: object = redis  # by its type, it is never a `ClusterClient`
         self._is_cluster = isinstance(client, ClusterClient)
         self._control_key = control_key.encode()
         self._control_position = b"0-0"
         self._on_control = on_control
         self._health = health
+        self._clock = clock
         self._followed: dict[bytes, _Followed] = {}
         self._is_control_foreign = False  # its key holds something else
         self._is_blocked = False
@@ -147,14 +152,14 @@ class StreamFollower:
         read: Callable[[dict[bytes, bytes]], Awaitable[list[tuple[bytes, list[StreamEntry]]]]],
     ) -> None:
         """Read the entries after some positions, once."""
-        begun_s = time.monotonic()
+        begun_s = self._clock()
         try:
             found = await read(positions)
         except RedisAwayError as error:
             _LOG.debug("cannot follow streams in Redis: %s", error)
             await asyncio.sleep(_RETRY_S)
-            self._away_s[node] += min(time.monotonic() - begun_s, _LONGEST_TRY_S)
-            if self._away_s[node] > _PATIENCE_S:
+            self._away_s[node] += min(self._clock() - begun_s, _LONGEST_TRY_S)
+            if self._away_s[node] > self._settings.outage_s:
                 for key in positions:
                     self._fail(key, store_unavailable(self._health.describe(error)))
         except Exception as error:  # foreign content or a bug; following must continue
@@ -184,8 +189,8 @@ class StreamFollower:
         Raises:
             RedisAwayError: Redis is unavailable.
         """
-        if time.monotonic() >= self._mark_due_s:
-            self._mark_due_s = time.monotonic() + _MARK_EVERY_S
+        if self._clock() >= self._mark_due_s:
+            self._mark_due_s = self._clock() + _MARK_EVERY_S
             logs = [followed.log() for followed in self._followed.values()]
             await self._mark_read([log for log in logs if log is not None and log.readers])
         self._is_control_foreign = False  # perhaps

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
@@ -20,14 +19,11 @@ from penstock.gateway.storage.conversations.store import store_unavailable
 from penstock.gateway.storage.redis_errors import RedisAwayError
 from penstock.gateway.storage.redis_health import RedisHealth
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
-from penstock.gateway.storage.response_log.log_store import (
-    DEFAULT_TTL_S,
-    TakeOver,
-    response_expired,
-)
+from penstock.gateway.storage.response_log.log_store import TakeOver, response_expired
 from penstock.gateway.storage.response_log.record import ResponseHeader
 from penstock.gateway.storage.response_log.redis_ownership import Claim, Ownership
 from penstock.gateway.storage.response_log.redis_reader import StreamFollower
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_stream import (
     BROKEN,
     BrokenLogError,
@@ -48,29 +44,7 @@ from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWri
 
 _LOG = logging.getLogger(__name__)
 _NUM_LOADS = 16  # at a time, so that they do not delay the writer and the lease
-_HAND_OVER_S = 1.0
-_FIND_S = 1.0  # for readers of what was handed over to find it again
 _LOOK_S = 0.1  # interval of checks whether somebody still reads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisLogSettings:
-    """How logs are kept in Redis.
-
-    Attributes:
-        ttl_s: how long after its end a log can be read.
-        max_log_bytes: of one log in Redis; a longer one is not resumable.
-        ack_timeout_s: how long an entry waits for Redis before it is shown without being stored;
-            longer where the measured round trip is long.
-        request_timeout_s: how long a new response waits for Redis before it is refused; also.
-        lease_s: a gateway without a heartbeat for so long counts as dead.
-    """
-
-    ttl_s: float = DEFAULT_TTL_S
-    max_log_bytes: int = 64 << 20
-    ack_timeout_s: float = 0.25
-    request_timeout_s: float = 1.0
-    lease_s: float = 3.0
 
 
 class RedisLogStore:
@@ -79,6 +53,7 @@ class RedisLogStore:
     Args:
         redis: a client with few retries and time-outs above half a second, used only by this store.
         health: notes errors and round trips.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -86,36 +61,43 @@ class RedisLogStore:
         redis: Redis,
         settings: RedisLogSettings | None = None,
         health: RedisHealth | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._health = health = health or RedisHealth()
-        self._settings = settings or RedisLogSettings()
+        self._settings = settings = settings or RedisLogSettings()
+        self._clock = clock
         self._ownership = Ownership(
             redis,
-            lease_s=self._settings.lease_s,
-            ttl_s=self._settings.ttl_s,
+            settings,
             adopt=self._adopt,
             on_beat=self._maintain,
             health=health,
+            clock=clock,
         )
         self._writer = LogWriter(
             redis,
-            ack_timeout_s=self._settings.ack_timeout_s,
-            max_log_bytes=self._settings.max_log_bytes,
+            settings,
             on_done=self._forget,
             farewell=self._farewell,
             health=health,
         )
         self._opener = LogOpener(
             redis,
+            settings,
             self._ownership,
-            timeout_s=self._settings.request_timeout_s,
             age=self._age,
             give_up=self._writer.give_up,
             health=health,
         )
         self._follower = StreamFollower(
-            redis, self._ownership.control_key, self._on_control, health
+            redis,
+            settings,
+            self._ownership.control_key,
+            self._on_control,
+            health=health,
+            clock=clock,
         )
         self._live: dict[str, ResponseLog] = {}  # responses that run here
         # Those that have readers: many readers of a long one must not each hold a copy.
@@ -193,14 +175,14 @@ class RedisLogStore:
         self._has_moved_readers = any(log.readers for log in self._live.values())
         self._writer.let_go()
         with contextlib.suppress(RedisAwayError, TimeoutError):
-            async with asyncio.timeout(_HAND_OVER_S):
+            async with asyncio.timeout(self._settings.hand_over_s):
                 await self._ownership.leave()
 
     async def let_readers_end(self, limit_s: float) -> None:
         with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(limit_s):
                 if self._has_moved_readers:  # they look for the next owner's log
-                    await asyncio.sleep(_FIND_S)
+                    await asyncio.sleep(self._settings.find_s)
                 while (  # noqa: ASYNC110  (once in a process's life)
                     self._follower.has_readers and await self._ownership.has_others()
                 ):
@@ -318,8 +300,8 @@ class RedisLogStore:
             await round_trip(
                 self._redis, [self._ownership.note(log.response_id, log.epoch) for log in owned]
             )
-        if time.monotonic() >= self._refresh_s:
-            self._refresh_s = time.monotonic() + self._settings.ttl_s / 4
+        if self._clock() >= self._refresh_s:
+            self._refresh_s = self._clock() + self._settings.ttl_s / 4
             await round_trip(self._redis, [self._age(log.key) for log in owned])
         await self._writer.repair()
         await self._follower.check()

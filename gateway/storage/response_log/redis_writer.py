@@ -30,6 +30,7 @@ from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
 from penstock.gateway.storage.response_log.log_store import LogExistsError, response_expired
 from penstock.gateway.storage.response_log.redis_ownership import Ownership
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_stream import (
     Command,
     add_broken,
@@ -70,7 +71,6 @@ class LogOpener:
     """Creates the logs of new responses.
 
     Args:
-        timeout_s: for a batch.
         age: the command that sets a stream's time to live.
         give_up: called with a log that Redis may have, but that will not be written.
         health: notes errors.
@@ -79,16 +79,16 @@ class LogOpener:
     def __init__(
         self,
         redis: Redis,
+        settings: RedisLogSettings,
         ownership: Ownership,
         *,
-        timeout_s: float,
         age: Callable[[str], Command],
         give_up: Callable[[OwnedLog], None],
         health: RedisHealth,
     ) -> None:
         self._redis = redis
+        self._settings = settings
         self._ownership = ownership
-        self._timeout_s = timeout_s
         self._age = age
         self._give_up = give_up
         self._health = health
@@ -125,7 +125,9 @@ class LogOpener:
             self._sender = None
 
     async def _open_all(self, batch: list[_Opening]) -> None:
-        timeout_s = self._health.patience_s(self._timeout_s, num_round_trips=_OPENING_ROUND_TRIPS)
+        timeout_s = self._health.patience_s(
+            self._settings.request_timeout_s, num_round_trips=_OPENING_ROUND_TRIPS
+        )
         try:
             await in_time(self._store(batch), timeout_s, num_ticks=_OPENING_TICKS)
         except Exception as error:  # raised to each waiting caller
@@ -244,8 +246,6 @@ class LogWriter:
     """Writes logs.
 
     Args:
-        ack_timeout_s: how long Redis may take to confirm an entry.
-        max_log_bytes: of one log; a longer one is not resumable.
         on_done: called with a log that is no longer owned: it ended or was lost.
         farewell: the commands to send to Redis when a log is no longer owned.
         health: tells the distance of Redis; notes errors.
@@ -254,17 +254,15 @@ class LogWriter:
     def __init__(
         self,
         redis: Redis,
+        settings: RedisLogSettings,
         *,
-        ack_timeout_s: float,
-        max_log_bytes: int,
         on_done: Callable[[ResponseLog], None],
         farewell: Callable[[OwnedLog], Sequence[Command]],
         health: RedisHealth,
     ) -> None:
         self.owned: dict[str, OwnedLog] = {}
         self._redis = redis
-        self._ack_timeout_s = ack_timeout_s
-        self._max_log_bytes = max_log_bytes
+        self._settings = settings
         self._on_done = on_done
         self._farewell = farewell
         self._health = health
@@ -410,7 +408,7 @@ class LogWriter:
     async def _write(self, node: str, batch: list[OwnedLog]) -> None:
         work = self._attempt_until_stored(node, batch)
         patience_s = self._health.patience_s(
-            self._ack_timeout_s, num_round_trips=_WRITING_ROUND_TRIPS
+            self._settings.ack_timeout_s, num_round_trips=_WRITING_ROUND_TRIPS
         )
         error: Exception | None = None
         try:
@@ -516,7 +514,7 @@ class LogWriter:
         mistake = next(filter(_is_mistake, failures), None)
         if mistake is not None:
             self._give_up_for(owned, mistake)
-        elif None in replies or owned.num_bytes > self._max_log_bytes:
+        elif None in replies or owned.num_bytes > self._settings.max_log_bytes:
             self.give_up(owned)  # the stream no longer exists, or is too long
         elif failures:
             # A refused id means that Redis already has the entry, whose reply was lost, or has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
@@ -85,4 +85,11 @@ async def until(condition: Callable[[], object]) -> None:
     """Wait until it holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def until_found(look: Callable[[], Awaitable[object]]) -> None:
+    """Wait until what is looked for is there."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await look():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

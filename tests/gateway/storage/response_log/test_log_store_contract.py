@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -17,16 +15,11 @@ from .records import TENANT, add_delta, add_end, expired, header, read_to_end, s
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LogStore]:
+async def store(request: pytest.FixtureRequest, gateways: Gateways) -> LogStore:
     if request.param == "memory":
-        yield MemoryLogStore(1 << 20)
-        return
-    made = Gateways()
-    with RedisServer(tmp_path / "redis") as server:
-        try:
-            yield (await made.make(server.url)).store
-        finally:
-            await made.close()
+        return MemoryLogStore(1 << 20)
+    server: RedisServer = request.getfixturevalue("redis_server")
+    return (await gateways.make(server.url)).store
 
 
 async def test_a_running_response_is_found_as_itself(store: LogStore) -> None:

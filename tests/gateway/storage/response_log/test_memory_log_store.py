@@ -16,6 +16,7 @@ from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import MemoryLogStore
 from penstock.gateway.storage.response_log.record import DeltaEntry, ResponseHeader
 
+from ....support.tiers import tiered
 from ...garbage import bytes_taken
 from .records import TENANT, add_delta, add_end, expired, header, read_to_end
 
@@ -61,7 +62,7 @@ def write(log: ResponseLog, deltas: list[Fields]) -> None:
     add_end(log)
 
 
-@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("said", tiered(SAID, first=("many deltas", "items")))
 async def test_it_counts_what_it_takes(said: str) -> None:
     """Whatever is in the logs: the bound would be none if something in them were not counted."""
     store = MemoryLogStore(1 << 40)

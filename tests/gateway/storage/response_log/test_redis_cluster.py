@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import ResponseHeader
-from penstock.gateway.storage.response_log.redis_stream import log_key
 
 from ....redis_server import RedisCluster, RedisServer
 from .conftest import Gateway, Gateways
 from .records import TENANT, add_delta, add_end, header, read_to_end, seen, until
+from .stored import beats, is_broken, lease_key, log_key, owned, owned_key
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.process_kills]
 
 _NUM_OF_EACH = 3
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RedisCluster]:
-    with RedisCluster(tmp_path / "cluster") as made:
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with RedisCluster(tmp_path_factory.mktemp("cluster")) as made:
         yield made
 
 
+@pytest.fixture
+def cluster(shared_cluster: RedisCluster) -> RedisCluster:
+    """Empty; all of its nodes serve."""
+    for node in shared_cluster.nodes:
+        if not node.runs:
+            node.start()
+        with node.client() as client:
+            client.flushall()
+    shared_cluster.wait_until_ok()
+    return shared_cluster
+
+
 def node_of(cluster: RedisCluster, made: ResponseHeader) -> RedisServer:
-    key = log_key(made.response_id)
-    assert key is not None
-    return cluster.node_of(key)
+    return cluster.node_of(log_key(made.response_id))
 
 
 def headers(cluster: RedisCluster) -> list[ResponseHeader]:
@@ -88,6 +97,15 @@ async def test_a_node_that_stands_still_delays_no_stream_of_another(
         assert log.is_resumable
 
 
+async def test_a_cancel_goes_to_the_owner(cluster: RedisCluster, gateways: Gateways) -> None:
+    here, there, _ = await two_gateways(gateways, cluster)
+    logs = [await begun(here, made) for made in headers(cluster)]
+    for log in logs:
+        await there.store.cancel(TENANT, log.header.response_id)
+    await until(lambda: len(here.cancelled) == len(logs))
+    assert set(here.cancelled) == {log.header.response_id for log in logs}
+
+
 async def test_a_killed_node_costs_its_own_streams_and_no_others(
     cluster: RedisCluster, gateways: Gateways, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,12 +134,16 @@ async def test_a_killed_node_costs_its_own_streams_and_no_others(
     for log in logs:
         add_end(log)
         await read_to_end(log)
-    await until(lambda: not here.store._writer._torn)
-    await until(lambda: not any(here.store._writer._chores.values()))
+    running = {log.header.response_id for log in made if isinstance(log, ResponseLog)}
+    with cluster.node_of(owned_key(here.store)).client() as client:
+        await until(lambda: owned(client, here.store).keys() == running)
+    with killed.client() as client:
+        await until(lambda: all(is_broken(client, log.header.response_id) for log in lost))
     assert not there.carried_on
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.exhaustive
 async def test_what_can_be_taken_over_waits_for_no_killed_node(
     cluster: RedisCluster, gateways: Gateways
 ) -> None:
@@ -129,7 +151,8 @@ async def test_what_can_be_taken_over_waits_for_no_killed_node(
     logs = [await begun(here, made) for made in headers(cluster)]
     lost = {log.header.response_id for log in logs if node_of(cluster, log.header) is killed}
     killed.kill()
-    await here.die()
+    with cluster.node_of(lease_key(here.store)).client() as client:
+        await here.die(client)
     everything = {log.header.response_id for log in logs}
     await until(lambda: there.carried_on.keys() == everything - lost)
     killed.start()
@@ -142,32 +165,23 @@ async def test_a_gateway_whose_lease_cannot_be_looked_at_is_not_dead(
     """Its node comes back without what it knew, as a replica may that is promoted."""
     while True:
         here, there = await gateways.make(cluster.url), await gateways.make(cluster.url)
-        killed = cluster.node_of(f"penstock:lease:{here.store.gateway_id}")
-        lease = f"penstock:lease:{there.store.gateway_id}"
-        if killed not in (cluster.node_of("penstock:gateways"), cluster.node_of(lease)):
+        killed = cluster.node_of(lease_key(here.store))
+        looking = cluster.node_of(lease_key(there.store))
+        if killed not in (cluster.node_of("penstock:gateways"), looking):
             break
         for gateway in (here, there):
             await gateway.store.close()
-    looks: list[None] = []
-    look = there.store._ownership._adopt_orphans
-
-    async def counted() -> None:
-        looks.append(None)
-        await look()
-
-    there.store._ownership._adopt_orphans = counted  # type: ignore[method-assign]
     made = next(each for each in headers(cluster) if node_of(cluster, each) is not killed)
     log = await begun(here, made)
-    killed.kill()
-    num = len(looks)
-    await until(lambda: len(looks) > num + 2)
-    for file in killed.directory.glob("appendonlydir/*"):
-        file.unlink()
-    killed.start()
-    await asyncio.to_thread(cluster.wait_until_ok)
-    await here.is_known()
-    num = len(looks)
-    await until(lambda: len(looks) > num + 2)
+    with looking.client() as client:
+        killed.kill()
+        await beats(client, there.store)  # it looks for dead gateways at each
+        for file in killed.directory.glob("appendonlydir/*"):
+            file.unlink()
+        killed.start()
+        await asyncio.to_thread(cluster.wait_until_ok)
+        await here.is_known()
+        await beats(client, there.store)
     assert not there.carried_on
     add_delta(log)
     await seen(log, 1)

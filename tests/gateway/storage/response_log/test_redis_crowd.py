@@ -9,14 +9,14 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+import redis
 
-from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.response_log.redis_stream import log_key
 
 from ....redis_server import RedisServer
 from .conftest import PATIENT, Gateways
-from .records import PATIENCE_S, TENANT, add_end, header, read_to_end, until
+from .records import PATIENCE_S, TENANT, add_end, expired, header, read_to_end, until
+from .stored import beats, entries, log_key, owned
 
 pytestmark = pytest.mark.redis
 NUM = 300
@@ -41,59 +41,61 @@ async def slow_loop(turn_s: float = TURN_S) -> AsyncIterator[None]:
 
 
 async def test_a_busy_loop_is_not_taken_for_a_silent_redis(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
-    here, there = (
-        await gateways.make(redis_server.url, USUAL),
-        await gateways.make(redis_server.url),
-    )
+    here = await gateways.make(redis_server.url, USUAL)
+    there = await gateways.make(redis_server.url)
     async with slow_loop():
         logs = await asyncio.gather(*(here.store.create(header()) for _ in range(NUM)))
-    with redis_server.client() as client:
-        assert client.scard(f"penstock:owned:{here.store.gateway_id}") == NUM
-        assert all(client.ttl(log_key(log.header.response_id)) > 0 for log in logs)
-        assert client.info("clients")["connected_clients"] < 30
+    assert len(owned(client, here.store)) == NUM
+    assert all(client.ttl(log_key(log.header.response_id)) > 0 for log in logs)
+    assert client.info("clients")["connected_clients"] < 30
     add_end(logs[-1])
     found = await there.store.find(TENANT, logs[-1].header.response_id)
     assert await read_to_end(found) == logs[-1].entries
 
 
 async def test_a_silent_redis_refuses_them_all_in_its_time(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
-    here = await gateways.make(redis_server.url)
-    await here.store.create(header())
+    here = await gateways.make(redis_server.url, is_wired=True)
+    assert here.wire is not None
+    running = await here.store.create(header())
+    wanted = [header() for _ in range(20)]
     async with asyncio.timeout(PATIENCE_S):
-        with redis_server.paused(), here.impatient():
+        with here.impatient():
+            here.wire.stop()
             answers = await asyncio.gather(
-                *(here.store.create(header()) for _ in range(20)), return_exceptions=True
+                *(here.store.create(each) for each in wanted), return_exceptions=True
             )
+    here.wire.go_on()
     assert {type(answer) for answer in answers} == {StoreUnavailableError}
-    await until(lambda: not here.store._writer._torn)  # what it took after all is ended
-    await until(lambda: not here.store._writer._chores)
-    with redis_server.client() as client:
-        assert client.scard(f"penstock:owned:{here.store.gateway_id}") == 1
+    await beats(client, here.store)  # what Redis took after all is ended
+    await until(lambda: owned(client, here.store) == {running.header.response_id: 1})
 
 
 async def test_who_leaves_before_it_is_open_leaves_nothing_running(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     here = await gateways.make(redis_server.url)
-    owned = f"penstock:owned:{here.store.gateway_id}"
-    for num_turns in range(12):  # at every moment of its way
-        task = asyncio.create_task(here.store.create(header()))
+    wanted = [header() for _ in range(12)]
+    for num_turns, each in enumerate(wanted):  # at every moment of its way
+        task = asyncio.create_task(here.store.create(each))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if not task.cancelled():  # it was quicker
             add_end(task.result())
-    with redis_server.client() as client:
-        await until(lambda: client.scard(owned) == 0 and not here.store._opener._sender)
+    last = await here.store.create(header())
+    await until(lambda: owned(client, here.store) == {last.header.response_id: 1})
+    for each in wanted:
+        kinds = [kind for _, _, kind in entries(client, each.response_id)]
+        assert not kinds or kinds[-1] in ("e", "x")
 
 
 async def test_a_crowd_of_readers_shares_what_was_read(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     """Of a long response each copy is megabytes, and takes the event loop's time to decode."""
     here = await gateways.make(redis_server.url)
@@ -104,14 +106,13 @@ async def test_a_crowd_of_readers_shares_what_was_read(
     add_end(log)
     await read_to_end(log)
     response_id = log.header.response_id
-    with redis_server.client() as client:
-        client.config_resetstat()
-        found = await asyncio.gather(*(there.store.find(TENANT, response_id) for _ in range(40)))
-        num_pages = client.info("commandstats")["cmdstat_xrange"]["calls"]
+    client.config_resetstat()
+    found = await asyncio.gather(*(there.store.find(TENANT, response_id) for _ in range(40)))
+    num_pages = client.info("commandstats")["cmdstat_xrange"]["calls"]
     assert len({id(each) for each in found}) == 1
     assert found[0].entries == log.entries
     assert num_pages <= 5
     assert await there.store.find(TENANT, response_id) is found[0]
     await there.store.delete(TENANT, response_id)
-    with pytest.raises(RequestRefusedError):
+    with expired():
         await there.store.find(TENANT, response_id)

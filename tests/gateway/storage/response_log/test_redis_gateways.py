@@ -6,15 +6,16 @@ import asyncio
 import dataclasses
 import gc
 import weakref
+from functools import partial
 
 import pytest
+import redis
 
 from penstock.engine.chat_formats import OutputFormat, OutputSyntax
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.response_log import redis_store
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
 from penstock.gateway.storage.response_log.record import DeltaEntry
-from penstock.gateway.storage.response_log.redis_stream import add_fence, log_key, round_trip
 
 from ....redis_server import RedisServer
 from .conftest import PATIENT, Gateways, begin
@@ -29,13 +30,13 @@ from .records import (
     seen,
     until,
 )
+from .stored import add_fence, beats, entries, lapse, lease_key, log_key, owned, owned_key
 
 pytestmark = pytest.mark.redis
 
 
-def keys_without_ttl(server: RedisServer) -> list[bytes]:
-    with server.client() as client:
-        return [key for key in client.keys("*") if client.ttl(key) < 0]
+def keys_without_ttl(client: redis.Redis) -> list[bytes]:
+    return [key for key in client.keys("*") if client.ttl(key) < 0]
 
 
 async def test_another_gateway_reads_it_live_and_from_the_middle(
@@ -94,23 +95,21 @@ async def test_readers_of_one_response_share_one_copy_that_goes_with_them(
 
     replica = await find_often()
     await until(lambda: gc.collect() >= 0 and replica() is None)
-    await until(lambda: not there.store._follower._followed)
 
 
 async def test_one_connection_follows_them_all(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
     logs = [await begin(here, 1) for _ in range(40)]
     replicas = [await there.store.find(TENANT, log.header.response_id) for log in logs]
     reading = [asyncio.create_task(read_to_end(replica)) for replica in replicas]
-    with redis_server.client() as client:
 
-        def num_blocked() -> int:
-            return int(client.info("clients")["blocked_clients"])
+    def num_blocked() -> int:
+        return int(client.info("clients")["blocked_clients"])
 
-        await until(lambda: num_blocked() >= 2)
-        assert num_blocked() <= 2  # one of each gateway
+    await until(lambda: num_blocked() >= 2)
+    assert num_blocked() <= 2  # one of each gateway
     for log in logs:
         add_end(log)
     for task, log in zip(reading, logs, strict=True):
@@ -138,14 +137,14 @@ async def test_a_cancel_goes_to_the_owner(redis_server: RedisServer, gateways: G
 
 
 async def test_a_response_of_a_dead_gateway_is_carried_on_by_one_of_the_others(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     dead, *others = [await gateways.make(redis_server.url) for _ in range(3)]
     log = await begin(dead, 3)
     response_id = log.header.response_id
     readers = [await other.store.find(TENANT, response_id) for other in others]
     reading = [asyncio.create_task(read_to_end(replica, 4)) for replica in readers]
-    await dead.die()
+    await dead.die(client)
     await until(lambda: any(other.carried_on for other in others))
     (taker,) = (other for other in others if other.carried_on)
     taken = taker.carried_on[response_id]
@@ -160,41 +159,63 @@ async def test_a_response_of_a_dead_gateway_is_carried_on_by_one_of_the_others(
     assert sum(len(other.carried_on) for other in others) == 1
 
 
+async def test_a_gateway_is_dead_when_its_lease_has_run_out(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
+    short = dataclasses.replace(PATIENT, lease_s=0.3)
+    alive, dead, other = [
+        await gateways.make(redis_server.url, settings) for settings in (PATIENT, short, PATIENT)
+    ]
+    running, orphan = await begin(alive, 1), await begin(dead, 1)
+    await dead.store.close()
+    await until(lambda: {*alive.carried_on, *other.carried_on} == {orphan.header.response_id})
+    await until(lambda: dead.store.gateway_id.encode() not in client.smembers("penstock:gateways"))
+    await beats(client, alive.store)
+    await beats(client, other.store)
+    assert not alive.lost
+    assert owned(client, alive.store)[running.header.response_id] == 1
+
+
 async def test_many_orphans_find_one_owner_each(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     dead, *others = [await gateways.make(redis_server.url) for _ in range(4)]
     logs = [await begin(dead, 1) for _ in range(60)]
-    await dead.die()
+    await dead.die(client)
     await until(lambda: sum(len(other.carried_on) for other in others) >= len(logs))
-    await asyncio.sleep(1.0)
+    for other in others:
+        await beats(client, other.store)
     owners = [response_id for other in others for response_id in other.carried_on]
     assert sorted(owners) == sorted(log.header.response_id for log in logs)
 
 
 async def test_a_cancel_while_nobody_runs_it_is_not_forgotten(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     dead, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
     log = await begin(dead, 1)
-    await dead.die()
+    await dead.store.close()
     await other.store.cancel(TENANT, log.header.response_id)
+    await lapse(client, dead.store)
     await until(lambda: other.carried_on)
     await until(lambda: other.cancelled)
 
 
 async def test_an_owner_that_wakes_up_is_fenced_off(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
-    paused, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    paused = await gateways.make(redis_server.url, is_wired=True)
+    other = await gateways.make(redis_server.url)
     log = await begin(paused, 2)
     response_id = log.header.response_id
-    await paused.die()  # its own turn of the loop does not come
+    assert paused.wire is not None
+    await paused.freeze(client)
     await until(lambda: other.carried_on)
     taken = other.carried_on[response_id]
     add_delta(taken, "new owner")
     await seen(taken, 3)
     add_delta(log, "old owner")
+    paused.wire.go_on()
     await until(lambda: paused.lost)
     assert log.num_published == 2  # nobody saw what it had to say
     assert log.is_resumable
@@ -208,30 +229,26 @@ async def test_an_owner_that_wakes_up_is_fenced_off(
 
 
 async def test_an_owner_that_lost_its_lease_looks_before_it_says_anything(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     here = await gateways.make(redis_server.url)
     log = await begin(here, 1)
-    key = log_key(log.header.response_id)
-    assert key is not None
-    await round_trip(here.link.client, [add_fence(key, 2, "somebody")])
-    with redis_server.client() as client:
-        client.delete(f"penstock:lease:{here.store.gateway_id}")
+    add_fence(client, log.header.response_id, 2, "somebody")
+    client.delete(lease_key(here.store))
     await until(lambda: here.lost)
 
 
 async def test_it_takes_over_what_it_had_lost_unawares(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     """Another had fenced it and died, before this gateway looked: the run of before is over, and
     has no say in what the new one tells."""
     here = await gateways.make(redis_server.url)
     log = await begin(here, 2)
     response_id = log.header.response_id
-    key = log_key(response_id)
-    assert key is not None
-    notes = [("SADD", "penstock:owned:x", f"2 {response_id}"), ("SADD", "penstock:gateways", "x")]
-    await round_trip(here.link.client, [add_fence(key, 2, "x"), *notes])
+    add_fence(client, response_id, 2, "x")
+    client.sadd("penstock:owned:x", f"2 {response_id}")
+    client.sadd("penstock:gateways", "x")
     await until(lambda: here.carried_on)
     taken = here.carried_on[response_id]
     assert here.lost == [response_id]
@@ -247,12 +264,9 @@ async def test_it_takes_over_what_it_had_lost_unawares(
     assert (await read_to_end(taken))[2:] == taken.entries[2:]
 
 
-async def test_handing_over_is_quick(
-    redis_server: RedisServer, gateways: Gateways, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody waits for the lease to run out, which here outlasts the test's patience."""
-    monkeypatch.setattr(redis_store, "_HAND_OVER_S", PATIENCE_S)
-    slow = dataclasses.replace(PATIENT, lease_s=2 * PATIENCE_S)
+async def test_handing_over_is_quick(redis_server: RedisServer, gateways: Gateways) -> None:
+    """Nobody waits for a lease to run out or for a heartbeat: here both outlast a test."""
+    slow = dataclasses.replace(PATIENT, lease_s=4 * PATIENCE_S, beat_s=2 * PATIENCE_S)
     leaving, other = [await gateways.make(redis_server.url, slow) for _ in range(2)]
     logs = [await begin(leaving, 2) for _ in range(5)]
     await leaving.store.hand_over()
@@ -263,68 +277,105 @@ async def test_handing_over_is_quick(
 
 
 async def test_who_hands_over_says_no_last_word(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     """Its runs fail when it goes down; the responses do not, however late another one looks."""
     leaving = await gateways.make(redis_server.url)
     log = await begin(leaving, 2)
     await leaving.store.hand_over()
     add_end(log)
-    await leaving.store._writer.flushed()
-    await leaving.store._ownership._turn()
     other = await gateways.make(redis_server.url)
     await until(lambda: other.carried_on)
+    await leaving.store.close()  # writes what there is to write
     (carried_on,) = other.carried_on.values()
     assert not carried_on.is_ended
     assert len(carried_on.entries) == 2
-    with redis_server.client() as client:
-        assert not client.exists(f"penstock:lease:{leaving.store.gateway_id}")
+    assert [kind for _, _, kind in entries(client, log.header.response_id)] == ["h", "d", "d", "f"]
+    assert not client.exists(lease_key(leaving.store))
+
+
+async def test_who_hands_over_waits_until_its_readers_have_found_the_next_owner(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
+    """Until then it seems to have none."""
+    leaving = await gateways.make(redis_server.url)
+    leaving.settings.find_s = PATIENCE_S
+    other = await gateways.make(redis_server.url, is_wired=True)
+    assert other.wire is not None
+    log = await begin(leaving, 1)
+    find = partial(leaving.store.find, TENANT, log.header.response_id)
+    with log.read(find_again=find) as reader:
+        assert await next_of(reader) == log.entries
+        other.wire.stop()
+        await leaving.store.hand_over()
+        ending = asyncio.create_task(leaving.store.let_readers_end(2 * PATIENCE_S))
+        reading = asyncio.create_task(next_of(reader))
+        await asyncio.sleep(0.3)  # some looks at whether they have ended
+        other.wire.go_on()
+        await until(lambda: other.carried_on)
+        (taken,) = other.carried_on.values()
+        end = add_end(taken)
+        assert await reading == [end]
+        assert not ending.done()
+        ending.cancel()
+
+
+async def test_a_gateway_without_an_engine_leaves_responses_to_others(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
+    first = await gateways.make(redis_server.url)
+    engineless = await gateways.make(redis_server.url, can_run=lambda: False)
+    engineless.settings.without_engine_s = 2 * PATIENT.lease_s
+    log = await begin(first, 2)
+    await first.store.hand_over()
+    await beats(client, engineless.store)
+    assert not engineless.carried_on
+    third = await gateways.make(redis_server.url)
+    await until(lambda: third.carried_on)
+    assert not engineless.carried_on
+    engineless.settings.without_engine_s = 0.0  # nobody has taken them for so long
+    await third.store.hand_over()
+    await until(lambda: engineless.carried_on)
+    assert owned(client, engineless.store) == {log.header.response_id: 3}
 
 
 async def test_an_ended_response_leaves_nothing_to_take_over(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     dead, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
     log = await begin(dead, 1)
     add_end(log)
     whole = await read_to_end(log)
     running = await begin(dead, 1)
-    await dead.die()
+    await dead.die(client)
     await until(lambda: other.carried_on)
     assert list(other.carried_on) == [running.header.response_id]
     assert await read_to_end(await other.store.find(TENANT, log.header.response_id)) == whole
-    with redis_server.client() as client:
-        gone = f"penstock:lease:{dead.store.gateway_id}"
-        assert not client.exists(gone)
-        owned = f"penstock:owned:{dead.store.gateway_id}"
-    await until(lambda: not redis_exists(redis_server, owned))
+    assert not client.exists(lease_key(dead.store))
+    await until(lambda: not client.exists(owned_key(dead.store)))
 
 
-def redis_exists(server: RedisServer, key: str) -> bool:
-    with server.client() as client:
-        return bool(client.exists(key))
-
-
-async def test_every_key_has_a_time_to_live(redis_server: RedisServer, gateways: Gateways) -> None:
+async def test_every_key_has_a_time_to_live(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
     here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
     log = await begin(here, 1)
     replica = await there.store.find(TENANT, log.header.response_id)
     await there.store.cancel(TENANT, log.header.response_id)
     await until(lambda: here.cancelled)
-    await until(lambda: not keys_without_ttl(redis_server))  # a sign of life later
+    await until(lambda: not keys_without_ttl(client))  # a sign of life later
     add_end(log)
     await read_to_end(replica)
-    await until(lambda: not keys_without_ttl(redis_server))
+    await until(lambda: not keys_without_ttl(client))
 
 
 async def test_a_response_that_expired_is_not_found_and_its_readers_are_told(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
     log = await begin(here, 1)
     replica = await there.store.find(TENANT, log.header.response_id)
-    with redis_server.client() as client:
-        client.delete(str(log_key(log.header.response_id)))
+    client.delete(log_key(log.header.response_id))
     with expired():
         await read_to_end(replica)
     with expired():

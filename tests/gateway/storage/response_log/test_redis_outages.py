@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 
 import pytest
+import redis
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.response_log.codec import encode_delta
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogExistsError
 from penstock.gateway.storage.response_log.record import DeltaEntry
-from penstock.gateway.storage.response_log.redis_stream import add_entry, ask, log_key
 
 from ....redis_server import RedisServer
 from .conftest import Gateway, Gateways, begin
@@ -27,72 +27,9 @@ from .records import (
     seen,
     until,
 )
+from .stored import add_fence, is_broken, log_key, owned
 
 pytestmark = pytest.mark.redis
-
-
-class Wire:
-    """Between a gateway and Redis: passes bytes on, and now and then cuts the connection between
-    a command's execution and its reply."""
-
-    def __init__(self, redis_port: int) -> None:
-        self.port = 0
-        self.num_lost = 0
-        self._redis_port = redis_port
-        self._trigger: bytes | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def lose_replies_to(self, command: bytes) -> None:
-        """Of the next command of this kind."""
-        self._trigger = command
-
-    async def __aenter__(self) -> Wire:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._redis_port)
-        back = asyncio.create_task(self._copy(upstream_reader, writer))
-        try:
-            while data := await reader.read(1 << 16):
-                if self._trigger is not None and self._trigger in data:
-                    self._trigger = None
-                    self.num_lost += 1
-                    back.cancel()
-                    upstream.write(data)
-                    await upstream_reader.read(1)  # Redis has done it
-                    return
-                upstream.write(data)
-        except (ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            back.cancel()
-            for end in (writer, upstream):
-                end.close()
-                with contextlib.suppress(ConnectionError):
-                    await end.wait_closed()
-            self._tasks.discard(task)
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-
-
-@pytest.fixture
-async def wire(redis_server: RedisServer) -> AsyncIterator[Wire]:
-    async with Wire(redis_server.port) as made:
-        yield made
 
 
 async def up_again(gateway: Gateway) -> ResponseLog:
@@ -105,11 +42,14 @@ async def up_again(gateway: Gateway) -> ResponseLog:
 
 
 async def test_a_stalled_redis_costs_a_stream_its_resumption_and_nothing_else(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
-    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    here = await gateways.make(redis_server.url, is_wired=True)
+    there = await gateways.make(redis_server.url)
+    assert here.wire is not None
     logs = [await begin(here) for _ in range(20)]
-    with redis_server.paused(), here.impatient():
+    with here.impatient():
+        here.wire.stop()
         written = [[add_delta(log)] for log in logs]
         for log in logs:
             await seen(log, 1)
@@ -117,6 +57,7 @@ async def test_a_stalled_redis_costs_a_stream_its_resumption_and_nothing_else(
         for log, entries in zip(logs, written, strict=True):
             entries.append(add_delta(log))
             assert log.num_published == 2  # at once from now on
+    here.wire.go_on()
     for log in logs:
         assert await here.store.find(TENANT, log.header.response_id) is log
     for log in logs:  # whatever of it got to Redis after all
@@ -126,8 +67,8 @@ async def test_a_stalled_redis_costs_a_stream_its_resumption_and_nothing_else(
         assert await read_to_end(log) == [*entries, end]
     durable = await begin(here, 2)
     assert durable.is_resumable
-    assert not here.store._live.keys() - {durable.header.response_id}
-    await until(lambda: not here.store._writer._torn)
+    await until(lambda: owned(client, here.store) == {durable.header.response_id: 1})
+    assert all(is_broken(client, log.header.response_id) for log in logs)
 
 
 async def until_expired(gateway: Gateway, log: ResponseLog) -> None:
@@ -142,18 +83,18 @@ async def until_expired(gateway: Gateway, log: ResponseLog) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.process_kills
 async def test_redis_killed_in_mid_stream_and_started_again(
-    redis_server: RedisServer, gateways: Gateways
+    own_server: RedisServer, gateways: Gateways
 ) -> None:
-    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    here, there = await gateways.make(own_server.url), await gateways.make(own_server.url)
     log, idle = await begin(here, 2), await begin(here, 2)
     ended = await begin(here, 1)
     add_end(ended)
     whole = await read_to_end(ended)
     replica = await there.store.find(TENANT, log.header.response_id)
     reading = asyncio.create_task(read_to_end(replica))
-    await asyncio.sleep(0.05)
-    redis_server.kill()
+    own_server.kill()
     with here.impatient():
         add_delta(log)
         await seen(log, 3)
@@ -163,7 +104,7 @@ async def test_redis_killed_in_mid_stream_and_started_again(
             await here.store.create(header())
         with pytest.raises(StoreUnavailableError):
             await there.store.find(TENANT, idle.header.response_id)
-    redis_server.start()
+    own_server.start()
     assert (await up_again(here)).is_resumable
     with expired():
         await reading
@@ -176,18 +117,21 @@ async def test_redis_killed_in_mid_stream_and_started_again(
     add_end(idle)
     assert await read_to_end(follower) == await read_to_end(idle)
     assert idle.is_resumable
-    await until(lambda: not here.store._writer.owned.keys() & {idle.header.response_id})
+    with own_server.client() as client:
+        await until(lambda: idle.header.response_id not in owned(client, here.store))
+        assert is_broken(client, log.header.response_id)
     assert not there.carried_on  # nobody took the outage for a death
 
 
-async def test_a_redis_that_comes_back_empty(redis_server: RedisServer, gateways: Gateways) -> None:
-    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+@pytest.mark.process_kills
+async def test_a_redis_that_comes_back_empty(own_server: RedisServer, gateways: Gateways) -> None:
+    here, there = await gateways.make(own_server.url), await gateways.make(own_server.url)
     log = await begin(here, 2)
     replica = await there.store.find(TENANT, log.header.response_id)
-    redis_server.kill()
-    for file in redis_server.directory.glob("appendonlydir/*"):
+    own_server.kill()
+    for file in own_server.directory.glob("appendonlydir/*"):
         file.unlink()
-    redis_server.start()
+    own_server.start()
     fresh = await up_again(here)
     with expired():
         await read_to_end(replica)
@@ -201,17 +145,15 @@ async def test_a_redis_that_comes_back_empty(redis_server: RedisServer, gateways
 
 
 async def test_a_redis_that_lost_the_last_entries(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
     log = await begin(here, 4)
-    with redis_server.client() as client:
-        key = log_key(log.header.response_id)
-        assert key is not None
-        header_entry, first = client.xrange(key, count=2)
-        client.delete(key)
-        for entry_id, fields in (header_entry, first):
-            client.xadd(key, fields, id=entry_id)
+    key = log_key(log.header.response_id)
+    header_entry, first = client.xrange(key, count=2)
+    client.delete(key)
+    for entry_id, fields in (header_entry, first):
+        client.xadd(key, fields, id=entry_id)
     add_delta(log)  # Redis takes it: its id is above the last one
     await seen(log, 5)
     with expired():
@@ -219,16 +161,17 @@ async def test_a_redis_that_lost_the_last_entries(
 
 
 async def test_an_entry_whose_acknowledgement_got_lost_is_there_once(
-    redis_server: RedisServer, wire: Wire, gateways: Gateways
+    redis_server: RedisServer, gateways: Gateways
 ) -> None:
-    here = await gateways.make(f"redis://127.0.0.1:{wire.port}/0")
+    here = await gateways.make(redis_server.url, is_wired=True)
     there = await gateways.make(redis_server.url)
+    assert here.wire is not None
     log = await begin(here, 2)
-    wire.lose_replies_to(b"XADD")
+    here.wire.lose_reply("XADD", log_key(log.header.response_id))
     add_delta(log)
     add_delta(log)
     await seen(log, 4)
-    assert wire.num_lost == 1
+    assert here.wire.num_lost == 1
     assert log.is_resumable
     add_end(log)
     whole = await read_to_end(log)
@@ -238,30 +181,30 @@ async def test_an_entry_whose_acknowledgement_got_lost_is_there_once(
 
 
 async def test_a_refused_id_of_its_own_is_success_and_a_higher_epoch_is_loss(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     here = await gateways.make(redis_server.url)
     log = await begin(here, 1)
-    key = log_key(log.header.response_id)
-    assert key is not None
+    response_id = log.header.response_id
     stored_before = DeltaEntry(log.next_number, "once", (1,))
-    await ask(here.link.client, *add_entry(key, 1, stored_before))
+    entry_id = f"1-{stored_before.last_number}"
+    client.xadd(log_key(response_id), {"d": encode_delta(stored_before)}, id=entry_id)
     log.append(stored_before)
     await seen(log, 2)
     assert log.is_resumable
     assert not here.lost
-    await ask(here.link.client, "XADD", key, "2-0", "f", "another gateway")
+    add_fence(client, response_id, 2, "another gateway")
     add_delta(log)
     await until(lambda: here.lost)
     assert log.num_published == 2
 
 
 async def test_a_full_redis_refuses_and_streams_go_on(
-    redis_server: RedisServer, gateways: Gateways
+    own_server: RedisServer, gateways: Gateways
 ) -> None:
-    here = await gateways.make(redis_server.url)
+    here = await gateways.make(own_server.url)
     log = await begin(here, 1)
-    with redis_server.client() as client:
+    with own_server.client() as client:
         client.config_set("maxmemory", 1)
         with here.impatient():
             add_delta(log)
@@ -270,22 +213,26 @@ async def test_a_full_redis_refuses_and_streams_go_on(
         with pytest.raises(StoreUnavailableError):
             await here.store.create(header())
         client.config_set("maxmemory", 0)
-    await until_expired(await gateways.make(redis_server.url), log)
+    await until_expired(await gateways.make(own_server.url), log)
     assert (await up_again(here)).is_resumable
 
 
 async def test_a_response_whose_log_broke_is_stopped_from_another_gateway(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     """It cannot be read there any more, and runs on all the same."""
-    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    here = await gateways.make(redis_server.url, is_wired=True)
+    there = await gateways.make(redis_server.url)
+    assert here.wire is not None
     log = await begin(here, 1)
     response_id = log.header.response_id
-    with redis_server.paused(), here.impatient():
+    with here.impatient():
+        here.wire.stop()
         add_delta(log)
         await seen(log, 2)
+    here.wire.go_on()
     assert not log.is_resumable
-    await until(lambda: not here.store._writer._torn)  # Redis knows that it is broken
+    await until(lambda: is_broken(client, response_id))
     with expired():
         await there.store.find(TENANT, response_id)
     with expired():
@@ -296,18 +243,18 @@ async def test_a_response_whose_log_broke_is_stopped_from_another_gateway(
 
 
 async def test_foreign_content_is_no_outage(
-    redis_server: RedisServer, gateways: Gateways, caplog: pytest.LogCaptureFixture
+    redis_server: RedisServer,
+    client: redis.Redis,
+    gateways: Gateways,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Somebody else's value lies where a log is to be: one stream is not resumable, at once and
     with one line; no response can begin or be read there."""
     here = await gateways.make(redis_server.url)
     log, other = await begin(here, 1), await begin(here, 1)
     wanted = header()
-    with redis_server.client() as client:
-        for response_id in (log.header.response_id, wanted.response_id):
-            key = log_key(response_id)
-            assert key is not None
-            client.set(key, "no stream")
+    for response_id in (log.header.response_id, wanted.response_id):
+        client.set(log_key(response_id), "no stream")
     add_delta(log)
     add_delta(other)
     await seen(log, 2)
@@ -321,4 +268,4 @@ async def test_foreign_content_is_no_outage(
         await here.store.create(wanted)
     with expired():
         await here.store.find(TENANT, wanted.response_id)
-    await until(lambda: not here.store._writer._torn)
+    await until(lambda: owned(client, here.store) == {other.header.response_id: 1})

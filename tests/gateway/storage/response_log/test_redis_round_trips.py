@@ -1,50 +1,55 @@
-"""How often a gateway goes to Redis, and how it does so in a cluster."""
+"""How often a gateway goes to Redis, with how much, and to which slots of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
+import redis
 
-from penstock.gateway.storage.response_log import redis_writer
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.redis_stream import Command, lean_round_trip, log_key
 
 from ....redis_server import RedisServer
-from .conftest import PATIENT, Gateways, Owner
+from .conftest import PATIENT, Gateways, begin
 from .records import TENANT, add_delta, add_end, header, read_to_end, seen, until
+from .stored import log_key
+from .wire import Wire
 
 pytestmark = pytest.mark.redis
 
 
 async def test_all_logs_of_an_iteration_leave_in_one_pipeline(
-    redis_server: RedisServer, gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, gateways: Gateways
 ) -> None:
-    here = await gateways.make(redis_server.url)
+    """However many they are: on one connection, and before any reply has come."""
+    here = await gateways.make(redis_server.url, is_wired=True)
+    wire = here.wire
+    assert wire is not None
     logs = [await here.store.create(header()) for _ in range(300)]
-    pipelines: list[int] = []
+    keys = {log_key(log.header.response_id).encode() for log in logs}
 
-    async def counted(redis: Redis, commands: Sequence[Command]) -> list[Any]:
-        pipelines.append(len(commands))
-        return await lean_round_trip(redis, commands)
+    async def run(log: ResponseLog) -> None:  # each response is a task of its own
+        add_delta(log)
+        add_delta(log)
 
-    monkeypatch.setattr(redis_writer, "lean_round_trip", counted)
     for iteration in range(1, 4):
-
-        async def run(log: ResponseLog) -> None:  # each response is a task of its own
-            add_delta(log)
-            add_delta(log)
-
+        wire.sent.clear()
+        replies = wire.hold("XADD", log_key(logs[0].header.response_id), is_after=True)
         await asyncio.gather(*(run(log) for log in logs))
+        await until(lambda: len(connections(wire, keys)) == 600)
+        assert not any(log.num_published == 2 * iteration for log in logs)
+        replies.end()
         for log in logs:
             await seen(log, 2 * iteration)
-    assert pipelines == [600, 600, 600]
+        assert len(connections(wire, keys)) == 600
+        assert len(set(connections(wire, keys))) == 1
     assert all(log.is_resumable for log in logs)
+
+
+def connections(wire: Wire, keys: set[bytes]) -> list[int]:
+    """Of each command that writes to one of the keys."""
+    return [number for number, words in wire.sent if words[0] == b"XADD" and words[1] in keys]
 
 
 async def test_a_log_that_became_too_long_goes_on_without_redis(
@@ -61,33 +66,15 @@ async def test_a_log_that_became_too_long_goes_on_without_redis(
     assert len(await read_to_end(log)) == 30
 
 
-async def test_a_cluster_serves_as_one_server_does(tmp_path: Path, gateways: Gateways) -> None:
-    with RedisServer(tmp_path / "cluster", is_cluster=True) as server:
-        url = server.url.replace("redis://", "redis+cluster://").removesuffix("/0")
-        here, there = await gateways.make(url), await gateways.make(url)
-        logs = [await here.store.create(header()) for _ in range(20)]
-        replicas = [await there.store.find(TENANT, log.header.response_id) for log in logs]
-        reading = [asyncio.create_task(read_to_end(replica)) for replica in replicas]
-        logs[0].owner = owner = Owner()
-        await there.store.cancel(TENANT, logs[0].header.response_id)
-        await until(lambda: owner.cancelled)
-        for log in logs[1:]:
-            add_delta(log)
-            add_end(log)
-        for log, task in zip(logs[1:], reading[1:], strict=True):
-            assert await task == await read_to_end(log)
-        add_delta(logs[0])
-        await seen(logs[0], 1)
-        await here.die()
-        await until(lambda: there.carried_on)
-        (taken,) = there.carried_on.values()
-        add_end(taken)
-        assert await reading[0] == await read_to_end(taken)
-        await gateways.close()
-
-
-def test_keys_of_a_response_share_the_slot_of_its_conversation() -> None:
-    made = header()
-    tree = made.conversation_id.removeprefix("conv_")
-    assert f"{{{tree}}}" in str(log_key(made.response_id))
-    assert log_key("resp_of_somebody_else") is None
+async def test_keys_of_a_response_share_the_slot_of_its_conversation(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    await there.store.cancel(TENANT, log.header.response_id)
+    tree = log.header.conversation_id.removeprefix("conv_")
+    keys = client.keys(f"*{log.header.response_id}*")
+    assert len(keys) == 3  # its stream, and the marks that it is read and was cancelled
+    assert all(f"{{{tree}}}".encode() in key for key in keys)
+    assert replica.header == log.header

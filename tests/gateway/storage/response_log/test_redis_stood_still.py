@@ -4,98 +4,102 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
+import redis
 
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.redis_errors import RedisAwayError
-from penstock.gateway.storage.response_log import log as response_log
-from penstock.gateway.storage.response_log import redis_ownership, redis_reader
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
 
 from ....redis_server import RedisServer
-from .conftest import PATIENT, Gateway, Gateways, begin
+from .conftest import PATIENT, Gateways, begin
 from .records import PATIENCE_S, TENANT, add_delta, add_end, header, read_to_end, until
+from .stored import beats, lapse, lease_key, log_key
 
 pytestmark = pytest.mark.redis
-# Longer than a test: a turn comes when somebody is told to hurry, and no lease runs out by itself.
-LEASE_S = 12 * PATIENCE_S
-
-
-async def looks_around(gateway: Gateway) -> None:
-    """A turn at this time of the clock, and what it takes over."""
-    ownership = gateway.store._ownership
-    ownership.hurry()
-    await until(lambda: ownership._last_beat_s == redis_ownership.time.monotonic())
-    await until(lambda: ownership._adopting is None or ownership._adopting.done())
+LEASE_S = 12 * PATIENCE_S  # longer than a test: none runs out by itself
 
 
 async def test_nobody_takes_another_for_dead_that_slept_as_long(
-    redis_server: RedisServer, gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(redis_ownership, "time", SimpleNamespace(monotonic=lambda: now_s))
     settings = dataclasses.replace(PATIENT, lease_s=LEASE_S)
-    here, there = [await gateways.make(redis_server.url, settings) for _ in range(2)]
-    for each in (here, there):
-        await looks_around(each)
+    here, there = [
+        await gateways.make(redis_server.url, settings, is_wired=True, clock=lambda: now_s)
+        for _ in range(2)
+    ]
+    assert here.wire is not None
     log = await begin(here, 1)
 
-    with redis_server.client() as client:
-        client.delete(f"penstock:lease:{here.store.gateway_id}")
+    here.wire.stop()
     now_s += LEASE_S
-    await looks_around(there)  # the first to wake up
+    await beats(client, there.store)  # the first to wake up
+    await lapse(client, here.store)
+    await beats(client, there.store)
     assert not there.carried_on
     now_s += 1
-    await looks_around(here)
+    here.wire.go_on()
+    await until(lambda: client.exists(lease_key(here.store)))
     now_s += LEASE_S / 2
-    await looks_around(there)
+    await beats(client, there.store)
     assert not there.carried_on
     assert not here.lost
 
-    await here.die()
-    with redis_server.client() as client:
-        client.delete(f"penstock:lease:{here.store.gateway_id}")
+    await here.freeze(client)
     now_s += 1
-    await looks_around(there)
+    await until(lambda: there.carried_on)
     assert list(there.carried_on) == [log.header.response_id]
 
 
+async def test_nobody_takes_another_for_dead_that_could_not_reach_redis_either(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
+    here, there = [await gateways.make(redis_server.url, is_wired=True) for _ in range(2)]
+    assert here.wire is not None
+    assert there.wire is not None
+    await begin(here, 1)
+    there.wire.refuse()
+    await until(lambda: there.wire is not None and there.wire.num_refused > 12)
+    await here.freeze(client)
+    there.wire.accept()
+    await beats(client, there.store)  # the first that reaches Redis again
+    assert not there.carried_on
+    here.wire.go_on()
+    await until(lambda: client.exists(lease_key(here.store)))
+    await beats(client, there.store)
+    assert not there.carried_on
+    assert not here.lost
+
+
 async def test_who_stood_still_does_not_take_redis_for_gone(
-    redis_server: RedisServer, gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, gateways: Gateways
 ) -> None:
     """What it followed when it was frozen, it follows on, though its own wait for Redis was over
     when it woke."""
-    here, there = [await gateways.make(redis_server.url) for _ in range(2)]
+    now_s = 1000.0
+    settings = dataclasses.replace(PATIENT, outage_s=10.0)
+    here = await gateways.make(redis_server.url)
+    there = await gateways.make(redis_server.url, settings, is_wired=True, clock=lambda: now_s)
+    wire = there.wire
+    assert wire is not None
     log = await begin(here, 1)
     reading = asyncio.create_task(
         read_to_end(await there.store.find(TENANT, log.header.response_id))
     )
-    now_s, has_slept = 1000.0, False
-    monkeypatch.setattr(redis_reader, "time", SimpleNamespace(monotonic=lambda: now_s))
-    follower = there.store._follower
-    block = follower._block
-
-    async def sleep_first(positions: dict[bytes, bytes]) -> object:
-        nonlocal now_s, has_slept
-        if has_slept:
-            return await block(positions)
-        now_s, has_slept = now_s + 100, True
-        raise RedisAwayError
-
-    monkeypatch.setattr(follower, "_block", sleep_first)
-    await until(lambda: has_slept)
+    asks = wire.hold("XREAD", log_key(log.header.response_id))
+    await asks.is_reached.wait()
+    now_s += 100
+    wire.refuse()
+    await until(lambda: wire.num_refused > 12)
+    wire.accept()
     add_delta(log)
     add_end(log)
     assert await reading == log.entries
 
 
-async def test_a_reader_finds_its_log_again_when_storage_answers_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(response_log, "_TRY_AGAIN_S", 0.0)
+async def test_a_reader_finds_its_log_again_when_storage_answers_late() -> None:
     lost, found = ResponseLog(header()), ResponseLog(header())
     add_end(found)
     num_tries = 0
@@ -103,7 +107,7 @@ async def test_a_reader_finds_its_log_again_when_storage_answers_late(
     async def find_again() -> ResponseLog:
         nonlocal num_tries
         num_tries += 1
-        if num_tries < 5:
+        if num_tries < 3:
             raise StoreUnavailableError("late", code="session_store_unavailable", status=503)
         return found
 
