@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import types
 import unittest.mock
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.engines import engine_client, engine_link
 from penstock.gateway.http.http_protocol import HttpLimits, RefuseConnections, limited_protocol
 from penstock.gateway.http.server import HttpServer
 from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
-from penstock.gateway.storage.response_log import redis_store
-from penstock.gateway.storage.response_log.redis_store import RedisLogSettings
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 
 from ..redis_server import RedisServer
+from ..support.toxic_proxy import ToxicProxy
 from .fake_engine import INFO, FakeEngine
 
 ANSWER = "Hello, wörld! 😀 This is the fake engine speaking."
@@ -71,23 +72,107 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis that nobody kills."""
+    """A Redis that nobody kills, freezes, or leaves with other settings."""
     with RedisServer(tmp_path_factory.mktemp("redis"), appends=False) as server:
         yield server
 
 
 @pytest.fixture
-def patient_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For gateways with Redis: neither it nor one of them is given up because the machine stands
+def redis_server(shared_server: RedisServer) -> RedisServer:
+    """The same, empty."""
+    with shared_server.client() as client:
+        client.flushall()
+    return shared_server
+
+
+@pytest.fixture(scope="session")
+def shared_cluster_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    path = tmp_path_factory.mktemp("node")
+    with RedisServer(path, is_cluster=True, password="geheim", appends=False) as server:
+        yield server
+
+
+@pytest.fixture
+def cluster_node(shared_cluster_node: RedisServer) -> RedisServer:
+    """The only node of a cluster, empty, which refuses what concerns keys of several slots."""
+    with shared_cluster_node.client() as client:
+        client.flushall()
+    return shared_cluster_node
+
+
+@contextlib.contextmanager
+def configured(server: RedisServer, **settings: object) -> Iterator[None]:
+    """Redis with other settings, named as in `redis.conf` but for the hyphens, as long as the
+    context lasts."""
+    wanted = {name.replace("_", "-"): str(value) for name, value in settings.items()}
+    with server.client() as client:
+        before = {name: client.config_get(name)[name] for name in wanted}
+        client.config_set(*itertools.chain(*wanted.items()))
+        try:
+            yield
+        finally:
+            client.config_set(*itertools.chain(*before.items()))
+
+
+class RedisPath(ToxicProxy):
+    """A way to Redis that can be lost and found again: all that a gateway notices of a Redis that
+    is killed or frozen."""
+
+    def __init__(self, server: RedisServer) -> None:
+        super().__init__("127.0.0.1", server.port)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def url_with(self, password: str) -> str:
+        return f"redis://:{password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def patient_url(self) -> str:
+        """As that of `RedisServer`."""
+        return f"{self.url}?socket_timeout=60&socket_connect_timeout=60"
+
+    async def lose(self) -> None:
+        """Connections end, and new ones are refused, until `find`."""
+        await self.refuse()
+        self.reset_all()
+
+    def find(self) -> None:
+        self.accept()
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """What is sent meanwhile is not heard."""
+        self.upstream.is_black_hole = True
+        try:
+            yield
+        finally:
+            self.upstream.is_black_hole = False
+
+
+def patient_log_settings() -> RedisLogSettings:
+    """Of gateways with Redis: neither it nor one of them is given up because the machine stands
     still."""
-    patient = partial(
-        RedisLogSettings,
+    return RedisLogSettings(
         ack_timeout_s=PATIENCE_S,
         request_timeout_s=PATIENCE_S,
         lease_s=PATIENCE_S / 10,
+        hand_over_s=PATIENCE_S,
     )
-    monkeypatch.setattr(redis_store, "RedisLogSettings", patient)
-    monkeypatch.setattr(redis_store, "_HAND_OVER_S", PATIENCE_S)
+
+
+@pytest.fixture
+def app_options() -> dict[str, Any]:
+    """What `serve` gives `create_app` beside the settings."""
+    return {}
+
+
+@pytest.fixture
+def patient_logs(app_options: dict[str, Any]) -> RedisLogSettings:
+    """Makes gateways of `serve` as patient as `patient_log_settings`."""
+    settings = app_options["log_settings"] = patient_log_settings()
+    return settings
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +218,9 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager[Served]]
 
 
 @pytest.fixture
-def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
+def serve(
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path, app_options: dict[str, Any]
+) -> Serve:
     """Starts a gateway: `async with serve(step_s=…, info={…}, **config) as served`; `info` is
     what the engine says of itself other than usual."""
 
@@ -147,7 +234,7 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
         script = tokenizer.encode(ANSWER)
         engine_info = msgspec.structs.replace(INFO, **(info or {}))
         fake = FakeEngine(address, script, step_s=step_s, info=engine_info)
-        app = create_app(config)
+        app = create_app(config, **app_options)
         async with fake as engine, listen(app, config) as port:
             url = f"http://127.0.0.1:{port}"
             key = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
@@ -168,36 +255,45 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
 @contextlib.asynccontextmanager
 async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
     """A gateway's port, while it serves."""
-    server = HttpServer(
-        uvicorn.Config(
-            RefuseConnections(app),
-            http=limited_protocol(_LIMITS),
-            ws=PatientWebSocketProtocol,
-            ws_max_size=config.max_websocket_message_bytes,
-            ws_per_message_deflate=False,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_keyfile_password=config.ssl_keyfile_password,
-        )
+    settings = uvicorn.Config(
+        RefuseConnections(app),
+        http=limited_protocol(_LIMITS),
+        ws=PatientWebSocketProtocol,
+        ws_max_size=config.max_websocket_message_bytes,
+        ws_per_message_deflate=False,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_keyfile_password=config.ssl_keyfile_password,
     )
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    task = asyncio.create_task(server._serve([listener]))
-    try:
+    async with serving(settings) as (_, port):
         async with asyncio.timeout(PATIENCE_S):
-            while not server.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
             await app.state.engine.wait_ready()
-        yield listener.getsockname()[1]
-    finally:
-        # What uvicorn waits for, it looks for ten times a second; here, as often as `until`.
-        task.cancel()
-        await asyncio.wait([task])
-        with unittest.mock.patch.object(uvicorn.server, "asyncio", _HASTY_ASYNCIO):
-            await server.shutdown([listener])
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def serving(config: uvicorn.Config) -> AsyncIterator[tuple[HttpServer, int]]:
+    """A server and its port, while it serves."""
+    server = HttpServer(config)
+    # asyncio lets only sockets that name their protocol send without delay: without TCP_NODELAY,
+    # each answer of a connection but the first takes 40 ms.
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        task = asyncio.create_task(server._serve([listener]))
+        await until(lambda: server.started or task.done())
+        if not server.started:
+            await task  # to fail as it did
+        try:
+            yield server, listener.getsockname()[1]
+        finally:
+            # What uvicorn waits for, it looks for ten times a second; here, as often as `until`.
+            task.cancel()
+            await asyncio.wait([task])
+            with unittest.mock.patch.object(uvicorn.server, "asyncio", _HASTY_ASYNCIO):
+                await server.shutdown([listener])
 
 
 async def _sleep_briefly(_: float) -> None:
@@ -205,6 +301,14 @@ async def _sleep_briefly(_: float) -> None:
 
 
 _HASTY_ASYNCIO = types.SimpleNamespace(**{**vars(asyncio), "sleep": _sleep_briefly})
+
+
+@pytest.fixture
+def soon_alarmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways notice at once that an engine is dead, and do not take its silence for that."""
+    monkeypatch.setattr(engine_link, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_link, "MAX_SILENT_BEATS", 50 * PATIENCE_S)
+    monkeypatch.setattr(engine_client, "_FIND_AGAIN_S", 0.05)
 
 
 @pytest.fixture

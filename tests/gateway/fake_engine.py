@@ -52,14 +52,17 @@ class FakeEngine:
         scripts: of branches that say something else than `script`.
         drafts: of each token: how many were checked, and how many of them were right.
         mean_logprobs: of branches whose tokens are not -0.5 each.
+        others: tokens that are told, where they are asked for, beside the one it says.
         notices: by how many tokens came before them; branch 0 has them.
         refusal, refused_param: what every request is refused with, as its own fault.
         failure: what every request fails with after its first token.
         limit_reason: why an output of `max_tokens` ends.
         may_speak: while it is cleared, the engine is there and says nothing.
         poison: kills the engine when it is submitted, if this says so of it.
-        dies_in: that many steps it is killed.
+        dies_in: that many steps later it is killed.
+        holds_in: that many steps later it says nothing until `may_speak` is set again.
         since_step_s: what its heartbeats say of its last step.
+        num_running: requests that it answers, of gateways that are gone too.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class FakeEngine:
         self.scripts: dict[int, list[int]] = {}
         self.drafts = (0, 0)
         self.mean_logprobs: dict[int, float] = {}
+        self.others: tuple[int, ...] = (7,)
         self.notices: dict[int, Notice] = {}
         self.refusal: str | None = None
         self.refused_param: str | None = None
@@ -80,7 +84,9 @@ class FakeEngine:
         self.may_speak.set()
         self.poison: Callable[[Request], bool] = lambda _: False
         self.dies_in: int | None = None
+        self.holds_in: int | None = None
         self.num_deaths = 0
+        self.num_running = 0
         self.submitted: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self._stopped: set[tuple[int, str]] = set()  # by gateway: another may run it now
@@ -159,7 +165,7 @@ class FakeEngine:
                 await self.send(
                     gateway, Heartbeat(stats=self.stats, since_step_s=self.since_step_s)
                 )
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.1)
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -196,6 +202,13 @@ class FakeEngine:
                 self._start(self._stream(gateway, message.request))
 
     async def _stream(self, gateway: int, request: Request) -> None:
+        self.num_running += 1
+        try:
+            await self._answer(gateway, request)
+        finally:
+            self.num_running -= 1
+
+    async def _answer(self, gateway: int, request: Request) -> None:
         """One step after the other: of each branch that still runs its next output."""
         num_branches = request.sampling_params.num_branches
         running = {index: self._outputs(request, index) for index in range(num_branches)}
@@ -215,6 +228,10 @@ class FakeEngine:
         self.num_steps[gateway] += 1
         step = Step(number=self.num_steps[gateway], outputs=tuple(outputs), stats=self.stats)
         await self.send(gateway, step)
+        if self.holds_in is not None:
+            self.holds_in -= 1
+            if self.holds_in == 0:
+                self.may_speak.clear()
         if self.dies_in is not None:
             self.dies_in -= 1
             if self.dies_in == 0:
@@ -301,7 +318,7 @@ class FakeEngine:
         if num_top is None:
             return ()
         logprob = self.mean_logprobs.get(index, -0.5)
-        top = ((token_id, logprob), (7, float("-inf")))
+        top = ((token_id, logprob), *((other, float("-inf")) for other in self.others))
         return (TokenLogprobs(token_id=token_id, logprob=logprob, rank=1, top=top[:num_top]),)
 
 

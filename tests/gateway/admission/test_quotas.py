@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from penstock.gateway.storage.redis_link import RedisLink
 from penstock.gateway.storage.redis_url import RedisAddress
 
 from ...redis_server import RedisCluster, RedisServer
-from ..conftest import PATIENCE_S, until
+from ..conftest import PATIENCE_S, RedisPath, until
 
 LEASE_S = 60.0
 
@@ -79,13 +80,13 @@ class LocalBed:
 
 
 class RedisBed:
-    def __init__(self, server: RedisServer) -> None:
-        self.server = server
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.links: list[RedisLink] = []
         self.made: list[RedisQuotas] = []
 
     def quotas(self, *, clock: Callable[[], float] = time.monotonic) -> RedisQuotas:
-        link = RedisLink(RedisAddress.parse(self.server.url), timeout_s=PATIENCE_S)
+        link = RedisLink(RedisAddress.parse(self.url), timeout_s=PATIENCE_S)
         fallback = LocalQuotas(asyncio.get_running_loop().time, share=0.5)
         quotas = RedisQuotas(link, fallback, lease_s=LEASE_S, clock=clock)
         self.links.append(link)
@@ -98,7 +99,7 @@ class RedisBed:
     def leases(self, who: Caller, *, passed_s: float = 0.0) -> list[float]:
         """When they end, on Redis' clock in s, after so much of them has passed."""
         key = f"penstock:{{quota:{who.tenant}}}:running"
-        with self.server.client() as client:
+        with redis.Redis.from_url(self.url) as client:
             for hold in client.zrange(key, 0, -1):
                 client.zincrby(key, -1e3 * passed_s, hold)
             return [score / 1e3 for _, score in client.zrange(key, 0, -1, withscores=True)]
@@ -110,10 +111,8 @@ class RedisBed:
 
 
 @pytest.fixture
-async def redis_bed(shared_server: RedisServer) -> AsyncIterator[RedisBed]:
-    with shared_server.client() as client:
-        client.flushall()
-    bed = RedisBed(shared_server)
+async def redis_bed(redis_server: RedisServer) -> AsyncIterator[RedisBed]:
+    bed = RedisBed(redis_server.url)
     yield bed
     await bed.aclose()
 
@@ -285,34 +284,41 @@ async def test_a_gateway_that_lives_renews_its_leases(redis_bed: RedisBed) -> No
 
 
 @pytest.mark.redis
-async def test_scripts_survive_a_restart_and_redis_its_absence(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        async with contextlib.aclosing(RedisBed(server)) as bed:
-            now_s = 0.0
-            quotas, who = bed.quotas(clock=lambda: now_s), caller(tokens_per_minute=100)
-            await quotas.reserve(who, 100)
-            server.kill()
-            await quotas.reserve(who, 50)  # this gateway's share is a half
-            await refused(quotas, who, 45)
-            server.start()
-            now_s = 1.1  # when Redis is asked again
-            # It knows no script, but still what was used.
-            await refused(quotas, who, 95)
-            await quotas.reserve(caller("another", requests_per_minute=1), 1)
+async def test_scripts_survive_their_loss_and_limits_the_absence_of_redis(
+    redis_server: RedisServer,
+) -> None:
+    async with (
+        RedisPath(redis_server) as path,
+        contextlib.aclosing(RedisBed(path.url)) as bed,
+    ):
+        now_s = 0.0
+        quotas, who = bed.quotas(clock=lambda: now_s), caller(tokens_per_minute=100)
+        await quotas.reserve(who, 100)
+        await path.lose()
+        await quotas.reserve(who, 50)  # this gateway's share is a half
+        await refused(quotas, who, 45)
+        with redis_server.client() as client:
+            client.script_flush()
+        path.find()
+        now_s = 1.1  # when Redis is asked again
+        # It knows no script, but still what was used.
+        await refused(quotas, who, 95)
+        await quotas.reserve(caller("another", requests_per_minute=1), 1)
 
 
 @pytest.mark.redis
-async def test_all_of_a_tenants_keys_lie_in_one_slot(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis", is_cluster=True) as server:
-        async with contextlib.aclosing(RedisBed(server)) as bed:
-            quotas, who = bed.quotas(), caller(tokens_per_minute=10, max_concurrent_requests=1)
-            (await quotas.reserve(who, 10)).release(5)
-            await bed.settled()
-            await quotas.reserve(who, 5)
-            await refused(quotas, who)
+async def test_all_of_a_tenants_keys_lie_in_one_slot(cluster_node: RedisServer) -> None:
+    async with contextlib.aclosing(RedisBed(cluster_node.url)) as bed:
+        quotas, who = bed.quotas(), caller(tokens_per_minute=10, max_concurrent_requests=1)
+        (await quotas.reserve(who, 10)).release(5)
+        await bed.settled()
+        await quotas.reserve(who, 5)
+        await refused(quotas, who)
 
 
 @pytest.mark.redis
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_a_killed_node_of_a_cluster_costs_its_own_tenants_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ async def test_as_fast_as_the_engine_can_nothing_is_lost(served: Served) -> None
     assert spoken == served.tokenizer.decode((served.engine.script * 300)[:300])
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 @pytest.mark.parametrize("is_dead", [False, True])
 async def test_engine_failure_ends_a_stream_typed(serve: Serve, is_dead: bool) -> None:
     async with serve(step_s=0.01, engine_wait_s=0.1) as served:

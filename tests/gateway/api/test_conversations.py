@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,6 @@ ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
 URL = "/v1/conversations"
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def served(
     serve: Serve, request: pytest.FixtureRequest, patient_logs: None
@@ -37,8 +31,6 @@ async def served(
     settings = {}
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
-        with server.client() as client:
-            client.flushall()
         settings["redis_url"] = server.patient_url
     async with serve(**settings) as served:
         yield served

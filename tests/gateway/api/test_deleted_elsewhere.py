@@ -17,35 +17,34 @@ pytestmark = [pytest.mark.redis, pytest.mark.usefixtures("patient_logs")]
 
 @pytest.mark.parametrize("place", ["response", "conversation"])
 async def test_nothing_of_it_stays(
-    serve: Serve, model_path: Path, tmp_path: Path, place: str
+    serve: Serve, model_path: Path, tmp_path: Path, redis_server: RedisServer, place: str
 ) -> None:
-    with RedisServer(tmp_path / "redis") as redis:
-        async with (
-            serve(redis_url=redis.patient_url) as served,
-            another(model_path, tmp_path, redis_url=redis.patient_url) as other,
-            contextlib.AsyncExitStack() as stack,
-        ):
-            client = stack.enter_context(redis.client())
+    async with (
+        serve(redis_url=redis_server.patient_url) as served,
+        another(model_path, tmp_path, redis_url=redis_server.patient_url) as other,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        client = stack.enter_context(redis_server.client())
 
-            def log_keys() -> list[bytes]:
-                return [key for key in client.keys("*") if b"log" in key]
+        def log_keys() -> list[bytes]:
+            return [key for key in client.keys("*") if b"log" in key]
 
-            before = set(log_keys())
-            served.engine.may_speak.clear()
-            conversation = (await served.http.post("/v1/conversations", json={})).json()["id"]
-            body = {"input": "x", "background": True, "conversation": conversation}
-            response_id = (await served.http.post(RESPONSES, json=body)).json()["id"]
-            await served.submitted()
-            assert set(log_keys()) - before
-            path = f"{RESPONSES}/{response_id}"
-            deleted = path if place == "response" else f"/v1/conversations/{conversation}"
-            assert (await other.http.delete(deleted)).is_success
-            for gateway in (served.http, other.http):
-                for query, code in (
-                    ("", "response_not_found"), ("?stream=true", "response_expired")
-                ):  # fmt: skip
-                    answer = await gateway.get(path + query, timeout=PATIENCE_S)
-                    assert (answer.status_code, answer.json()["error"]["code"]) == (404, code)
-            served.engine.may_speak.set()
-            await served.aborted()
-            await until(lambda: not set(log_keys()) - before)
+        before = set(log_keys())
+        served.engine.may_speak.clear()
+        conversation = (await served.http.post("/v1/conversations", json={})).json()["id"]
+        body = {"input": "x", "background": True, "conversation": conversation}
+        response_id = (await served.http.post(RESPONSES, json=body)).json()["id"]
+        await served.submitted()
+        assert set(log_keys()) - before
+        path = f"{RESPONSES}/{response_id}"
+        deleted = path if place == "response" else f"/v1/conversations/{conversation}"
+        assert (await other.http.delete(deleted)).is_success
+        for gateway in (served.http, other.http):
+            for query, code in (
+                ("", "response_not_found"), ("?stream=true", "response_expired")
+            ):  # fmt: skip
+                answer = await gateway.get(path + query, timeout=PATIENCE_S)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, code)
+        served.engine.may_speak.set()
+        await served.aborted()
+        await until(lambda: not set(log_keys()) - before)

@@ -213,12 +213,12 @@ async def test_a_refused_request_leaves_nothing_behind(served: Served) -> None:
 
 
 async def test_after_its_time_a_key_begins_anew(serve: Serve) -> None:
-    async with serve(response_log_ttl_s=0.3) as served:
+    async with serve(response_log_ttl_s=0.1) as served:
         seeds = set()
         for _ in range(2):
             assert (await post(served.http)).status_code == 200
             seeds |= {each.sampling_params.seed for each in served.engine.submitted.values()}
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.15)
         assert len(seeds) == 2
 
 

@@ -156,8 +156,10 @@ async def test_readers_of_a_failing_one_get_its_failure(served: Served) -> None:
     served.engine.may_speak.clear()
     served.engine.failure = "no luck"
     posts = [asyncio.create_task(ask(served.http)) for _ in range(3)]
-    log_store = served.app.state.log_store
-    await until(lambda: [len(log.readers) for log in log_store._running.values()] == [3])
+    await served.submitted()
+    [response_id] = served.engine.submitted
+    log = await served.app.state.log_store.find("default", response_id)
+    await until(lambda: len(log.readers) == 3)
     served.engine.may_speak.set()
     errors = [(answer.status_code, answer.json()) for answer in await asyncio.gather(*posts)]
     assert errors[0][0] == 500
@@ -167,21 +169,22 @@ async def test_readers_of_a_failing_one_get_its_failure(served: Served) -> None:
 
 @pytest.mark.redis
 @pytest.mark.usefixtures("patient_logs")
-async def test_gateways_race_for_a_key(serve: Serve, model_path: Path, tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as redis:
-        async with (
-            serve(redis_url=redis.patient_url) as served,
-            another(model_path, tmp_path, redis_url=redis.patient_url) as other,
-        ):
-            for number in range(10):
-                headers = {"Idempotency-Key": f"race-{number}"}
-                gateways = (served.http, other.http) * 2
-                answers = await asyncio.gather(*(ask(each, headers) for each in gateways))
-                assert len({answer.content for answer in answers}) == 1
-                assert answers[0].status_code == 200
-            assert len(served.engine.submitted) == 10
-            again = [await ask(each, headers) for each in (served.http, other.http)]
-            assert {each.content for each in again} == {answers[0].content}
-            assert (await ask(other.http, headers, seed=1)).status_code == 409
-            with redis.client() as client:
-                assert all(client.ttl(key) > 0 for key in client.keys("*log*"))
+async def test_gateways_race_for_a_key(
+    serve: Serve, model_path: Path, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    async with (
+        serve(redis_url=redis_server.patient_url) as served,
+        another(model_path, tmp_path, redis_url=redis_server.patient_url) as other,
+    ):
+        for number in range(5):
+            headers = {"Idempotency-Key": f"race-{number}"}
+            gateways = (served.http, other.http) * 2
+            answers = await asyncio.gather(*(ask(each, headers) for each in gateways))
+            assert len({answer.content for answer in answers}) == 1
+            assert answers[0].status_code == 200
+        assert len(served.engine.submitted) == 5
+        again = [await ask(each, headers) for each in (served.http, other.http)]
+        assert {each.content for each in again} == {answers[0].content}
+        assert (await ask(other.http, headers, seed=1)).status_code == 409
+        with redis_server.client() as client:
+            assert all(client.ttl(key) > 0 for key in client.keys("*log*"))

@@ -120,6 +120,14 @@ async def _held_against_the_document(served: Served, tmp_path: Path, *options: s
     assert process.returncode == 0
 
 
+async def test_the_server_does_what_it_says_of_examples(serve: Serve, tmp_path: Path) -> None:
+    """A few of all that the tests below try."""
+    async with serve(info={"max_model_len": 256}) as served:
+        await _held_against_the_document(
+            served, tmp_path, "--phases=examples,fuzzing", "--max-examples=1"
+        )
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # minutes, on a busy machine
 async def test_the_server_does_what_it_says(serve: Serve, tmp_path: Path) -> None:

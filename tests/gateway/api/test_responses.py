@@ -145,6 +145,7 @@ async def test_client_gone_aborts_what_is_not_stored(serve: Serve) -> None:
         assert (await served.http.get(f"/v1/responses/{response_id}")).status_code == 404
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_engine_death_is_response_failed(serve: Serve) -> None:
     async with serve(step_s=0.01, engine_wait_s=0.1) as served:
         stream = await served.client.responses.create(
@@ -160,6 +161,7 @@ async def test_engine_death_is_response_failed(serve: Serve) -> None:
         assert event.response.output[0].content  # what there was
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_engine_death_fails_a_plain_request(serve: Serve) -> None:
     async with serve(step_s=0.01, engine_wait_s=0.1) as served:
         body = {"input": "x", "ignore_eos": True}

@@ -139,6 +139,7 @@ def wait_ms(refused: httpx.Response) -> int:
     return milliseconds
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_before_the_first_engine(model_path: Path, tmp_path: Path) -> None:
     config = GatewayConfig(
         engine_address=f"{tmp_path}/engine.sock",
@@ -158,6 +159,7 @@ async def test_before_the_first_engine(model_path: Path, tmp_path: Path) -> None
         assert (await http.get("/health")).status_code == 200  # it is starting
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_engine_death_and_return(serve: Serve) -> None:
     async with serve() as served:
         assert (await served.http.get("/health")).status_code == 200

@@ -204,6 +204,7 @@ async def test_client_gone_aborts_what_is_not_stored(serve: Serve) -> None:
         await served.aborted(3)
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_engine_death_fails_each_stream(serve: Serve) -> None:
     async with serve(step_s=0.01, engine_wait_s=0.1) as served, served.connect() as socket:
         for lane in "ab":

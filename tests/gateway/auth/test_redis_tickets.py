@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from penstock.gateway.auth.redis_tickets import RedisTickets
@@ -12,23 +10,23 @@ from penstock.gateway.storage.redis_link import RedisLink
 from penstock.gateway.storage.redis_url import RedisAddress
 
 from ...redis_server import RedisServer
-from ..conftest import PATIENCE_S
+from ..conftest import PATIENCE_S, RedisPath
 
 
 @pytest.mark.redis
-async def test_another_gateway_takes_it_once(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis", appends=False) as server:
-        links = [RedisLink(RedisAddress.parse(server.url), timeout_s=PATIENCE_S) for _ in range(2)]
+async def test_another_gateway_takes_it_once(redis_server: RedisServer) -> None:
+    async with RedisPath(redis_server) as path:
+        links = [RedisLink(RedisAddress.parse(path.url), timeout_s=PATIENCE_S) for _ in range(2)]
         one, other = map(RedisTickets, links)
         ticket = await one.issue("laptop")
-        with server.client() as client:
+        with redis_server.client() as client:
             (key,) = client.keys("penstock:ticket:*")
             assert 0 < client.ttl(key) <= TICKET_TTL_S
             assert ticket.encode() not in key
         assert await other.redeem(ticket) == "laptop"
         assert await other.redeem(ticket) is None
         assert await one.redeem(ticket) is None
-        server.kill()
+        await path.lose()
         ticket = await one.issue("laptop")
         assert await other.redeem(ticket) is None
         assert await one.redeem(ticket) == "laptop"

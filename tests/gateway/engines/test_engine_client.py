@@ -214,14 +214,15 @@ async def test_what_came_before_the_death_is_delivered(
         assert client.is_lost
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_a_lost_frame_is_a_death(tmp_path: Path) -> None:
-    async with linked(tmp_path, step_s=0.01) as (client, engine):
-        stream = client.submit(request("r", max_tokens=150))
+    async with linked(tmp_path, step_s=0.005) as (client, engine):
+        stream = client.submit(request("r", max_tokens=60))
         num_before = sum(len(output.token_ids) for output in await next_of(stream))
         [identity] = engine.num_steps
         await engine.send(identity, Step(number=10**6, outputs=(), stats=EngineStats()))
         # A new life begins, the old one's request is given up, and nothing of its text is lost.
-        assert num_before + len(await drain(stream)) == 150
+        assert num_before + len(await drain(stream)) == 60
         await until(lambda: engine.aborted == {"r"})
         assert list(engine.submitted) == ["r", "r~1"]
 

@@ -103,7 +103,7 @@ async def pool(
             info = msgspec.structs.replace(
                 INFO, pid=100 * index, cache_root=root, kv_root=kv_root, num_block_bytes=256 << 10
             )
-            engine = Engine(address, _SCRIPT, step_s=0.005, info=info)
+            engine = Engine(address, _SCRIPT, step_s=0.002, info=info)
             engines.append(await stack.enter_async_context(engine))
         client.start()
         stack.push_async_callback(client.close)
@@ -213,7 +213,7 @@ async def test_a_stream_is_not_lost_with_its_kv(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "says nothing":
-        monkeypatch.setattr(kv_transfer, "_ANSWER_S", 0.05)
+        monkeypatch.setattr(kv_transfer, "_ANSWER_S", 0.02)
     async with pool(tmp_path, kv_root=b"k", kv_transfer="always") as (client, engines):
         for engine in engines:
             engine.fault = fault

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.chat_formats import (
@@ -53,6 +53,7 @@ def outcome(cuts: Sequence[int], *, begins: bool, stop: str, max_calls: int | No
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("stop", ["", "it", "see"])
 @pytest.mark.parametrize("max_calls", [None, 1])
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, len(IDS)), unique=True))
 def test_tokens_may_arrive_in_any_groups(
     cuts: list[int], begins: bool, stop: str, max_calls: int | None

@@ -63,34 +63,36 @@ def regex(text: str) -> StructuredOutputs:
     return StructuredOutputs("regex", text)
 
 
-@pytest.mark.parametrize(
-    ("grammar", "code", "message"),
-    [
-        (BOMB, "invalid_json_schema", _TOO_SLOW),
-        (regex("("), "invalid_value", "p: "),
-        (regex(r"[^\s\S]"), "invalid_value", "p: no output can match it"),
-        (regex("(" * 100_000), "invalid_value", "p: "),
-        (StructuredOutputs("lark", "start: start"), "invalid_value", "p: "),
-        (StructuredOutputs("lark", "start: x"), "invalid_value", "p: "),
-        (StructuredOutputs("json_schema", '{"type": "objct"}'), "invalid_json_schema", "p: "),
-    ],
-)
+REFUSED: list[tuple[StructuredOutputs, str, str]] = [
+    (BOMB, "invalid_json_schema", _TOO_SLOW),
+    (regex("("), "invalid_value", "p: "),
+    (regex(r"[^\s\S]"), "invalid_value", "p: no output can match it"),
+    (regex("(" * 100_000), "invalid_value", "p: "),
+    (StructuredOutputs("lark", "start: start"), "invalid_value", "p: "),
+    (StructuredOutputs("lark", "start: x"), "invalid_value", "p: "),
+    (StructuredOutputs("json_schema", '{"type": "objct"}'), "invalid_json_schema", "p: "),
+]
+
+
 async def test_each_is_refused_by_name_and_the_next_is_served(
-    check: GrammarCheck, metrics: Metrics, grammar: StructuredOutputs, code: str, message: str
+    check: GrammarCheck, metrics: Metrics
 ) -> None:
-    error = await refusal(check, grammar)
-    assert error is not None
-    assert (error.status, error.code) == (400, code)
-    assert error.param == ("p.type" if "objct" in grammar.text else "p")
-    assert str(error).startswith(message)
-    assert len(str(error)) < 500
-    assert str(await refusal(check, grammar)) == str(error)
-    assert await refusal(check, regex("a")) is None
-    assert len(check) == 2
-    assert await count(metrics, "too_slow" if grammar is BOMB else "refused") == 2
-    assert await count(metrics, "accepted") == 1
+    for number, (grammar, code, message) in enumerate(REFUSED):
+        error = await refusal(check, grammar)
+        assert error is not None
+        assert (error.status, error.code) == (400, code)
+        assert error.param == ("p.type" if "objct" in grammar.text else "p")
+        assert str(error).startswith(message)
+        assert len(str(error)) < 500
+        assert str(await refusal(check, grammar)) == str(error)
+        assert await refusal(check, regex(f"a{number}")) is None
+    assert len(check) == 2 * len(REFUSED)
+    assert await count(metrics, "too_slow") == 2
+    assert await count(metrics, "refused") == 2 * (len(REFUSED) - 1)
+    assert await count(metrics, "accepted") == len(REFUSED)
 
 
+@pytest.mark.process_kills
 async def test_the_process_starts_when_needed_and_survives_a_bomb(check: GrammarCheck) -> None:
     assert check._sandbox is None
     assert await refusal(check, regex("a")) is None
@@ -128,6 +130,7 @@ async def test_only_so_many_wait(check: GrammarCheck) -> None:
     assert await refusal(check, regex("b")) is None
 
 
+@pytest.mark.process_kills
 async def test_a_process_that_stands_still_is_ended_and_nothing_is_remembered(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +162,7 @@ async def test_old_verdicts_are_dropped(
     assert check._sandbox._process is not None
 
 
+@pytest.mark.process_kills
 async def test_a_fork_ends_with_its_process(model_path: Path) -> None:
     module, vocab_size = grammar_check._MODULE, str(INFO.vocab_size)
     sandbox = Sandbox(module, str(model_path), vocab_size, "0", "1000")

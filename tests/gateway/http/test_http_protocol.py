@@ -26,14 +26,13 @@ from penstock.gateway.http.http_protocol import (
     RefuseConnections,
     limited_protocol,
 )
-from penstock.gateway.http.server import HttpServer
 from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
 
-from ..conftest import until
+from ..conftest import serving, until
 from ..garbage import freed_without_collector, num_alive
 
 _PATIENT_S = 60.0
-_SHORT_S = 0.3
+_SHORT_S = 0.2
 _GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -113,14 +112,8 @@ async def served(
         log_config=None,
         timeout_graceful_shutdown=1,
     )
-    server = HttpServer(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        task = asyncio.create_task(server._serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await task
+    async with serving(config) as (_, port):
+        yield port
 
 
 class Client:
@@ -133,7 +126,7 @@ class Client:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def dribble(self, data: bytes, *, pause_s: float = 0.05) -> None:
+    async def dribble(self, data: bytes, *, pause_s: float = 0.01) -> None:
         """Byte by byte until the server has enough."""
         with contextlib.suppress(ConnectionError):
             for byte in data:
@@ -230,7 +223,7 @@ async def test_a_request_is_answered_once_though_its_body_never_ends() -> None:
 async def test_a_slow_request_in_time_and_a_slow_answer_are_served() -> None:
     async with served() as port, connected(port) as client:
         for _ in range(2):
-            await client.dribble(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", pause_s=0.01)
+            await client.dribble(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", pause_s=0)
             status, _, body = await client.response()
             assert (status, body) == (200, b"abc")
 
@@ -305,7 +298,7 @@ _WAIT = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def test_requests_sent_ahead_are_not_read_while_many_wait() -> None:
-    gate, num = Gate(), 5000
+    gate, num = Gate(), 1000
     async with served(gate=gate) as port, connected(port) as client:
         before = num_alive(RequestResponseCycle)
         client.writer.write(_WAIT + _GET * num)
@@ -313,7 +306,7 @@ async def test_requests_sent_ahead_are_not_read_while_many_wait() -> None:
         await until(lambda: len(_with_pipeline()) == 1)
         (connection,) = _with_pipeline()
         await until(lambda: not connection.transport.is_reading())
-        await asyncio.sleep(0.2)  # were it read on, it would be so now
+        await asyncio.sleep(0.05)  # were it read on, it would be so now
         assert not connection.transport.is_reading()
         assert num_alive(RequestResponseCycle) - before < 200
         gate.open()
@@ -326,7 +319,7 @@ async def test_a_connection_that_is_lost_leaves_none_of_the_requests_sent_ahead(
     gate = Gate()
     kinds = (LimitedHttpProtocol, RequestResponseCycle)
     async with served(gate=gate) as port, freed_without_collector(*kinds):
-        for num in (3, 20_000):  # in the second, nothing is read any more
+        for num in (3, 5000):  # in the second, nothing is read any more
             async with connected(port) as client:
                 client.writer.write(_WAIT + _GET * num)
                 await until(lambda: gate.num_waiting > 0)

@@ -1,5 +1,5 @@
-"""The limit of connections, from the moment they are accepted: against the gateway's process, and
-without a descriptor that is free."""
+"""The limit of connections, from the moment they are accepted, also where few files may be open or
+no descriptor is free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,57 +30,50 @@ from penstock.gateway.http import server as http_server
 from penstock.gateway.http.http_protocol import (
     MAX_REFUSED_CONNECTIONS,
     HttpLimits,
+    RefuseConnections,
     limited_protocol,
 )
 from penstock.gateway.http.server import HttpServer
 
 from ...certificate import make_certificate
-from ..conftest import PATIENCE_S, until
+from ..conftest import PATIENCE_S, serving, until
 from ..launch.test_process import launched
 
 _PASSWORD = "of the key"
 _HELLO = b"\x16\x03\x01\x02\x00\x01"  # of a TLS handshake, the first bytes
-_SHORT_S = 0.5
+_SHORT_S = 0.2
 
 
-class Gateway:
-    """A process that speaks TLS, and what was asked of it."""
+@dataclass
+class Tls:
+    """A server's certificate."""
 
-    def __init__(self, process: psutil.Process, port: int, log: Path, trust: Path) -> None:
-        self.process, self.port, self.log = process, port, log
-        self._trust = ssl.create_default_context(cafile=trust)
+    certificate: Path
+    key: Path
 
-    async def status(self) -> int:
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The server's."""
+        return {
+            "ssl_certfile": str(self.certificate),
+            "ssl_keyfile": str(self.key),
+            "ssl_keyfile_password": _PASSWORD,
+        }
+
+    def client(self) -> httpx.AsyncClient:
+        """Trusts this certificate alone."""
+        trust = ssl.create_default_context(cafile=self.certificate)
+        return httpx.AsyncClient(verify=trust, timeout=PATIENCE_S)
+
+    async def status(self, port: int) -> int:
         """Of a request on a connection of its own."""
-        async with httpx.AsyncClient(verify=self._trust, timeout=PATIENCE_S) as http:
-            url = f"https://127.0.0.1:{self.port}/health"
-            return (await http.get(url)).status_code
-
-    async def has_logged(self, text: str) -> None:
-        await until(lambda: text in self.log.read_text())
+        async with self.client() as http:
+            return (await http.get(f"https://127.0.0.1:{port}/health")).status_code
 
 
-@contextlib.asynccontextmanager
-async def gateway(
-    model_path: Path, folder: Path, *, max_files: int | None = None, **flags: Any
-) -> AsyncIterator[Gateway]:
-    certificate, key = make_certificate(folder, password=_PASSWORD)
-    log = folder / "log"
-    with launched(
-        str(model_path),
-        f"{folder}/engine.sock",
-        log=log,
-        max_files=max_files,
-        ssl_certfile=str(certificate),
-        ssl_keyfile=str(key),
-        ssl_keyfile_password=_PASSWORD,
-        **flags,
-    ) as (process, port, _):
-        served = Gateway(psutil.Process(process.pid), port, log, certificate)
-        assert await served.status() == 200
-        # Its connection has been closed, and counts for a moment more.
-        await until(lambda: not served.process.net_connections("tcp")[1:])
-        yield served
+@pytest.fixture
+def tls(tmp_path: Path) -> Tls:
+    return Tls(*make_certificate(tmp_path, password=_PASSWORD))
 
 
 @contextlib.contextmanager
@@ -103,116 +98,133 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-async def test_a_handshake_counts_as_a_connection(model_path: Path, tmp_path: Path) -> None:
-    async with gateway(model_path, tmp_path, max_connections=20) as served:
-        with silent(served.port, 20):
-            assert await served.status() == 503
-            await served.has_logged("connections beyond --max-connections (20)")
-            with silent(served.port, MAX_REFUSED_CONNECTIONS + 30) as others:
-                await until(lambda: sum(map(is_closed, others)) >= 30)
-                assert sum(map(is_closed, others)) < len(others)
-                await served.has_logged("connections closed at once")
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                with contextlib.suppress(httpx.TransportError):  # until the others are gone
-                    if await served.status() == 200:
-                        break
-                await asyncio.sleep(0.05)
+async def answer(_: Request) -> Response:
+    return Response()
 
 
-async def test_a_handshake_has_the_time_of_a_header(model_path: Path, tmp_path: Path) -> None:
-    async with gateway(
-        model_path, tmp_path, max_connections=20, header_timeout_s=_SHORT_S
-    ) as served:
-        with silent(served.port, 20) as sockets:
-            await until(lambda: all(map(is_closed, sockets)))
-            await served.has_logged("TLS handshakes that failed or took too long")
-            assert await served.status() == 200
-
-
-async def test_some_files_are_spared(model_path: Path, tmp_path: Path) -> None:
-    async with gateway(model_path, tmp_path, max_files=300) as served:
-        await served.has_logged("only 300 files may be open")
-        with silent(served.port, 400) as sockets:
-            await until(lambda: sum(map(is_closed, sockets)) >= 200)
-            assert served.process.num_fds() < 250
-            await served.has_logged("connections closed at once")
-
-
-async def test_waves_of_handshakes_leave_no_memory_behind(model_path: Path, tmp_path: Path) -> None:
-    async with gateway(model_path, tmp_path, max_connections=100) as served:
-        before = served.process.memory_info().rss
-        for _ in range(4):
-            with silent(served.port, 700) as sockets:
-                await until(lambda: sum(map(is_closed, sockets)) >= 500)
-            await until(lambda: not served.process.net_connections("tcp")[1:])
-        assert served.process.memory_info().rss - before < 40 << 20
+_APP = Starlette(routes=[Route("/health", answer)])
 
 
 @contextlib.asynccontextmanager
-async def in_process(app: Any, **settings: Any) -> AsyncIterator[tuple[HttpServer, int]]:
-    limits = HttpLimits(max_connections=100, header_timeout_s=PATIENCE_S, body_timeout_s=PATIENCE_S)
-    config = uvicorn.Config(
-        app, http=limited_protocol(limits), log_config=None, timeout_graceful_shutdown=1, **settings
+async def in_process(
+    app: Any = _APP,
+    *,
+    max_connections: int = 100,
+    header_timeout_s: float = PATIENCE_S,
+    **settings: Any,
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    limits = HttpLimits(
+        max_connections=max_connections,
+        header_timeout_s=header_timeout_s,
+        body_timeout_s=PATIENCE_S,
     )
-    server = HttpServer(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        task = asyncio.create_task(server._serve(sockets=[listener]))
-        await until(lambda: server.started)
-        try:
-            yield server, listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await task
+    config = uvicorn.Config(
+        RefuseConnections(app),
+        http=limited_protocol(limits),
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        **settings,
+    )
+    async with serving(config) as served:
+        yield served
 
 
-async def test_a_replaced_certificate_is_that_of_the_next_connections(tmp_path: Path) -> None:
-    async def answer(_: Request) -> Response:
-        return Response()
+def on_uvloop(work: Coroutine[None, None, None]) -> None:
+    """In the event loop that servers have, whose listener would not count handshakes."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
 
-    certificate, key = make_certificate(tmp_path, password=_PASSWORD)
-    settings = {
-        "ssl_certfile": certificate, "ssl_keyfile": key, "ssl_keyfile_password": _PASSWORD,
-    }  # fmt: skip
-    app = Starlette(routes=[Route("/", answer)])
-    async with in_process(app, **settings) as (_, port):
-        url = f"https://127.0.0.1:{port}/"
 
-        def client() -> httpx.AsyncClient:
-            trust = ssl.create_default_context(cafile=certificate)
-            return httpx.AsyncClient(verify=trust, timeout=PATIENCE_S)
+def test_a_handshake_counts_as_a_connection(tls: Tls, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with in_process(max_connections=20, **tls.settings) as (server, port):
+            with silent(port, 20):
+                assert await tls.status(port) == 503
+                with silent(port, MAX_REFUSED_CONNECTIONS + 30) as others:
+                    await until(lambda: sum(map(is_closed, others)) >= 30)
+                    assert sum(map(is_closed, others)) < len(others)
+            await until(lambda: not server.server_state.connections)
+            assert await tls.status(port) == 200
 
-        async with client() as before:
+    on_uvloop(run())
+    assert "connections beyond --max-connections (20)" in caplog.text
+    assert "connections closed at once" in caplog.text
+
+
+def test_a_handshake_has_the_time_of_a_header(tls: Tls, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        limits: dict[str, Any] = {"max_connections": 20, "header_timeout_s": _SHORT_S}
+        async with in_process(**limits, **tls.settings) as (server, port):
+            with silent(port, 20) as sockets:
+                await until(lambda: all(map(is_closed, sockets)))
+                await until(lambda: not server.server_state.connections)
+
+    on_uvloop(run())
+    assert "20 TLS handshakes that failed or took too long" in caplog.text
+
+
+async def test_some_files_are_spared_and_waves_of_handshakes_leave_no_memory_behind(
+    model_path: Path, tls: Tls, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    settings = {"log": log, "max_files": 300, "header_timeout_s": 2.0, **tls.settings}
+    with launched(str(model_path), f"{tmp_path}/engine.sock", **settings) as (popen, port, _):
+        process = psutil.Process(popen.pid)
+
+        async def is_left_alone() -> None:
+            await until(lambda: not process.net_connections("tcp")[1:])
+
+        assert await tls.status(port) == 200
+        await is_left_alone()
+        assert "only 300 files may be open" in log.read_text()
+        with silent(port, 400) as sockets:
+            await until(lambda: sum(map(is_closed, sockets)) >= 200)
+            assert process.num_fds() < 250
+            await until(lambda: all(map(is_closed, sockets)))  # when their time is over
+        await is_left_alone()
+        before = process.memory_info().rss
+        for _ in range(4):
+            with silent(port, 700) as sockets:
+                await until(lambda: sum(map(is_closed, sockets)) >= 500)
+            await is_left_alone()
+        assert process.memory_info().rss - before < 40 << 20
+        assert await tls.status(port) == 200
+        await until(lambda: "connections beyond --max-connections (108)" in log.read_text())
+        assert "connections closed at once" in log.read_text()
+
+
+async def test_a_replaced_certificate_is_that_of_the_next_connections(
+    tls: Tls, tmp_path: Path
+) -> None:
+    async with in_process(**tls.settings) as (_, port):
+        url = f"https://127.0.0.1:{port}/health"
+        async with tls.client() as before:
             await before.get(url)
             make_certificate(tmp_path, password=_PASSWORD)  # in place
-            async with client() as after:  # trusts the new one alone
-                assert (await after.get(url)).status_code == 200
+            assert await tls.status(port) == 200  # trusts the new one alone
             assert (await before.get(url)).status_code == 200  # on its open connection
-            key.write_text("half written")
-            async with client() as after:
-                assert (await after.get(url)).status_code == 200
+            tls.key.write_text("half written")
+            assert await tls.status(port) == 200
 
 
 async def test_without_a_free_descriptor_connections_wait_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-
-    async def answer(_: Request) -> Response:
-        return Response()
-
-    app = Starlette(routes=[Route("/", answer)])
-    async with in_process(app) as (_, port):
+    async with in_process() as (_, port):
         with socket.socket() as client, lack_of_files():
             client.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", port))
-            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: "failed accepts: Too many open files" in caplog.text)
+            await loop.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(0.05)  # the server, in the same loop, has tried to accept it
             assert is_closed(client) is False
             let_files_open()
             async with asyncio.timeout(PATIENCE_S):
                 assert (await loop.sock_recv(client, 100)).startswith(b"HTTP/1.1 200 ")
+    assert "failed accepts: Too many open files" in caplog.text
 
 
 _LIMITS = resource.getrlimit(resource.RLIMIT_NOFILE)

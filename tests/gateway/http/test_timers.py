@@ -3,83 +3,35 @@ anything. In a process of its own, stopped and continued while it waits for its 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import contextlib
 import re
-import signal
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 
 import psutil
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
-
-from penstock.gateway.http.http_protocol import HttpLimits, limited_protocol
-from penstock.gateway.http.server import HttpServer
-from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
 
 from ..conftest import PATIENCE_S
+from . import timed_server
+from .timed_server import LARGE, TIMEOUT_S
 
-_TIMEOUT_S = 1.0  # of all that the server times
-_LARGE = 4 << 20  # bytes of an answer, more than a socket holds here
+pytestmark = pytest.mark.process_kills
+
 _GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 _POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
 _UPGRADE = (
     b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
 )
-_PING, _CLOSE = 0x89, 0x88  # first bytes of such frames
-
-
-async def _echo(request: Request) -> Response:
-    return PlainTextResponse(await request.body())
-
-
-async def _large(_: Request) -> Response:
-    return PlainTextResponse(b"x" * _LARGE)
-
-
-async def _socket(web: WebSocket) -> None:
-    await web.accept()
-    await web.receive()
-
-
-class _Patient(PatientWebSocketProtocol):
-    max_stall_s = _TIMEOUT_S
-
-
-def _serve(listener: socket.socket) -> None:
-    limits = HttpLimits(
-        max_connections=100,
-        header_timeout_s=_TIMEOUT_S,
-        body_timeout_s=_TIMEOUT_S,
-        keep_alive_s=_TIMEOUT_S,
-        max_stall_s=_TIMEOUT_S,
-    )
-    routes = [Route("/", _echo, methods=["GET", "POST"]), Route("/large", _large)]
-    config = uvicorn.Config(
-        Starlette(routes=[*routes, WebSocketRoute("/ws", _socket)]),
-        http=limited_protocol(limits),
-        ws=_Patient,
-        loop="uvloop",
-        ws_ping_interval=_TIMEOUT_S,
-        ws_ping_timeout=_TIMEOUT_S,
-        log_level="warning",
-    )
-    HttpServer(config).run(sockets=[listener])
+_PING = 0x89  # the first byte of such a frame
 
 
 @dataclass
 class Server:
-    process: BaseProcess
+    process: psutil.Popen
     port: int
 
     def connect(self, buffer_bytes: int | None = None) -> socket.socket:
@@ -90,23 +42,29 @@ class Server:
         connection.connect(("127.0.0.1", self.port))
         return connection
 
-    def stand_still(self, meanwhile: Callable[[], object]) -> None:
-        """For longer than anything may take, from a moment at which nothing is due."""
-        assert self.process.pid is not None
-        time.sleep(_TIMEOUT_S / 4)  # it has come to wait for its sockets
-        os.kill(self.process.pid, signal.SIGSTOP)
-        while psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED:
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """For longer than anything may take, from a moment at which it waits for its sockets."""
+        num_looks = 0
+        while num_looks < 5:  # one after another
             time.sleep(0.01)
-        meanwhile()
-        time.sleep(1.5 * _TIMEOUT_S)
-        os.kill(self.process.pid, signal.SIGCONT)
+            num_looks = num_looks + 1 if self._is(psutil.STATUS_SLEEPING) else 0
+        self.process.suspend()
+        while not self._is(psutil.STATUS_STOPPED):
+            time.sleep(0.01)
+        yield
+        time.sleep(1.25 * TIMEOUT_S)
+        self.process.resume()
+
+    def _is(self, status: str) -> bool:
+        return bool(self.process.status() == status)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(listener,))
-        process.start()
+        command = [sys.executable, "-m", timed_server.__name__, str(listener.fileno())]
+        process = psutil.Popen(command, pass_fds=[listener.fileno()])
         found = Server(process, listener.getsockname()[1])
     try:
         with found.connect() as connection:
@@ -114,8 +72,7 @@ def server() -> Iterator[Server]:
         yield found
     finally:
         process.kill()
-        process.join()
-        process.close()
+        process.wait()
 
 
 def _read_answer(connection: socket.socket) -> bytes:
@@ -140,68 +97,44 @@ def _answer(connection: socket.socket, request: bytes) -> bytes:
     return _read_answer(connection)
 
 
-@pytest.mark.parametrize(
-    ("before", "request_", "body"),
-    [
-        pytest.param(b"", _GET, b"", id="connection"),
-        pytest.param(_GET[:9], _GET[9:], b"", id="header"),
-        pytest.param(_POST, b"abcd", b"abcd", id="body"),
-    ],
-)
-def test_a_request_that_comes_meanwhile_is_answered(
-    server: Server, before: bytes, request_: bytes, body: bytes
-) -> None:
+# What a client does before the server stands still, meanwhile, and after that.
+Client = Generator[None]
+
+
+def _asks(server: Server, before: bytes, meanwhile: bytes, body: bytes) -> Client:
     with server.connect() as connection:
         connection.sendall(before)
-        server.stand_still(lambda: connection.sendall(request_))
+        yield
+        connection.sendall(meanwhile)
+        yield
         assert _read_answer(connection) == body
 
 
-def test_the_next_request_of_a_connection_is_answered(server: Server) -> None:
+def _asks_again(server: Server) -> Client:
     with server.connect() as connection:
         assert _answer(connection, _POST + b"abcd") == b"abcd"
-        server.stand_still(lambda: connection.sendall(_POST + b"efgh"))
+        yield
+        connection.sendall(_POST + b"efgh")
+        yield
         assert _read_answer(connection) == b"efgh"
 
 
-def test_who_reads_meanwhile_does_not_stall(server: Server) -> None:
+def _reads(server: Server) -> Client:
     with server.connect(buffer_bytes=1 << 14) as connection:
         connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-        head = connection.recv(1 << 14)
-
-        def read() -> None:  # what the two sockets hold
-            nonlocal head
-            connection.settimeout(0.2)
-            try:
-                while piece := connection.recv(1 << 16):
-                    head += piece
-            except TimeoutError:
-                connection.settimeout(PATIENCE_S)
-
-        server.stand_still(read)
-        num_bytes = len(head)
-        assert num_bytes < _LARGE
-        while num_bytes < _LARGE and (piece := connection.recv(1 << 16)):
-            num_bytes += len(piece)
-        assert num_bytes >= _LARGE
-
-
-def test_who_reads_slowly_does_not_stall(server: Server) -> None:
-    """All takes longer than a stall may, each piece less."""
-    with server.connect(buffer_bytes=1 << 14) as connection:
-        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-        num_bytes = 0
-        for _ in range(6):
-            time.sleep(_TIMEOUT_S / 3)
-            for _ in range(8):
+        num_bytes = len(connection.recv(1 << 14))
+        yield
+        connection.settimeout(0.1)
+        with contextlib.suppress(TimeoutError):  # that was what the two sockets hold
+            while True:
                 num_bytes += len(connection.recv(1 << 16))
-        assert num_bytes < _LARGE
-        while num_bytes < _LARGE and (piece := connection.recv(1 << 16)):
-            num_bytes += len(piece)
-        assert num_bytes >= _LARGE
+        connection.settimeout(PATIENCE_S)
+        assert num_bytes < LARGE
+        yield
+        assert num_bytes + _num_bytes_of_rest(connection, LARGE - num_bytes) >= LARGE
 
 
-def test_a_pong_that_comes_meanwhile_counts(server: Server) -> None:
+def _answers_a_ping(server: Server) -> Client:
     with server.connect() as connection:
         connection.sendall(_UPGRADE)
         data = b""
@@ -210,12 +143,59 @@ def test_a_pong_that_comes_meanwhile_counts(server: Server) -> None:
         first, size = connection.recv(1), connection.recv(1)[0]
         assert first[0] == _PING
         payload = connection.recv(size)
-        pong = bytes([0x8A, 0x80 | size, 0, 0, 0, 0]) + payload  # masked with zeros
-        server.stand_still(lambda: connection.sendall(pong))
+        yield
+        connection.sendall(bytes([0x8A, 0x80 | size, 0, 0, 0, 0]) + payload)  # masked with zeros
+        yield
         assert connection.recv(1)[0] == _PING, "and not the end"
 
 
-def test_who_sends_nothing_is_closed_all_the_same(server: Server) -> None:
+def _says_nothing(server: Server) -> Client:
     with server.connect() as connection:
-        server.stand_still(lambda: None)
-        assert connection.recv(1) == b""
+        yield
+        yield
+        assert connection.recv(1) == b"", "it is closed all the same"
+
+
+def test_what_comes_meanwhile_counts(server: Server) -> None:
+    clients = {  # the first one waits for its ping, the others only for an answer
+        "a pong": _answers_a_ping(server),
+        "a request of a new connection": _asks(server, b"", _GET, b""),
+        "the rest of a header": _asks(server, _GET[:9], _GET[9:], b""),
+        "a body": _asks(server, _POST, b"abcd", b"abcd"),
+        "the next request": _asks_again(server),
+        "reading": _reads(server),
+        "nothing": _says_nothing(server),
+    }
+    for client in clients.values():
+        next(client)
+    with server.standing_still():
+        for client in clients.values():
+            next(client)
+    failed: dict[str, Exception] = {}
+    for name, client in clients.items():
+        try:
+            next(client, None)
+        except (AssertionError, OSError) as error:
+            failed[name] = error
+    assert not failed
+
+
+def test_who_reads_slowly_does_not_stall(server: Server) -> None:
+    """All takes longer than a stall may, each piece less."""
+    with server.connect(buffer_bytes=1 << 14) as connection:
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        num_bytes = 0
+        for _ in range(8):
+            time.sleep(TIMEOUT_S / 5)
+            for _ in range(4):
+                num_bytes += len(connection.recv(1 << 16))
+        assert num_bytes < LARGE
+        assert num_bytes + _num_bytes_of_rest(connection, LARGE - num_bytes) >= LARGE
+
+
+def _num_bytes_of_rest(connection: socket.socket, least: int) -> int:
+    """Read until there were so many, or the end."""
+    num_bytes = 0
+    while num_bytes < least and (piece := connection.recv(1 << 16)):
+        num_bytes += len(piece)
+    return num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -44,12 +45,16 @@ def child(silent: Path) -> Iterator[Child]:
 
 
 def test_a_child_that_gives_signs_of_life_is_let_be(child: Child) -> None:
+    assert child.pulse_fd is not None
     for _ in range(2 * _MAX_SILENT_LOOKS):
-        time.sleep(0.05)
-        assert not child.look()
+        assert select.select([child.pulse_fd], [], [], _PATIENCE_S)[0]
+        for _ in range(2):  # the second one is perhaps too soon for another sign
+            assert not child.look()
+    assert child.num_silent_looks <= 1
     assert not child.is_dead
 
 
+@pytest.mark.process_kills
 def test_a_child_without_signs_of_life_shows_its_stacks_and_is_killed(
     child: Child, silent: Path
 ) -> None:
@@ -69,6 +74,7 @@ def test_a_child_without_signs_of_life_shows_its_stacks_and_is_killed(
     assert child.bury() == "it died (SIGKILL)"
 
 
+@pytest.mark.process_kills
 def test_a_child_that_was_made_to_stand_still_is_not_killed(child: Child) -> None:
     assert child.process is not None
     child.process.send_signal(signal.SIGSTOP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,11 @@ from ..fake_engine import FakeEngine
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path / "redis") as running:
-        yield running
-
-
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_an_engine_is_registered_while_it_takes_requests(
-    tmp_path: Path, redis: RedisServer
+    tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    engines = RedisEngines(RedisLink(RedisAddress.parse(redis.url)), "m")
+    engines = RedisEngines(RedisLink(RedisAddress.parse(redis_server.url)), "m")
     address = f"{tmp_path}/engine.sock"
     registrar = Registrar(engines, model="m", engine_address=address, advertised="10.0.0.1:7000")
     stopped = asyncio.Event()

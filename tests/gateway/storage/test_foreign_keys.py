@@ -3,18 +3,18 @@ is refused, in one line, and everything else goes on."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
+
 from ...redis_server import RedisServer
-from ..conftest import ANSWER, Serve, Served
+from ..conftest import ANSWER, Serve, Served, until
 
 pytestmark = pytest.mark.redis
 _BODY = {"model": "tiny", "input": "hello"}
@@ -64,19 +64,20 @@ class Bed:
 
 
 @pytest.fixture
-async def bed(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Bed]:
+async def bed(
+    serve: Serve, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[Bed]:
     caplog.set_level(logging.INFO, "penstock")
-    with RedisServer(tmp_path / "redis", options={"appendfsync": "no"}) as server:
-        async with serve(redis_url=server.patient_url) as served:
-            with server.client() as client:
-                ids = [
-                    (await served.http.post("/v1/conversations", json={})).json()["id"]
-                    for _ in range(2)
-                ]
-                body = {**_BODY, "conversation": ids[0]}
-                answer = await served.http.post("/v1/responses", json=body)
-                assert answer.json()["output"][0]["content"][0]["text"] == ANSWER
-                yield Bed(served, client, ids[0], answer.json()["id"], ids[1])
+    async with serve(redis_url=redis_server.patient_url) as served:
+        with redis_server.client() as client:
+            ids = [
+                (await served.http.post("/v1/conversations", json={})).json()["id"]
+                for _ in range(2)
+            ]
+            body = {**_BODY, "conversation": ids[0]}
+            answer = await served.http.post("/v1/responses", json=body)
+            assert answer.json()["output"][0]["content"][0]["text"] == ANSWER
+            yield Bed(served, client, ids[0], answer.json()["id"], ids[1])
 
 
 def _wrong_type(name: str) -> Callable[[Bed], None]:
@@ -185,52 +186,60 @@ async def test_a_conversation_cannot_go_on_from_it(bed: Bed) -> None:
     ["penstock:gateways", "penstock:control:", "penstock:owned:", "penstock:lease:", "a member"],
 )
 async def test_gateways_go_on_without_what_they_share(
-    key: str, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    key: str,
+    serve: Serve,
+    patient_logs: RedisLogSettings,
+    redis_server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The keys by which they know of each other."""
-    with RedisServer(tmp_path / "redis", options={"appendfsync": "no"}) as server:
-        async with serve(redis_url=server.patient_url) as served:
-            with server.client() as client:
-                (gateway,) = client.smembers("penstock:gateways")
-                if key == "a member":
-                    client.sadd("penstock:gateways", b"\xff", "nobody", "{x}")
-                    client.sadd("penstock:owned:nobody", b"\xff", "x resp_1", "1 nonsense")
-                    client.set("penstock:owned:{x}", "of somebody else")
-                elif key.endswith(":"):
-                    name = key + gateway.decode()
-                    client.delete(name)
-                    client.rpush(name, "of somebody else")
-                else:
-                    client.delete(key)
-                    client.set(key, "of somebody else")
-                await asyncio.sleep(1.5)  # some heartbeats
-                chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-                answer = await served.http.post("/v1/chat/completions", json=chat)
-                assert answer.status_code == 200
-                answer = await served.http.post("/v1/responses", json=_BODY)
-                expected = 409 if key == "penstock:owned:" else 200
-                assert answer.status_code == expected, answer.text
+    patient_logs.beat_s = 0.02
+    async with serve(redis_url=redis_server.patient_url) as served:
+        with redis_server.client() as client:
+            (gateway,) = client.smembers("penstock:gateways")
+            if key == "a member":
+                client.sadd("penstock:gateways", b"\xff", "nobody", "{x}")
+                client.sadd("penstock:owned:nobody", b"\xff", "x resp_1", "1 nonsense")
+                client.set("penstock:owned:{x}", "of somebody else")
+            elif key.endswith(":"):
+                name = key + gateway.decode()
+                client.delete(name)
+                client.rpush(name, "of somebody else")
+            else:
+                client.delete(key)
+                client.set(key, "of somebody else")
+            num_before = _num_commands(client)
+            await until(lambda: _num_commands(client) > num_before + 60)  # several heartbeats
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+            answer = await served.http.post("/v1/chat/completions", json=chat)
+            assert answer.status_code == 200
+            answer = await served.http.post("/v1/responses", json=_BODY)
+            expected = 409 if key == "penstock:owned:" else 200
+            assert answer.status_code == expected, answer.text
     _check_log(caplog, most=3)
 
 
+def _num_commands(client: redis.Redis) -> int:
+    return int(client.info("stats")["total_commands_processed"])
+
+
 async def test_a_log_that_is_overwritten_while_it_is_followed(
-    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Serve, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It fails for its reader; other logs are still followed."""
-    with RedisServer(tmp_path / "redis", options={"appendfsync": "no"}) as server:
-        async with serve(step_s=0.05, redis_url=server.patient_url) as served:
-            body = {**_BODY, "stream": True}
-            async with served.http.stream("POST", "/v1/responses", json=body) as response:
-                lines = response.aiter_lines()
-                async for line in lines:
-                    if "output_text.delta" in line:
-                        break
-                with server.client() as client:
-                    (key,) = client.keys("penstock:log:*")
-                    client.set(key, "of somebody else")
-                rest = [line async for line in lines]
-            assert any('"penstock":{"resumable":false}' in line for line in rest)
-            assert any("response.completed" in line for line in rest)
+    async with serve(step_s=0.05, redis_url=redis_server.patient_url) as served:
+        body = {**_BODY, "stream": True}
+        async with served.http.stream("POST", "/v1/responses", json=body) as response:
+            lines = response.aiter_lines()
+            async for line in lines:
+                if "output_text.delta" in line:
+                    break
+            with redis_server.client() as client:
+                (key,) = client.keys("penstock:log:*")
+                client.set(key, "of somebody else")
+            rest = [line async for line in lines]
+        assert any('"penstock":{"resumable":false}' in line for line in rest)
+        assert any("response.completed" in line for line in rest)
     _check_log(caplog, most=1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from redis import exceptions
@@ -53,6 +52,8 @@ async def test_a_slot_moves_to_another_node(cluster: RedisCluster) -> None:
             assert new.get(here) == b"3"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_a_killed_node_costs_its_own_keys_and_no_others(cluster: RedisCluster) -> None:
     killed, *others = cluster.nodes
     (lost,) = keys_at(cluster, killed, 1)
@@ -76,6 +77,8 @@ async def test_a_killed_node_costs_its_own_keys_and_no_others(cluster: RedisClus
     cluster.wait_until_ok()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_a_node_that_stands_still_delays_no_other(cluster: RedisCluster) -> None:
     still, *others = cluster.nodes
     async with linked(cluster.url) as link:
@@ -102,10 +105,9 @@ async def test_keys_of_several_slots_are_our_mistake(cluster: RedisCluster) -> N
 
 
 async def test_a_server_without_a_cluster_is_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shared_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        async with linked(f"redis+cluster://127.0.0.1:{server.port}") as link:
-            with pytest.raises(StoreUnavailableError):
-                await link.run(_SCRIPT, ["key"], [])
+    async with linked(f"redis+cluster://127.0.0.1:{shared_server.port}") as link:
+        with pytest.raises(StoreUnavailableError):
+            await link.run(_SCRIPT, ["key"], [])
     assert "cluster support disabled" in caplog.text

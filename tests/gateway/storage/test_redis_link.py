@@ -18,12 +18,12 @@ from redis.asyncio.connection import AbstractConnection
 from penstock.engine.errors import ConfigError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.redis_health import RedisHealth
-from penstock.gateway.storage.redis_link import _NUM_AT_ONCE, RedisLink, Script
+from penstock.gateway.storage.redis_link import RedisLink, Script
 from penstock.gateway.storage.redis_url import RedisAddress
 
 from ...held_port import held_port, number_of
 from ...redis_server import RedisServer
-from ..conftest import PATIENCE_S
+from ..conftest import PATIENCE_S, RedisPath, configured
 
 SECRET = "geheim/#?@:%"
 ENCODED = "geheim%2F%23%3F%40%3A%25"
@@ -172,33 +172,32 @@ def test_a_connection_that_uvloop_closed_is_an_absence(shared_server: RedisServe
         runner.run(write_behind_its_end())
 
 
-async def test_a_mistake_of_ours_is_no_outage(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        async with linked(server.url) as link:
-            with pytest.raises(exceptions.ResponseError):
-                await link.run(Script("return redis.call('NONSENSE')"), [], [])
+@pytest.mark.redis
+async def test_a_mistake_of_ours_is_no_outage(shared_server: RedisServer) -> None:
+    async with linked(shared_server.url) as link:
+        with pytest.raises(exceptions.ResponseError):
+            await link.run(Script("return redis.call('NONSENSE')"), [], [])
 
 
 @pytest.mark.redis
 @pytest.mark.parametrize(
-    ("appends", "policy", "words"),
+    ("appendonly", "policy", "words"),
     [
-        (True, "noeviction", []),
-        (False, "noeviction", ["appendonly is off"]),
-        (False, "allkeys-lru", ["maxmemory-policy is allkeys-lru", "appendonly is off"]),
+        ("yes", "noeviction", []),
+        ("no", "noeviction", ["appendonly is off"]),
+        ("no", "allkeys-lru", ["maxmemory-policy is allkeys-lru", "appendonly is off"]),
     ],
 )
 async def test_it_warns_of_a_redis_that_forgets(
-    tmp_path: Path,
+    redis_server: RedisServer,
     caplog: pytest.LogCaptureFixture,
-    appends: bool,
+    appendonly: str,
     policy: str,
     words: list[str],
 ) -> None:
     caplog.set_level(logging.WARNING, "penstock")
-    options = {"maxmemory-policy": policy}
-    with RedisServer(tmp_path / "redis", appends=appends, options=options) as server:
-        async with linked(server.url) as link:
+    with configured(redis_server, appendonly=appendonly, maxmemory_policy=policy):
+        async with linked(redis_server.url) as link:
             await link.warn_unless_durable()
     assert len(caplog.records) == len(words)
     for record, word in zip(caplog.records, words, strict=True):
@@ -207,12 +206,13 @@ async def test_it_warns_of_a_redis_that_forgets(
 
 @pytest.mark.redis
 async def test_a_redis_that_is_away_is_complained_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    shared_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RedisHealth.may_complain, "__kwdefaults__", {"every_s": PATIENCE_S})
-    with RedisServer(tmp_path / "redis", password="geheim") as server:
-        async with linked(server.url) as link:
-            server.kill()
+    with configured(shared_server, requirepass="geheim"):
+        async with RedisPath(shared_server) as path, linked(path.url_with("geheim")) as link:
+            assert await link.is_up()
+            await path.lose()
             for _ in range(5):
                 with pytest.raises(StoreUnavailableError):
                     await link.run(Script("return 1"), [], [])
@@ -228,52 +228,57 @@ async def test_a_crowd_waits_for_its_turn_and_not_for_redis(shared_server: Redis
 
     async def hog() -> None:
         while True:
-            time.sleep(0.02)  # noqa: ASYNC251  (that is the point)
+            time.sleep(0.005)  # noqa: ASYNC251  (that is the point)
             await asyncio.sleep(0)
 
     script = Script("return ARGV[1]")
     async with linked(shared_server.url) as link:
         task = asyncio.create_task(hog())
-        replies = await asyncio.gather(*(link.run(script, [], [n]) for n in range(400)))
+        replies = await asyncio.gather(*(link.run(script, [], [n]) for n in range(100)))
         task.cancel()
-        assert [int(reply) for reply in replies] == list(range(400))
+        assert [int(reply) for reply in replies] == list(range(100))
         assert len(await link.client.client_list()) < 32
 
 
 @pytest.mark.redis
-async def test_a_crowd_is_refused_together_when_redis_is_silent(tmp_path: Path) -> None:
+async def test_a_crowd_is_refused_together_when_redis_is_silent(
+    shared_server: RedisServer,
+) -> None:
     script = Script("return 1")
-    with RedisServer(tmp_path / "redis") as server:
-        async with linked(server.url, timeout_s=1.0) as link:
-            with server.paused():
-                replies = await asyncio.gather(
-                    *(link.run(script, [], []) for _ in range(800)), return_exceptions=True
-                )
-            assert {type(reply) for reply in replies} == {StoreUnavailableError}
-            # Those who found Redis silent themselves; one after the other all would.
-            assert sum(reply.__cause__ is not None for reply in replies) == _NUM_AT_ONCE
-            reply = None
-            async with asyncio.timeout(PATIENCE_S):
-                while reply != 1:
-                    with contextlib.suppress(StoreUnavailableError):  # as long as it is slow
-                        reply = await link.run(script, [], [])
+    async with RedisPath(shared_server) as path, linked(path.url, timeout_s=0.3) as link:
+        with path.silent():
+            replies = await asyncio.gather(
+                *(link.run(script, [], []) for _ in range(800)), return_exceptions=True
+            )
+        assert {type(reply) for reply in replies} == {StoreUnavailableError}
+        # Those who found Redis silent themselves; one after the other all would.
+        assert 1 <= sum(reply.__cause__ is not None for reply in replies) <= 16
+        reply = None
+        async with asyncio.timeout(PATIENCE_S):
+            while reply != 1:
+                with contextlib.suppress(StoreUnavailableError):  # as long as it is slow
+                    reply = await link.run(script, [], [])
 
 
+@pytest.mark.redis
 async def test_a_closed_client_opens_nothing_more(shared_server: RedisServer) -> None:
     """A command that is under way then would be sent again, on a connection that nobody closes."""
-    link = RedisLink(RedisAddress.parse(shared_server.url))
-    await link.client.ping()
-    with shared_server.paused():
-        asking = asyncio.create_task(link.client.get("x"))
-        await asyncio.sleep(0.1)
-        await link.aclose()
-        await asyncio.sleep(0.1)
-    with pytest.raises(exceptions.ConnectionError):
-        await asking
-    with pytest.raises(exceptions.ConnectionError):
+    async with RedisPath(shared_server) as path:
+        link = RedisLink(RedisAddress.parse(path.url), timeout_s=PATIENCE_S)
         await link.client.ping()
+        with path.silent():
+            asking = asyncio.create_task(link.client.get("x"))
+            await asyncio.sleep(0.05)
+            await link.aclose()
+            await asyncio.sleep(0.05)
+        with pytest.raises(exceptions.ConnectionError):
+            await asking
+        with pytest.raises(exceptions.ConnectionError):
+            await link.client.ping()
+        assert path.num_connections == 1
 
 
+@pytest.mark.redis
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("num_steps", range(12))
 async def test_a_client_closed_while_it_connects_leaves_nothing_open(

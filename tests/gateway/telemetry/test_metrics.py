@@ -91,6 +91,7 @@ async def test_requests_and_refusals(serve: Serve, tmp_path: Path) -> None:
     assert not any(name.endswith("_created") for name, _ in found)
 
 
+@pytest.mark.usefixtures("soon_alarmed")
 async def test_the_time_since_the_engines_last_step_grows_while_it_has_work(served: Served) -> None:
     name = "engine_seconds_since_last_step"
     assert _value(await _metrics(served), name) == 0

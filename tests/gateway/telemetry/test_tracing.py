@@ -46,7 +46,7 @@ class _Collector:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 
     def take(self, body: bytes) -> None:
@@ -122,7 +122,10 @@ async def test_a_caller_that_does_not_sample_is_not_traced(
     assert span.trace_id.hex() != _TRACE
 
 
-async def test_a_collector_that_is_not_there_harms_nobody(serve: Serve) -> None:
+async def test_a_collector_that_is_not_there_harms_nobody(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.telemetry.tracing._TIMEOUT_S", 0.2)
     async with serve(otlp_endpoint="http://127.0.0.1:1") as served:
         assert (await served.http.get("/v1/models")).status_code == 200
 
@@ -144,15 +147,3 @@ async def test_without_the_extra_the_flag_says_what_to_install() -> None:
         subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert "pip install 'penstock-llm[otel]'" in done.stdout
-
-
-async def test_without_the_flag_nothing_of_it_is_loaded() -> None:
-    script = (
-        "import sys, penstock.gateway.app\n"
-        "print([n for n in sys.modules if n.startswith(('opentelemetry', 'requests'))])\n"
-        "print('penstock.gateway.api.openapi' in sys.modules)"
-    )
-    done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["[]", "False"]

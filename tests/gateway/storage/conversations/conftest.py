@@ -57,10 +57,8 @@ class RedisBed:
 
 
 @pytest.fixture
-async def redis_bed(shared_server: RedisServer) -> AsyncIterator[RedisBed]:
-    with shared_server.client() as client:
-        client.flushall()
-    link = RedisLink(RedisAddress.parse(shared_server.url), timeout_s=PATIENCE_S)
+async def redis_bed(redis_server: RedisServer) -> AsyncIterator[RedisBed]:
+    link = RedisLink(RedisAddress.parse(redis_server.url), timeout_s=PATIENCE_S)
     yield RedisBed(link)
     await link.aclose()
 

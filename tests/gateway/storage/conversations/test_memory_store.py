@@ -103,7 +103,7 @@ async def test_a_conversation_grows_with_its_length_and_not_with_its_square() ->
     assert store.num_bytes < 300_000
 
 
-@pytest.mark.parametrize("num_turns", [0, 1, 10])
+@pytest.mark.parametrize("num_turns", [0, 10])
 async def test_it_counts_what_it_takes(num_turns: int) -> None:
     store = MemoryConversationStore(1 << 40)
 

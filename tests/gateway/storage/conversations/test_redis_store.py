@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from array import array
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from redis.crc import key_slot
@@ -21,7 +19,7 @@ from penstock.gateway.storage.redis_link import RedisLink
 from penstock.gateway.storage.redis_url import RedisAddress
 
 from ....redis_server import RedisServer
-from ...conftest import PATIENCE_S
+from ...conftest import PATIENCE_S, RedisPath, configured
 from .conftest import RedisBed
 from .making import TENANT, a_conversation, a_turn, finished, head_of, not_found, say
 
@@ -119,49 +117,50 @@ async def test_a_listing_cleans_its_index(redis_bed: RedisBed, shared_server: Re
         assert client.zcard(index) == 6
 
 
-async def test_it_says_at_once_that_redis_is_gone_and_recovers_alone(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        async with store_at(server.url) as store:
-            conversation = a_conversation()
-            await store.create(conversation)
-            turn = await say(store, conversation)
-            server.kill()
-            for _ in range(3):
-                start = time.monotonic()
+async def test_it_says_at_once_that_redis_is_gone_and_recovers_alone(
+    redis_server: RedisServer,
+) -> None:
+    async with RedisPath(redis_server) as path, store_at(path.url) as store:
+        conversation = a_conversation()
+        await store.create(conversation)
+        turn = await say(store, conversation)
+        await path.lose()
+        for _ in range(3):
+            async with asyncio.timeout(PATIENCE_S / 2):  # it does not wait for an answer
                 with pytest.raises(StoreUnavailableError) as caught:
                     await store.path(TENANT, turn.turn_id)
-                assert time.monotonic() - start < PATIENCE_S / 2  # it does not wait for an answer
-                assert caught.value.status == 503
-                assert caught.value.code == "session_store_unavailable"
-            server.start()
-            assert await store.path(TENANT, turn.turn_id) == [turn]  # and its file kept it
-            await say(store, conversation, turn)
+            assert caught.value.status == 503
+            assert caught.value.code == "session_store_unavailable"
+        path.find()
+        assert await store.path(TENANT, turn.turn_id) == [turn]
+        await say(store, conversation, turn)
 
 
-async def test_a_redis_that_hangs_is_given_up(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        async with store_at(server.url) as patient, store_at(server.url, timeout_s=0.2) as store:
-            conversation, found = a_conversation(), None
-            await patient.create(conversation)
-            with server.paused():
-                async with asyncio.timeout(PATIENCE_S):
-                    with pytest.raises(StoreUnavailableError):
-                        await store.get(TENANT, conversation.conversation_id)
+async def test_a_redis_that_hangs_is_given_up(redis_server: RedisServer) -> None:
+    async with (
+        RedisPath(redis_server) as path,
+        store_at(redis_server.url) as patient,
+        store_at(path.url, timeout_s=0.2) as store,
+    ):
+        conversation, found = a_conversation(), None
+        await patient.create(conversation)
+        with path.silent():
             async with asyncio.timeout(PATIENCE_S):
-                while found is None:
-                    with contextlib.suppress(StoreUnavailableError):  # as long as it is slow
-                        found = await store.get(TENANT, conversation.conversation_id)
-            assert found == conversation
+                with pytest.raises(StoreUnavailableError):
+                    await store.get(TENANT, conversation.conversation_id)
+        async with asyncio.timeout(PATIENCE_S):
+            while found is None:
+                with contextlib.suppress(StoreUnavailableError):  # as long as it is slow
+                    found = await store.get(TENANT, conversation.conversation_id)
+        assert found == conversation
 
 
-async def test_a_full_redis_still_reads(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis", appends=False) as server:
-        async with store_at(server.url) as store:
-            conversation = a_conversation()
-            await store.create(conversation)
-            turn = await say(store, conversation)
-            with server.client() as client:
-                client.config_set("maxmemory", "1mb")
+async def test_a_full_redis_still_reads(redis_server: RedisServer) -> None:
+    async with store_at(redis_server.url) as store:
+        conversation = a_conversation()
+        await store.create(conversation)
+        turn = await say(store, conversation)
+        with configured(redis_server, maxmemory=1):
             with pytest.raises(StoreUnavailableError):
                 await store.begin_turn(a_turn(conversation, turn), takes_head=True)
             assert await store.path(TENANT, turn.turn_id) == [turn]
@@ -201,26 +200,20 @@ async def test_a_redis_that_dropped_a_key_has_lost_the_turn(
         await store.path(TENANT, turn.turn_id)
 
 
-async def test_on_a_cluster(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis", is_cluster=True, password="geheim") as server:
-        url = server.url.replace("redis://", "redis+cluster://").removesuffix("/0")
-        async with store_at(url) as store:
-            for _ in range(5):
-                conversation = a_conversation()
-                await store.create(conversation)
-                turn = await say(store, conversation)
-                turn = await say(store, conversation, turn)
-            assert await head_of(store, conversation) == turn.turn_id
-            assert len(await store.path(TENANT, turn.turn_id)) == 2
-            assert len((await store.list_page(TENANT, limit=9))[0]) == 5
-            await store.delete(TENANT, conversation.conversation_id)
-            with server.client() as client:
-                client.script_flush()
-                # 4 conversations of 3 keys, and the index
-                assert client.dbsize() == 13
-            assert await store.list_page(TENANT, limit=9) != ([], False)
-            server.kill()
-            with pytest.raises(StoreUnavailableError):
-                await store.list_page(TENANT, limit=9)
-            server.start()
-            assert len((await store.list_page(TENANT, limit=9))[0]) == 4
+async def test_on_a_cluster(cluster_node: RedisServer) -> None:
+    url = cluster_node.url.replace("redis://", "redis+cluster://").removesuffix("/0")
+    async with store_at(url) as store:
+        for _ in range(5):
+            conversation = a_conversation()
+            await store.create(conversation)
+            turn = await say(store, conversation)
+            turn = await say(store, conversation, turn)
+        assert await head_of(store, conversation) == turn.turn_id
+        assert len(await store.path(TENANT, turn.turn_id)) == 2
+        assert len((await store.list_page(TENANT, limit=9))[0]) == 5
+        await store.delete(TENANT, conversation.conversation_id)
+        with cluster_node.client() as client:
+            client.script_flush()
+            # 4 conversations of 3 keys, and the index
+            assert client.dbsize() == 13
+        assert len((await store.list_page(TENANT, limit=9))[0]) == 4

@@ -170,12 +170,13 @@ class StoresAgree(RuleBasedStateMachine):
 
 
 @pytest.mark.redis
-def test_the_stores_agree(shared_server: RedisServer) -> None:
+@pytest.mark.parametrize("num_examples", [12, pytest.param(60, marks=pytest.mark.exhaustive)])
+def test_the_stores_agree(shared_server: RedisServer, num_examples: int) -> None:
     StoresAgree.url = shared_server.url
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         StoresAgree,
         settings=settings(
-            max_examples=60,
+            max_examples=num_examples,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
