@@ -7,11 +7,14 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
+
 from penstock.engine.lora.slots import AdapterSlots
 from penstock.engine.request import Adapter
 from penstock.load.bench import adapters
 
 
+@pytest.mark.exhaustive
 def test_each_case_is_measured_beside_an_engine_without(tmp_path: Path, capsys) -> None:
     parser = argparse.ArgumentParser()
     adapters.add_arguments(parser)

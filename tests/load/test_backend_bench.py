@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from penstock.load.bench.backend import ratios
 
 from .conftest import Penstock
 
 
+@pytest.mark.exhaustive
 def test_what_it_measures(penstock: Penstock, tmp_path: Path) -> None:
     flags = "--model demo --prompt-tokens 4 --output-tokens 4 --repeats 1 --starts 1"
     done = penstock("bench", "backend", "--out", str(tmp_path), *flags.split())

@@ -1,4 +1,4 @@
-"""`penstock bench` as a process: what it prints, and the files it leaves."""
+"""`penstock bench`: what it prints, and the files it leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.load.report.tables import table
 
 from .conftest import Penstock
 
-KV = ("bench", "kv", "--requests", "200", "--out")
+KV = ("bench", "kv", "--requests", "60", "--out")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_kv_figures_are_those_of_the_table(kv: tuple[str, Path]) -> None:
     for workload in (main, half, short):
         assert len(workload["schemes"]) == 7
         for name, figures in workload["schemes"].items():
-            assert figures["num_finished"] == 200
+            assert figures["num_finished"] == 60
             assert f"{figures['num_steps']:,}" in printed
             assert figures["num_slots"] == 2048 * 16, name
     schemes = main["schemes"]
@@ -65,21 +65,17 @@ def test_the_picture_is_one(kv: tuple[str, Path]) -> None:
 def test_the_same_seed_gives_the_same_figures(penstock: Penstock, tmp_path: Path) -> None:
     figures = []
     for seed in ("0", "0", "1"):
-        arguments = ("--requests", "40", "--block-size", "16", "--seed", seed)
+        arguments = ("--requests", "12", "--block-size", "16", "--seed", seed)
         assert penstock(*KV, str(tmp_path), *arguments).returncode == 0
         figures.append((tmp_path / "kv.json").read_text())
     assert figures[0] == figures[1] != figures[2]
 
 
-def test_without_matplotlib_the_table_is_still_printed(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from penstock.gateway.launch.cli import main\n"
-        f"sys.exit(main([*{KV}, {str(tmp_path)!r}, '--block-size', '16']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False
-    )
+def test_without_matplotlib_the_table_is_still_printed(
+    penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = penstock(*KV, str(tmp_path), "--block-size", "16")
     assert done.returncode == 0
     assert "| paged, block 16" in done.stdout
     assert "pip install 'penstock-llm[bench]'" in done.stderr
@@ -102,7 +98,6 @@ def test_settings_without_sense_are_refused(
     done = penstock(*KV, str(tmp_path), *arguments)
     assert done.returncode == 2
     assert fault in done.stderr
-    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from .conftest import Penstock
 
 
+@pytest.mark.exhaustive
 def test_what_it_measures(penstock: Penstock, tmp_path: Path) -> None:
     flags = "--num-texts 12 --lengths 2,20 --repeats 1 --batch-size 4 --dtype float32"
     done = penstock("bench", "embeddings", "--out", str(tmp_path), *flags.split())

@@ -7,11 +7,14 @@ import json
 import multiprocessing
 from pathlib import Path
 
+import pytest
+
 from penstock.load.bench import fairness
 
 
+@pytest.mark.exhaustive
 def test_it_tells_the_small_tenants_waits_and_the_floods_tokens(tmp_path: Path) -> None:
-    flags = "--concurrency 1 --times 8 --max-num-seqs 8 --seconds 2"
+    flags = "--concurrency 1 --times 8 --max-num-seqs 8 --seconds 0.5"
     parser = argparse.ArgumentParser()
     fairness.add_arguments(parser)
     assert fairness.run(parser.parse_args([*flags.split(), "--out", str(tmp_path)])) in (0, 1)

@@ -81,6 +81,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return done.stdout, only_json(out)
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_is_checked_first(small):
     printed, data = small
     assert all(check["is_right"] for check in data["checks"].values())
@@ -92,6 +93,7 @@ def test_every_kernel_is_checked_first(small):
     assert printed.index("checks") < printed.index("ceilings") < printed.index("swap:")
 
 
+@pytest.mark.exhaustive
 def test_every_section_measures_every_cell(small):
     _, data = small
     assert set(data["ceilings"]) == set(CEILINGS)
@@ -106,6 +108,7 @@ def test_every_section_measures_every_cell(small):
     assert {judged["is_met"] for judged in data["bars"].values()} <= {True, False}
 
 
+@pytest.mark.exhaustive
 def test_a_small_run_says_that_it_measures_nothing(small):
     printed, data = small
     assert data["is_measurement"] is False
@@ -115,6 +118,7 @@ def test_a_small_run_says_that_it_measures_nothing(small):
     assert {"device", "commit", "torch", "triton", "date"} <= data.keys()
 
 
+@pytest.mark.exhaustive
 def test_engine_and_hugging_face_give_the_same_tokens(small):
     rows = small[1]["sections"]["end_to_end"]["rows"]
     systems = [row["system"] for row in rows]
@@ -125,6 +129,7 @@ def test_engine_and_hugging_face_give_the_same_tokens(small):
     assert rows[0]["speedup"] == 1.0
 
 
+@pytest.mark.exhaustive
 def test_without_time_nothing_is_measured_and_that_is_said(tmp_path):
     done = run("--only", "decode_step,decode_attention", "--budget-s", "0",
                "--out", str(tmp_path), patch=QUICK)  # fmt: skip
@@ -139,6 +144,8 @@ def test_without_time_nothing_is_measured_and_that_is_said(tmp_path):
     assert "not measured" in done.stdout
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 def test_a_killed_run_leaves_what_it_has_measured(tmp_path):
     process = subprocess.Popen(
         command("--out", str(tmp_path), patch=QUICK),
@@ -177,6 +184,7 @@ gpu_operations.gpu_operation = broken
 )
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_kernel_ends_it_before_anything_is_timed(tmp_path):
     done = run("--out", str(tmp_path), patch=WRONG)
     assert done.returncode == 1

@@ -64,6 +64,7 @@ def test_a_kernel_that_writes_nothing_is_wrong() -> None:
     assert not silent.error() <= 1.0  # NaN
 
 
+@pytest.mark.exhaustive
 def test_it_prints_what_it_writes(penstock: Penstock, tmp_path: Path) -> None:
     done = penstock("bench", "kernels", *SMALL, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

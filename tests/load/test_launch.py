@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -21,28 +20,22 @@ from ..system.processes import wait_gone
 FAMILY = {"supervisor", "gateway", "engine"}
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[Started]:
-    with server() as running:
-        yield running
-
-
-def test_it_is_ready_when_it_is_given(started: Started) -> None:
-    with urlopen(f"{started.base_url}/v1/models", timeout=60) as answer:
+def test_it_is_ready_when_it_is_given(demo: Started) -> None:
+    with urlopen(f"{demo.base_url}/v1/models", timeout=60) as answer:
         assert json.load(answer)["data"][0]["id"] == "demo"
-    assert started.ready_s > 0.2  # to import torch alone takes longer
-    assert started.launched_s + started.ready_s < time.perf_counter()
+    assert demo.ready_s > 0.2  # to import torch alone takes longer
+    assert demo.launched_s + demo.ready_s < time.perf_counter()
 
 
-def test_the_family_is_known_by_title(started: Started) -> None:
-    family = started.family()
+def test_the_family_is_known_by_title(demo: Started) -> None:
+    family = demo.family()
     assert set(family) == FAMILY
-    assert family["supervisor"].pid == started.process.pid
-    assert {family[name].ppid() for name in ("gateway", "engine")} == {started.process.pid}
+    assert family["supervisor"].pid == demo.process.pid
+    assert {family[name].ppid() for name in ("gateway", "engine")} == {demo.process.pid}
 
 
-def test_memory_is_each_process_own(started: Started) -> None:
-    memory = started.memory()
+def test_memory_is_each_process_own(demo: Started) -> None:
+    memory = demo.memory()
     assert set(memory) == FAMILY
     for each in memory.values():
         assert 0 < each.unique_bytes <= each.proportional_bytes <= each.resident_bytes
@@ -51,6 +44,7 @@ def test_memory_is_each_process_own(started: Started) -> None:
     assert sizes["engine"] > 150 > sizes["gateway"] > 40 > sizes["supervisor"] > 5
 
 
+@pytest.mark.exhaustive
 def test_a_failure_inside_stops_the_server_and_keeps_a_named_log(tmp_path: Path) -> None:
     family: list[psutil.Process] = []
 
@@ -66,6 +60,8 @@ def test_a_failure_inside_stops_the_server_and_keeps_a_named_log(tmp_path: Path)
     assert "DEBUG" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 def test_what_does_not_heed_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_STOP_WITHIN_S", 0.5)
     with server() as running:
@@ -75,10 +71,10 @@ def test_what_does_not_heed_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) 
     wait_gone(family.values())
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_says_why() -> None:
     with (
-        pytest.raises(ConfigError, match=r"(?s)the server ended.*nowhere' is not a directory"),
-        server(str(tmp_path / "nowhere")),
+        pytest.raises(ConfigError, match=r"(?s)the server ended.*--num-blocks must be at least 1"),
+        server(flags=["--num-blocks", "0"]),
     ):
         pytest.fail("it started")
 

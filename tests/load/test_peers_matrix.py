@@ -106,6 +106,7 @@ def test_who_cannot_be_installed_is_named_and_the_rest_goes_on(tmp_path: Path) -
     assert [each.system for each in report.observations] == ["penstock"]
 
 
+@pytest.mark.exhaustive
 def test_our_server_answers_every_kind_of_workload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def _signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_signals")
 def test_speculation_is_a_comparison_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

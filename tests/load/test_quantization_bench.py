@@ -89,6 +89,7 @@ def test_texts_fit_the_context() -> None:
         held_out_texts(DEMO, num_texts=1, seed=0, context_len=5)
 
 
+@pytest.mark.exhaustive
 def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Path) -> None:
     arguments = ("--num-seqs", "1,3", "--prompt-tokens", "16", "--output-tokens", "8",
                  "--repeats", "2", "--num-texts", "2", "--out", str(tmp_path))  # fmt: skip

@@ -1,10 +1,19 @@
-"""`make bench`: a real server, asked with few tokens."""
+"""`make bench`: a real server, which all tests share, asked with few tokens."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 
 from penstock.load.bench import quick
+from penstock.load.launch import Started
+
+
+@pytest.fixture
+def shared(demo: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that it would start; `test_launch.py` shows that one starts."""
+    monkeypatch.setattr(quick, "server", lambda *_: contextlib.nullcontext(demo))
 
 
 def rows_of(printed: str) -> list[list[str]]:
@@ -15,6 +24,7 @@ def rows_of(printed: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.usefixtures("shared")
 def test_it_shows_start_memory_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert quick.main(["--streams", "1,3", "--output-tokens", "8"]) == 0
     printed = capsys.readouterr()
@@ -39,9 +49,9 @@ def test_it_shows_start_memory_and_speed(capsys: pytest.CaptureFixture[str]) -> 
         assert num_faults == 0
 
 
+@pytest.mark.usefixtures("shared")
 def test_a_stream_with_a_fault_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    # Its context is too short for the prompts.
-    assert quick.main(["--streams", "2", "--", "--max-model-len", "32"]) == 1
+    assert quick.main(["--streams", "2", "--model", "another"]) == 1
     printed = capsys.readouterr()
     assert [row[-1] for row in rows_of(printed.out)[7:]] == ["4", "4", "4"]
     assert "refused: " in printed.err

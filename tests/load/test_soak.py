@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.load.bench.soak import Plan, soak
+from penstock.load.bench import soak as bench
+from penstock.load.bench.soak import Plan
 from penstock.load.soak.target import Target, given_server
 from penstock.load.soak.verdict import Bounds, findings
 
-from ..support.synthetic_target import ROOT, SOAK_SYNTHETIC, synthetic_server
-from .conftest import Penstock
+from ..support.synthetic_target import synthetic_server
+from .conftest import Penstock, run_command
 
 QUICK = "--ttft-ms 10 --itl-ms 2"
 # With these every kind of stream that a test asks for is among those that clients begin with, a
@@ -23,46 +23,64 @@ QUICK = "--ttft-ms 10 --itl-ms 2"
 SEED, SEED_OF_SIX = 321, 1619
 
 
-def test_with_resumes_cancels_and_kills_it_is_clean(tmp_path: Path) -> None:
-    flags = ("--resumes", "--cancels-by-id", "--minutes", "0.1", "--seed", str(SEED))
-    done = subprocess.run(
-        [*SOAK_SYNTHETIC, QUICK, *flags, "--out", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def test_a_right_server_is_found_clean(tmp_path: Path) -> None:
+    """What its clients begin with, and that is a stream of each kind."""
+    flags = parse("--no-kills", "--minutes", "0.01", "--seed", str(SEED), "--out", str(tmp_path))
+    with synthetic_server(QUICK) as target:
+        done = run_command(lambda: bench.soak_target(target, flags))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Verdict: clean." in done.stdout
     report = json.loads((tmp_path / "soak.json").read_text())
     assert report["is_clean"]
-    assert report["kills"]
     streams = {row["actor"]: row for row in report["streams"]}
     for name in ("resume, sse", "resume, websocket", "cancel by id", "read to the end, chat"):
-        assert streams[name]["ended"] > streams[name]["faulty"]
+        assert streams[name]["ended"] > streams[name]["faulty"] == 0
     assert {process["name"] for process in report["samples"][0]["processes"]} == {"synthetic"}
     assert (tmp_path / "soak.png").stat().st_size > 10_000
     assert "Verdict: clean." in (tmp_path / "soak.md").read_text()
 
 
-async def whats(target: Target, **plan: Any) -> list[str]:
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
+def test_what_its_kills_break_is_clean(tmp_path: Path) -> None:
+    flags = parse("--no-plot", "--minutes", "0.1", "--seed", str(SEED), "--out", str(tmp_path))
+    flags.kills = True
+    with synthetic_server(QUICK) as target:
+        done = run_command(lambda: bench.soak_target(target, flags))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "soak.json").read_text())["kills"]
+
+
+async def whats(target: Target, duration_s: float, **plan: Any) -> list[str]:
     bounds = Bounds(min_slope_s=0)
-    seen = await soak(target, Plan(duration_s=5, concurrency=6, seed=SEED_OF_SIX, **plan), bounds)
+    chosen = Plan(duration_s=duration_s, concurrency=6, seed=SEED_OF_SIX, **plan)
+    seen = await bench.soak(target, chosen, bounds)
     return [finding.what for finding in findings(seen, bounds)]
 
 
-async def test_what_is_wrong_is_found() -> None:
-    """Faulty streams of a server given by its address, and a leak, at the same time."""
+async def test_faulty_streams_are_found() -> None:
+    """Of a server given by its address."""
     faults = "--fault lose:5 --fault-share 0.8 --refuse-share 0.3"
-    with (
-        synthetic_server(f"{QUICK} {faults}") as faulty,
-        synthetic_server(f"{QUICK} --leak-bytes 1000000") as leaking,
-    ):
+    with synthetic_server(f"{QUICK} {faults}") as faulty:
         given = given_server(faulty.base_url)
         assert given.kill is None
         (process,) = given.family().values()
         assert process.pid == faulty.family()["synthetic"].pid
-        found, leaks = await asyncio.gather(whats(given, has_resumes=True), whats(leaking))
+        found = await whats(given, 0.5, has_resumes=True)
     for fault in ("text_differs", "refused"):
         assert any(what.startswith(fault) for what in found), found
-    assert leaks == ["memory of synthetic"]
+
+
+@pytest.mark.exhaustive
+async def test_a_leak_is_found() -> None:
+    with synthetic_server(f"{QUICK} --leak-bytes 1000000") as leaking:
+        assert await whats(leaking, 5.0) == ["memory of synthetic"]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +108,7 @@ def test_settings_without_sense_are_refused(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.process_kills
 def test_the_demo_model_is_clean_for_a_moment(penstock: Penstock, tmp_path: Path) -> None:
     # Memory has its say in longer runs: the first seconds of a server are all warm-up.
     flags = ("--minutes", "0.1", "--max-memory-growth", "1e9", "--no-plot", "--seed", str(SEED))

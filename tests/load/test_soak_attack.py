@@ -39,6 +39,8 @@ async def becomes(process: psutil.Process, status: str) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_what_was_frozen_wakes_whatever_happens(sleeper: psutil.Process) -> None:
     before = psutil.Process().children()
     await freeze(sleeper, 0.1)
@@ -51,6 +53,8 @@ async def test_what_was_frozen_wakes_whatever_happens(sleeper: psutil.Process) -
     assert psutil.Process().children() == before
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_a_bench_that_is_killed_leaves_nothing_frozen(sleeper: psutil.Process) -> None:
     code = "import asyncio, psutil, sys; from penstock.load.launch import freeze; "
     code += "asyncio.run(freeze(psutil.Process(int(sys.argv[1])), 1))"
@@ -75,6 +79,8 @@ def test_a_log_that_is_not_read_fills_and_is_read_later() -> None:
     assert num_bytes > 2000
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_a_stream_of_a_frozen_server_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "_PATIENCE_S", 0.2)
     journal = Journal()
@@ -86,11 +92,13 @@ async def test_a_stream_of_a_frozen_server_is_resumed(monkeypatch: pytest.Monkey
                 for seed in range(4)
             ]
             await asyncio.sleep(0.5)
-            await freeze(target.family()["synthetic"], 2.0)
+            await freeze(target.family()["synthetic"], 1.0)
             await asyncio.gather(*streams)
     assert [outcome.faults for outcome in journal.outcomes] == [()] * 8
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The synthetic server takes trailers without end and lets silent connections be: both are
     found, and nothing else that a busy machine could not have done."""
@@ -119,6 +127,8 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
     assert not any("never happened" in what for what in whats)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 def test_a_soak_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     command = [*SOAK_SYNTHETIC, "", "--attack", "--out", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as bench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,8 +12,15 @@ from penstock.load.client.records import Fault
 from penstock.load.soak import traffic
 from penstock.load.soak.journal import Journal
 from penstock.load.soak.scene import open_scene
+from penstock.load.soak.target import Target
 
 from ..support.synthetic_target import synthetic_server
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[Target]:
+    with synthetic_server("--refuse-share 1 --refuse-status 503") as target:
+        yield target
 
 
 @pytest.mark.parametrize(
@@ -24,9 +32,8 @@ from ..support.synthetic_target import synthetic_server
         traffic.cancel_by_id,
     ],
 )
-async def test_a_503_is_a_refusal(actor: Actor) -> None:
+async def test_a_503_is_a_refusal(refusing: Target, actor: Actor) -> None:
     journal = Journal()
-    with synthetic_server("--refuse-share 1 --refuse-status 503") as target:
-        async with open_scene(target.base_url, journal, api_key=None) as scene:
-            await actor(scene, random.Random(0))
+    async with open_scene(refusing.base_url, journal, api_key=None) as scene:
+        await actor(scene, random.Random(0))
     assert [outcome.faults for outcome in journal.outcomes] == [(Fault.REFUSED,)]

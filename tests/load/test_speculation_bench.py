@@ -95,6 +95,7 @@ def test_a_draft_model_agrees_as_often_as_it_should() -> None:
     assert speculation.draft_agreement("T") == pytest.approx(models.DRAFT_AGREEMENT, abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_it_measures_every_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     speculation.add_arguments(parser)

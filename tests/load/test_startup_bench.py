@@ -91,6 +91,7 @@ def test_import_times_are_summed_by_package() -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_cannot_be_loaded_is_said(tmp_path: Path) -> None:
     nowhere = ProbedModel(model=str(tmp_path / "nowhere"), dtype="auto")
     with pytest.raises(ConfigError, match=r"(?s)the gateway did not start alone.*not a directory"):

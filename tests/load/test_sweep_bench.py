@@ -1,4 +1,4 @@
-"""`penstock bench sweep` as a process: several servers in turns, and one that saturates."""
+"""`penstock bench sweep`: several servers in turns, and one that saturates."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from ..support.synthetic.settings import SyntheticSettings
 from .conftest import Penstock
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
+NOTHING = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-class NarrowServer:
-    """Answers two at a time, a token each 5 ms, and 15 ms while others wait: more than two are
-    worse than two, also where the machine stood still for two. It counts what it was sent."""
+class FullServer:
+    """Answers the first requests, and refuses all others. It remembers what it was sent.
 
-    def __init__(self) -> None:
-        self._num_waiting = 0
+    Args:
+        num_answers: that it gives.
+    """
+
+    def __init__(self, num_answers: int) -> None:
         self.prompts: list[tuple[int, ...]] = []
-        self._room = asyncio.Semaphore(2)
+        self._num_answers = num_answers
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         if head.startswith("GET /v1/models"):
-            writer.write(HEAD % b"application/json" + b'{"data": [{"id": "narrow"}]}')
+            writer.write(HEAD % b"application/json" + b'{"data": [{"id": "full"}]}')
         elif head.startswith("GET"):
-            writer.write(
-                b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-            )
+            writer.write(NOTHING % b"404 Not Found")
         else:
             length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
             body = json.loads(await reader.readexactly(length))
             self.prompts.append(tuple(body["prompt"]))
-            writer.write(HEAD % b"text/event-stream")
-            self._num_waiting += 1
-            async with self._room:
-                self._num_waiting -= 1
-                await self._stream(writer, body["max_tokens"])
+            if len(self.prompts) > self._num_answers:
+                writer.write(NOTHING % b"503 Service Unavailable")
+            else:
+                self._stream(writer, body["max_tokens"])
         writer.close()
 
-    async def _stream(self, writer: asyncio.StreamWriter, num_tokens: int) -> None:
+    def _stream(self, writer: asyncio.StreamWriter, num_tokens: int) -> None:
+        writer.write(HEAD % b"text/event-stream")
         for number in range(num_tokens):
-            await asyncio.sleep(0.015 if self._num_waiting else 0.005)
             reason = "length" if number == num_tokens - 1 else None
             self._send(writer, {"choices": [{"text": " a", "finish_reason": reason}]})
         usage = {"prompt_tokens": 1, "completion_tokens": num_tokens}
@@ -65,17 +65,17 @@ class NarrowServer:
 
 
 @contextmanager
-def narrow_server() -> Iterator[tuple[NarrowServer, str]]:
+def full_server(num_answers: int) -> Iterator[tuple[FullServer, str]]:
     """It, and its address; in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    narrow = NarrowServer()
+    full = FullServer(num_answers)
     listening = asyncio.run_coroutine_threadsafe(
-        asyncio.start_server(narrow.answer, "127.0.0.1", 0), loop
+        asyncio.start_server(full.answer, "127.0.0.1", 0), loop
     ).result()
     try:
-        yield narrow, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        yield full, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     finally:
         loop.call_soon_threadsafe(listening.close)
         loop.call_soon_threadsafe(loop.stop)
@@ -89,82 +89,66 @@ def loads_of(report: dict[str, Any]) -> dict[str, list[float]]:
     }
 
 
+NUM_WARM_UPS = 4
+
+
 def test_servers_take_turns_and_the_saturated_one_ends_early(
     penstock: Penstock, tmp_path: Path
 ) -> None:
     with (
-        narrow_server() as (narrow, narrow_url),
-        serve(SyntheticSettings(ttft_ms=80.0, itl_ms=2.0)) as wide,
+        full_server(NUM_WARM_UPS) as (full, full_url),
+        serve(SyntheticSettings(ttft_ms=20.0, itl_ms=2.0)) as wide,
     ):
         done = penstock(
-            *("bench", "sweep", "--server", f"narrow={narrow_url}"),
-            *("--server", f"wide={wide.base_url}", "--concurrency", "1,2,4,8"),
+            *("bench", "sweep", "--server", f"full={full_url}"),
+            *("--server", f"wide={wide.base_url}", "--concurrency", "1,2"),
             *("--num-prompts", "4", "--input-len", "8", "--output-len", "12"),
-            *("--min-gain", "0.1", "--plot", "--out", str(tmp_path)),
+            *("--plot", "--out", str(tmp_path)),
         )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, "requests were refused"
     report = json.loads((tmp_path / "sweep.json").read_text())
-    loads = loads_of(report)
-    assert loads["wide"] == [1, 2, 4, 8]
-    # Two at a time is all it can: four are no faster, and wait.
-    assert loads["narrow"] == [1, 2, 4]
-    for curve in report["curves"]:
-        at_once = [point["runs"][0]["peak_concurrency"] for point in curve["points"]]
-        assert at_once == loads[curve["server"]]
+    assert loads_of(report) == {"full": [1], "wide": [1, 2]}
+    wide_curve = report["curves"][1]["points"]
+    assert [point["runs"][0]["peak_concurrency"] for point in wide_curve] == [1, 2]
     told = [line.split(":")[0] for line in done.stdout.splitlines() if " tokens/s, TTFT" in line]
-    assert told[:6] == [f"{name} at {load}" for load in (1, 2, 4) for name in ("narrow", "wide")]
-    # No prompt twice: not at another load, not in the warm-up.
-    assert len(narrow.prompts) == len(set(narrow.prompts)) == 4 + 4 * (1 + 2 + 4)
+    assert told == ["full at 1", "wide at 1", "wide at 2"]
+    assert len(full.prompts) == NUM_WARM_UPS + 4
     check_report(tmp_path, done.stdout)
 
 
 def check_report(out: Path, printed: str) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["sweep.json", "sweep.md", "sweep.png"]
     rows = [line for line in printed.splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 + 3 + 4
+    assert len(rows) == 2 + 1 + 2
     assert set(rows) <= set((out / "sweep.md").read_text().splitlines())
-    assert "- narrow: at most" in printed
-    with Image.open(out / "sweep.png") as picture:
-        colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
-    counts: dict[Any, int] = {colour: count for count, colour in colours or ()}
-    for colour in (BLUE, ORANGE):  # one line each, in four panels
-        assert counts[ImageColor.getrgb(colour)] > 2000
+    assert "- wide: at most" in printed
 
 
 def test_rates_and_repeats(penstock: Penstock, tmp_path: Path) -> None:
-    with serve(SyntheticSettings(ttft_ms=5.0, itl_ms=2.0)) as server:
+    with full_server(1_000) as (server, base_url):
         done = penstock(
-            *("bench", "sweep", "--server", f"it={server.base_url}", "--rates", "40,8"),
-            *(
-                "--seconds",
-                "1.5",
-                "--num-prompts",
-                "20",
-                "--output-len",
-                "3",
-                "--repeat",
-                "2",
-                "--endpoint",
-                "chat",
-            ),
+            *("bench", "sweep", "--server", f"it={base_url}", "--rates", "80,40"),
+            *("--seconds", "0.25", "--num-prompts", "10", "--output-len", "3", "--repeat", "2"),
             *("--min-gain", "0", "--goodput", "ttft:1e9", "--out", str(tmp_path)),
         )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "sweep.json").read_text())
-    assert loads_of(report) == {"it": [8.0, 40.0]}
+    assert loads_of(report) == {"it": [40.0, 80.0]}
     for point in report["curves"][0]["points"]:
         assert len(point["runs"]) == 2
         for run in point["runs"]:
-            # As long as asked for, or as many as asked for; then the last one ends.
-            num_requests = {8.0: 20, 40.0: 60}[point["load"]]
+            # As many as asked for, or as long as asked for; then the last one ends.
+            num_requests = {40.0: 10, 80.0: 20}[point["load"]]
             assert run["num_requests"] == num_requests
-            assert 0 < run["duration_s"] - num_requests / point["load"] < 60
+            assert run["duration_s"] > num_requests / point["load"]
             assert run["goodput"]["share"] == 1.0
+    # No prompt twice: not at another load, not again, not in the warm-up.
+    assert len(server.prompts) == len(set(server.prompts)) == NUM_WARM_UPS + 2 * (10 + 20)
 
 
-def test_answers_whose_tokens_all_come_at_once_are_drawn(tmp_path: Path) -> None:
+def summary(*, tokens_per_s: float = 8.0, e2e_ms: float = 5.0) -> Summary:
     none = Quantiles.of([0.0])
-    summary = Summary(
+    return Summary(
         num_requests=1,
         num_completed=1,
         num_failed=0,
@@ -175,21 +159,43 @@ def test_answers_whose_tokens_all_come_at_once_are_drawn(tmp_path: Path) -> None
         num_cached_tokens=0,
         num_output_tokens=8,
         requests_per_s=1.0,
-        output_tokens_per_s=8.0,
-        total_tokens_per_s=9.0,
+        output_tokens_per_s=tokens_per_s,
+        total_tokens_per_s=tokens_per_s + 1.0,
         tokens_per_event=8.0,
         peak_concurrency=1,
-        ttft_ms=Quantiles.of([5.0]),
+        ttft_ms=Quantiles.of([e2e_ms]),
         itl_ms=none,
         tpot_ms=none,
-        e2e_ms=Quantiles.of([5.0]),
+        e2e_ms=Quantiles.of([e2e_ms]),
         send_lag_ms=none,
         goodput=None,
         faults={},
         fault_details={},
         client_cpu_share=0.0,
     )
-    curve = Curve("server", [Point(1.0, [summary]), Point(2.0, [summary])])
+
+
+def test_the_picture_shows_a_line_for_each_server(tmp_path: Path) -> None:
+    curves = [
+        Curve(
+            name,
+            [
+                Point(load, [summary(tokens_per_s=factor * load, e2e_ms=factor + load)])
+                for load in (1.0, 2.0, 4.0, 8.0)
+            ],
+        )
+        for name, factor in (("one", 5.0), ("other", 9.0))
+    ]
+    draw_sweep(curves, "both", "dialogues", tmp_path / "sweep.png")
+    with Image.open(tmp_path / "sweep.png") as picture:
+        colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
+    counts: dict[Any, int] = {colour: count for count, colour in colours or ()}
+    for colour in (BLUE, ORANGE):  # in four panels
+        assert counts[ImageColor.getrgb(colour)] > 2000
+
+
+def test_answers_whose_tokens_all_come_at_once_are_drawn(tmp_path: Path) -> None:
+    curve = Curve("server", [Point(1.0, [summary()]), Point(2.0, [summary()])])
     draw_sweep([curve], "at once", "dialogues", tmp_path / "sweep.png")
     with Image.open(tmp_path / "sweep.png") as image:
         assert image.width > 100

@@ -128,6 +128,8 @@ async def test_a_resumed_stream_goes_on_in_time(server: SyntheticServer) -> None
         assert json.loads(await socket.recv())["recovered"] is False
 
 
+@pytest.mark.exhaustive
+@pytest.mark.process_kills
 async def test_a_stream_survives_its_server() -> None:
     """It is far from its end when the server is killed, and cancelled when it has gone on."""
     found: list[Any] = []

@@ -1,7 +1,8 @@
-"""`penstock bench turns`: a real server, asked with few tokens."""
+"""`penstock bench turns`: a real server, which all tests share, asked with few tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 from penstock.engine.errors import ConfigError
 from penstock.load.bench import turns
 from penstock.load.bench.turns import TurnTimes, markdown, ratio
+from penstock.load.launch import Started
 
-from ..support.synthetic.server import SyntheticServer
+from ..support.synthetic.server import SyntheticServer, serve
+from ..support.synthetic.settings import SyntheticSettings
 
 SMALL = ("--conversations", "3", "--turns", "2", "--prefix-len", "100", "--input-len", "12",
          "--output-len", "8")  # fmt: skip
@@ -37,14 +40,21 @@ def measured(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     return {turn["name"]: turn for turn in figures["turns"]}
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [("--endpoint", "chat"), ("--endpoint", "responses", "--history", "previous_response_id")],
-)
+@pytest.mark.parametrize("is_own", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_past_is_cached_and_the_rest_is_asked_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wire: tuple[str, ...]
+    demo: Started,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_own: bool,
 ) -> None:
-    figures = measured(tmp_path, *wire)
+    """Once for each server: the warm-up would be found there."""
+    if is_own:
+        figures = measured(tmp_path, "--endpoint", "chat")
+    else:
+        monkeypatch.setattr(turns, "server", lambda *_: contextlib.nullcontext(demo))
+        by_id = ("--endpoint", "responses", "--history", "previous_response_id")
+        figures = measured(tmp_path, *by_id)
     first, last, alone = (figures[name] for name in ("turn 1", "turn 2", "new tokens alone"))
     # The system prompt is new once; the warm-up's is another.
     assert min(first["prompt_tokens"]) > 100
@@ -71,8 +81,9 @@ def test_another_server_need_not_say_what_it_cached(
 
 
 def test_a_fault_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = parse(*SMALL, "--out", str(tmp_path / "none"), "--", "--max-model-len", "140")
-    assert turns.run(arguments) == 1
+    with serve(SyntheticSettings(max_model_len=125)) as short:
+        at = ("--base-url", short.base_url)
+        assert turns.run(parse(*SMALL, *at, "--out", str(tmp_path / "none"))) == 1
     assert "turn 2 was refused: " in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
 

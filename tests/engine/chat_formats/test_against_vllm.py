@@ -18,7 +18,7 @@ from penstock.engine.chat_formats import OutputParser, OutputSyntax, Tool, items
 from tests.support.tool_texts import TOOLS, texts
 
 CORPUS = json.loads((Path(__file__).parent / "corpus.json").read_text())
-NUM_SPLITS = 100
+NUM_SPLITS = 25
 OFFERED = tuple(Tool(name=each["name"], parameters=each["parameters"]) for each in TOOLS)
 # What is special about a text, and formats in which ours differs from vLLM's on purpose:
 DIFFERENCES = {

@@ -11,18 +11,15 @@ from penstock.engine.transport import sockets
 
 from .stack import INFO, Connect, Engine, Gateway
 
-
-@pytest.fixture
-def num_silent_beats() -> int:
-    """That a gateway may let pass: here none sends any, and a slow machine takes its time."""
-    return 1000
+BEAT_S = 0.05
+# That a gateway may let pass: here none sends any, and a slow machine takes its time.
+NUM_SILENT_BEATS = 10_000
 
 
 @pytest.fixture
-def engine(
-    tmp_path: Path, num_silent_beats: int, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Engine]:
-    monkeypatch.setattr(sockets, "MAX_SILENT_BEATS", num_silent_beats)
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(sockets, "HEARTBEAT_INTERVAL_S", BEAT_S)
+    monkeypatch.setattr(sockets, "MAX_SILENT_BEATS", NUM_SILENT_BEATS)
     with Engine(f"{tmp_path}/e.sock") as running:
         yield running
 

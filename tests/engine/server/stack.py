@@ -157,17 +157,6 @@ class Gateway:
                         return tokens, output, numbers
 
 
-def connected(address: str, *, timeout_s: float = PATIENCE_S) -> Gateway:
-    """As soon as somebody listens there."""
-    until_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            return Gateway(address)
-        except OSError:
-            assert time.monotonic() < until_s, "nobody listens"
-            time.sleep(0.01)
-
-
 class Engine:
     """A real server, scheduler and blocks before a device that takes a step when it is let."""
 

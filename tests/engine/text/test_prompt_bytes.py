@@ -185,5 +185,4 @@ def test_other_threads_go_on_beside_a_long_text(work: str) -> None:
         ticks.append(time.perf_counter())
         time.sleep(0.001)
     start, end = times
-    gaps = [after - before for before, after in zip([start, *ticks], [*ticks, end], strict=True)]
-    assert max(gaps) < (end - start) / 2
+    assert sum(start < tick < end for tick in ticks) > 10
