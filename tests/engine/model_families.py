@@ -199,3 +199,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("Ernie4_5ForCausalLM", {"use_bias": True}),
     "seed_oss": ("SeedOssForCausalLM", {"attention_out_bias": True}),
 }  # fmt: skip
+
+# Each switch of the decoder that has code of its own is on in one of them at least.
+OF_EVERY_SWITCH = (
+    "gpt2",  # a table of positions, MLPs without gates, biases, a tied head
+    "opt",  # positions that begin later, relu
+    "gptj",  # pairs that lie side by side, a part of a head turned, MLPs that read the same norm
+    "pythia",  # MLPs beside attention with a norm of their own
+    "phi with normed keys",  # layer norms of heads, with biases; one of the output head
+    "phi3 128k",  # long factors
+    "gemma2",  # soft caps, norms after blocks, offsets of norms, windows of some layers
+    "gemma3",  # two kinds of positions, norms of heads
+    "bloom",  # ALiBi, a normalised embedding
+    "mpt of six heads",  # other slopes, a limit for queries and keys
+    "olmo2",  # no norms before blocks, norms over all heads
+    "granite",  # factors of the embedding, the stream, scores and logits
+    "smollm3",  # layers without positions
+)
+SIX = ("gpt2", "gptj", "gemma2", "bloom", "olmo2", "smollm3")

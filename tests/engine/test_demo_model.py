@@ -193,6 +193,7 @@ def test_spells(chat: Chat, word: str) -> None:
     assert "-".join(word) in chat.say(f"Spell {word}")
 
 
+@pytest.mark.exhaustive
 def test_tells_a_long_story_that_ends(model: Any, tokenizer: Any) -> None:
     chat = Chat(model, tokenizer, system="You are a helpful assistant.")
     story = chat.say("Tell me a long story about a lost treasure.", max_tokens=900)

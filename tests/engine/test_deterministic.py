@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
 from penstock.kernels.cpu.isa import ISA_VARIABLE
+from tests.support.tiers import tiered
 
 VOCAB_SIZE = 160
 NUM_NEW = 16
@@ -231,7 +233,7 @@ def build(
     return core
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def model(
     request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]
 ) -> Callable[[Way], EngineCore]:
@@ -252,7 +254,17 @@ def alone(model: Callable[[Way], EngineCore]) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("name", WAYS)
+# Every way for one model, and for the others those that differ most in what a step computes.
+ANSWERED = [
+    ("bfloat16", "chunks of 5"), ("bfloat16", "two steps in flight"), ("bfloat16", "swap"),
+    ("bfloat16", "two threads"), ("experts", "recompute"), ("int8 cache", "chunks of 5"),
+    *(("bfloat16", name) for name in ("whole", "chunks of 100", "recompute", "blocks of 128")),
+    *product(("float32", "window", "dynamic"), ("chunks of 5", "recompute")),
+    *product(("experts", "int8 cache"), ("whole", "swap")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "name"), tiered(ANSWERED, ANSWERED[:6]), indirect=["model"])
 def test_the_way_changes_no_bit(
     model: Callable[[Way], EngineCore],
     alone: Answers,
@@ -269,7 +281,14 @@ def test_the_way_changes_no_bit(
     assert counters.num_fallbacks == 0
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize(
+    ("model", "one_by_one"),
+    tiered(
+        [("bfloat16", False), ("bfloat16", True), ("int8 cache", False), ("dynamic", True)],
+        [("bfloat16", False)],
+    ),
+    indirect=["model"],
+)
 def test_a_warm_cache_changes_no_bit(
     model: Callable[[Way], EngineCore], alone: Answers, one_by_one: bool
 ) -> None:

@@ -26,6 +26,7 @@ from penstock.engine.models.loader import load_drafting_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
+from tests.support.tiers import tiered
 
 from .conftest import Reference, TinyCheckpoint
 from .test_speculation import run
@@ -312,16 +313,23 @@ def check_drafts(core: EngineCore, plain: PlainHead) -> Callable[[], int]:
     return lambda: num_checked
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("chunked", "recomputed", "in flight"),
+        pytest.param(("alone", "together", "swapped"), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_drafts_are_the_heads_own_and_tokens_those_without(
-    target: Path, tmp_path: Path, reference: Reference
+    kinds: tuple[str, ...], target: Path, tmp_path: Path, reference: Reference
 ) -> None:
     weights = random_weights()
     head, plain = write_head(tmp_path / "head", weights), PlainHead(weights, reference(target))
     greedy = {"temperature": 0.0, "logprobs": 2}
     off = core_with(target, None)
     expected = run(off, requests(**greedy))
-    for kind, settings in KINDS.items():
-        core = core_with(target, head, **settings)
+    for kind in kinds:
+        core = core_with(target, head, **KINDS[kind])
         num_checked = check_drafts(core, plain)
         assert run(core, requests(**greedy), at_once=kind != "alone") == expected, kind
         assert num_checked() > 25, kind
@@ -405,8 +413,16 @@ def write_cycle(path: Path, shuffle: Tensor) -> tuple[Path, Path]:
     return path / "model", path / "head"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_head_that_knows_its_model_is_right(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kinds"),
+    tiered(
+        [("float32", ("together", "swapped")), ("bfloat16", tuple(KINDS))],
+        [("float32", ("together", "swapped"))],
+    ),
+)
+def test_a_head_that_knows_its_model_is_right(
+    dtype: str, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(3)
     shuffle = torch.randperm(CYCLE, generator=generator)
     target, head = write_cycle(tmp_path, shuffle)
@@ -420,8 +436,8 @@ def test_a_head_that_knows_its_model_is_right(dtype: str, tmp_path: Path) -> Non
             # The head knows what the model knows, and draws the same.
             is_right.append(new[0] == item.draft_token_ids[0])
 
-    for kind, settings in KINDS.items():
-        core = core_with(target, head, dtype=dtype, num_drafts=7, **settings)
+    for kind in kinds:
+        core = core_with(target, head, dtype=dtype, num_drafts=7, **KINDS[kind])
         counters = core.scheduler.drafting.counters
         assert run(core, greedy, at_once=kind != "alone") == expected, kind
         assert counters.num_accepted_tokens == counters.num_draft_tokens > 50, kind

@@ -20,9 +20,10 @@ from penstock.engine.config import (
 )
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
+from tests.support.tiers import tiered
 
 from .greedy_parity import NEAR_TIE, excuse, run
-from .model_families import FAMILIES
+from .model_families import FAMILIES, SIX
 
 NUM_NEW = 10
 
@@ -32,7 +33,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 160) for _ in range(length)] for length in (1, 17, 40, 65, 100)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiered(FAMILIES, SIX))
 def test_greedy_tokens_equal_transformers(name: str, tiny_checkpoint: Callable[..., Path]) -> None:
     architecture, options = FAMILIES[name]
     path = tiny_checkpoint(architecture, **options)

@@ -31,6 +31,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
 from penstock.engine.vision.queue import ImageQueue
+from tests.support.tiers import tiered
 
 from .vision_models import IMAGE_TEXT, KINDS, picture, save_model
 
@@ -157,7 +158,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("llava", tmp_path_factory.mktemp("llava"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, ["llava", "gemma3", "qwen2_5_vl"]))
 def test_tokens_equal_generate(kind: str, tmp_path: Path) -> None:
     """In chunks that cut images, preempted and swapped; then again with a warm cache."""
     model = Model(kind, tmp_path)
@@ -195,6 +196,16 @@ def test_a_preempted_prompt_keeps_its_images(preemption: str, llava: Model) -> N
         core.scheduler.blocks.check_integrity()
     assert found == llava.expected(PROMPTS[1])
     assert core.scheduler.counters.num_preemptions > 5
+
+
+@pytest.mark.parametrize("parts", [PROMPTS[1], PROMPTS[4]], ids=["two", "one twice"])
+def test_an_output_goes_on_with_its_images(parts: list[Part], llava: Model) -> None:
+    """As after the death of an engine: in one that has not seen them, and again with them in its
+    cache."""
+    core, whole = llava.core(num_blocks=120), llava.expected(parts)
+    for cut in (1, 7, 40, 41, NUM_NEW - 1):
+        rest = llava.request(parts, f"from {cut}", output_token_ids=tuple(whole[:cut]))
+        assert tokens_of(run(core, rest)[rest.request_id]) == whole[cut:]
 
 
 def test_the_same_image_is_a_prefix_hit(llava: Model) -> None:

@@ -28,12 +28,18 @@ from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
 from penstock.engine.runner.cuda_graphs import DecodeGraphs, GraphedModel
 from penstock.engine.runner.model_runner import StepInFlight
 from penstock.engine.startup import build_core
+from tests.support.tiers import tiered
 
-from .greedy_parity import ARCHITECTURES, NUM_NEW, check_greedy_parity, requests
+from .greedy_parity import NUM_NEW, check_greedy_parity, requests
 from .lettered import lettered
 from .runner.recorded_graphs import RecordedGraphMaker
 
 GRAPHS: tuple[CudagraphMode, ...] = ("none", "piecewise", "full")
+# Each mode of graphs, then each other architecture.
+GREEDY: list[tuple[str, CudagraphMode]] = [
+    ("llama", "full"), ("experts", "piecewise"), ("mistral-window", "none"),
+    ("llama-tied", "full"), ("qwen2", "full"), ("qwen3", "full"), ("experts", "full"),
+]  # fmt: skip
 TIGHT = 22  # blocks: the longest prompt with its answer takes 11, and a second beam as many
 ROOMY = SchedulerConfig(max_num_batched_tokens=33, max_num_seqs=24)
 KINDS = {
@@ -123,8 +129,7 @@ def check_same(found: Answers, expected: Answers) -> None:
         assert answer.logprobs == pytest.approx(expected[key].logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("mode", GRAPHS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "mode"), tiered(GREEDY, GREEDY[:3]))
 def test_greedy_tokens_equal_transformers(
     name: str,
     mode: CudagraphMode,
@@ -147,26 +152,35 @@ def one_by_one(
         return path, asked, outputs(build(path, replace(ROOMY, max_steps_in_flight=1)), asked)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("schedule", "num_blocks"),
-    [
-        (ROOMY, 400),
-        (replace(ROOMY, preemption="swap"), TIGHT),
-        (replace(ROOMY, preemption="recompute", max_steps_in_flight=3), TIGHT),
-    ],
-    ids=["roomy", "swapped", "recomputed, three in flight"],
-)
+SCHEDULES = {
+    "roomy": (ROOMY, 400),
+    "swapped": (replace(ROOMY, preemption="swap"), TIGHT),
+    "recomputed, three in flight": (
+        replace(ROOMY, preemption="recompute", max_steps_in_flight=3),
+        TIGHT,
+    ),
+}
+# Each kind with one schedule, then with another.
+ASKED = [
+    ("plain", "roomy"), ("penalties", "roomy"), ("samples", "swapped"),
+    ("grammar of beams", "swapped"), ("no early end", "recomputed, three in flight"),
+    ("described", "recomputed, three in flight"), ("grammar", "recomputed, three in flight"),
+    ("plain", "swapped"), ("penalties", "recomputed, three in flight"), ("samples", "roomy"),
+    ("grammar of beams", "recomputed, three in flight"), ("no early end", "swapped"),
+    ("described", "swapped"), ("grammar", "swapped"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), tiered(ASKED, ASKED[: len(KINDS)]))
 def test_every_request_gets_what_it_gets_step_by_step(
     kind: str,
-    schedule: SchedulerConfig,
-    num_blocks: int,
+    name: str,
     tiny_checkpoint: Callable[..., Path],
     as_on_a_gpu: Callable[[CudagraphMode], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    checkpoint = tiny_checkpoint("LlamaForCausalLM")
+    checkpoint, (schedule, num_blocks) = tiny_checkpoint("LlamaForCausalLM"), SCHEDULES[name]
     path, asked, expected = one_by_one(kind, checkpoint, tmp_path / "model", monkeypatch)
     as_on_a_gpu("full")
     core = build(path, schedule, num_blocks)
@@ -175,8 +189,13 @@ def test_every_request_gets_what_it_gets_step_by_step(
     assert (core.scheduler.counters.num_preemptions > 0) == (num_blocks == TIGHT)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+DRAFTED = [
+    ("plain", "ngram"), ("grammar", "ngram"), ("plain", "draft_model"),
+    ("penalties", "draft_model"), ("samples", "draft_model"), ("grammar of beams", "ngram"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "method"), tiered(DRAFTED, DRAFTED[:3]))
 def test_drafts_change_no_token(
     kind: str,
     method: str,

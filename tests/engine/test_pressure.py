@@ -29,6 +29,7 @@ from penstock.engine.request import BeamSearch, Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
 from tests.kernels.cpu.operations import unpack_cache
+from tests.support.tiers import tiered
 
 VOCAB_SIZE = 160
 NEAR_TIE = 1e-4
@@ -220,7 +221,7 @@ def check(world: World, request: Request, tokens: Outputs, *, is_whole: bool) ->
         world.num_excused += 1
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", tiered(ENGINES, ["swap", "auto"]))
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_pressure_changes_no_stream(world: World, name: str, data: st.DataObject) -> None:

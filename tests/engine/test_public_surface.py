@@ -25,14 +25,16 @@ def test_every_exported_name_but_llm_is_there_without_torch() -> None:
     )
 
 
-def test_llm_loads_torch_when_it_is_asked_for_and_no_server() -> None:
+def test_torch_is_loaded_when_it_is_asked_for_and_no_server() -> None:
+    """Nor what only a GPU or some models need."""
     run(
         "import sys\n"
         "import penstock.engine\n"
         "assert 'torch' not in sys.modules\n"
         "from penstock.engine import LLM\n"
-        "assert 'torch' in sys.modules and LLM.generate\n",
-        without=("transformers", "starlette", "uvicorn", "pydantic"),
+        "assert 'torch' in sys.modules and LLM.generate\n"
+        "import penstock.engine.executor.in_process, penstock.engine.server\n",
+        without=("transformers", "triton", "starlette", "uvicorn", "pydantic"),
     )
 
 
@@ -53,17 +55,6 @@ def test_every_exported_name_is_listed_once_and_every_lazy_one_is_exported() -> 
 )
 def test_the_core_needs_neither_torch_nor_zeromq(module: str) -> None:
     run(f"import {module}", without=("torch", "msgpack", "numpy", "tokenizers"))
-
-
-def test_the_engine_on_its_device_needs_no_zeromq() -> None:
-    run(
-        "import penstock.engine.engine_core, penstock.engine.executor.in_process\n",
-        without=("starlette", "uvicorn"),
-    )
-
-
-def test_the_engine_starts_without_the_packages_that_only_a_gpu_or_some_models_need() -> None:
-    run("import penstock.engine.server\n", without=("transformers", "triton"))
 
 
 def test_the_supervisor_needs_the_standard_library_alone() -> None:

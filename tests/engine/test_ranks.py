@@ -37,6 +37,7 @@ from penstock.engine.request import (
 )
 from penstock.engine.startup import build_core
 from tests.support.peft_models import write_adapter
+from tests.support.tiers import tiered
 
 from .greedy_parity import NEAR_TIE
 from .lettered import lettered
@@ -95,26 +96,6 @@ CASES: dict[str, tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = 
             "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
         },
     ),
-    "experts through transformers": (
-        (2, 1),
-        "MixtralForCausalLM",
-        {},
-        {
-            "model_impl": "transformers",
-            "cache": CacheConfig(num_blocks=18, num_host_blocks=200),
-            "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
-        },
-    ),
-    "three stages, drafts": (
-        (1, 3),
-        "LlamaForCausalLM",
-        {"num_hidden_layers": 4},
-        {
-            "scheduler": SchedulerConfig(
-                max_num_batched_tokens=64, speculative_config={"prompt_lookup_min": 1}
-            )
-        },
-    ),
     "two stages of two": ((2, 2), "Gemma3ForCausalLM", {"num_hidden_layers": 4}, {}),
 }
 
@@ -126,7 +107,7 @@ def build(path: Path, num_ranks: int, num_stages: int = 1, **settings: Any) -> E
         "device": CPU,
         **settings,
     }
-    names = ("quantization", "quantize_activations", "model_impl")
+    names = ("quantization", "quantize_activations")
     model = {name: settings.pop(name) for name in names if name in settings}
     settings["device"] = replace(
         settings["device"], tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages
@@ -199,7 +180,7 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, ["Llama, little memory"]))
 def test_ranks_give_the_tokens_of_one(case: str, tiny_checkpoint: Callable[..., Path]) -> None:
     (num_ranks, num_stages), architecture, fields, settings = CASES[case]
     path = tiny_checkpoint(architecture, **fields)
@@ -308,6 +289,7 @@ def test_stages_give_to_the_bit_what_one_rank_gives(
     assert got == {key: expected[key] for key in got}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["two ranks", "two stages"])
 def test_adapters_on_ranks(
     shape: tuple[int, int], tiny_checkpoint: Callable[..., Path], tmp_path: Path
@@ -324,6 +306,7 @@ def test_adapters_on_ranks(
     assert got["r1"] != got["r0"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_ranks_without_a_compiler(
     num_stages: int,
@@ -388,6 +371,7 @@ def test_what_cannot_be_shared_is_refused(case: str, tiny_checkpoint: Callable[.
     assert children() == others
 
 
+@pytest.mark.process_kills
 def test_the_end_of_a_rank_is_an_error() -> None:
     others = children()
     with LLM("demo", device="cpu", num_threads=1, tensor_parallel_size=2) as llm:

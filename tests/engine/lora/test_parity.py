@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from penstock.engine.weights.quantization import quantize_rows
 from tests.engine.model_families import FAMILIES
 from tests.engine.models.test_experts import VARIANTS as EXPERTS
 from tests.support.peft_models import PeftAnswers, write_adapter
+from tests.support.tiers import tiered
 
 NUM_NEW = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -55,7 +57,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["Qwen2ForCausalLM", "LlamaForCausalLM"])
+@pytest.fixture(
+    scope="module", params=tiered(["Qwen2ForCausalLM", "LlamaForCausalLM"], ["Qwen2ForCausalLM"])
+)
 def base(request, tiny_checkpoint) -> Path:
     return tiny_checkpoint(request.param, tie_word_embeddings=request.param.startswith("Qwen"))
 
@@ -181,6 +185,20 @@ def test_tokens_stay_under_pressure(base, adapters, sections):
     assert drafted.num_accepted_tokens > 0
 
 
+def test_outputs_go_on_with_their_adapters(base, adapters):
+    """As after the death of an engine: in one that has seen neither them nor their adapters."""
+    longer = replace(GREEDY, max_tokens=6 * NUM_NEW)
+    requests = [each for each, _ in requests_for({**adapters, "base": None}, longer).values()]
+    known = _known(base, requests)
+    begun = [
+        replace(each, output_token_ids=tuple(known[each.request_id][: 1 + 3 * number]))
+        for number, each in enumerate(requests)
+    ]
+    rest = run(engine(base), begun)
+    for each in begun:
+        assert rest[each.request_id] == known[each.request_id][len(each.output_token_ids) :]
+
+
 _KNOWN: dict[Path, dict[str, list[int]]] = {}
 
 
@@ -245,8 +263,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("in_torch", [False, True], ids=["C", "torch"])
-@pytest.mark.parametrize("family", LAYOUTS)
+FIRST = [("gpt2", False), ("pythia", False), ("phi3", False), ("gptj", True)]
+FIRST += [("qwen2 shared", False), ("qwen2 shared", True)]
+
+
+@pytest.mark.parametrize(("family", "in_torch"), tiered(product(LAYOUTS, (False, True)), FIRST))
 def test_adapters_of_each_layout_of_matrices(
     tiny_checkpoint, make_adapter, peft_tokens, family, in_torch
 ):

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.model_families import FAMILIES
+from tests.engine.model_families import FAMILIES, OF_EVERY_SWITCH, SIX, tiny_config
 from tests.support.isas import usable_isas
+from tests.support.tiers import tiered
 
 from penstock.engine.config import DeviceConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.layers.rotary import theta_frequencies
+from penstock.engine.layers.rotary import RopeConfig, theta_frequencies
 from penstock.engine.models.families.llama import read_llama_config
 from penstock.engine.models.loader import load_model
-from penstock.engine.models.registry import ARCHITECTURES, Architecture
+from penstock.engine.models.registry import ARCHITECTURES, Architecture, read_model_config
 from penstock.engine.startup import build_core
 
 NUM_TOKENS = 45
@@ -38,7 +41,12 @@ def _expected(reference, name, path, dtype="float32") -> torch.Tensor:
     return model(torch.tensor([_token_ids()]), use_cache=False).logits[0].float()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# What a family's configuration says reaches both; what each makes of it is shown by few.
+BOTH = [*product(FAMILIES, ("kernels",)), *product(FAMILIES, ("torch",))]
+FIRST = [*BOTH[: len(FAMILIES)], *product(OF_EVERY_SWITCH, ("torch",))]
+
+
+@pytest.mark.parametrize(("name", "paged_logits"), tiered(BOTH, FIRST), indirect=["paged_logits"])
 def test_float32_logits(name, tiny_checkpoint, reference, paged_logits):
     architecture, options = FAMILIES[name]
     path = tiny_checkpoint(architecture, **options)
@@ -49,8 +57,30 @@ def test_float32_logits(name, tiny_checkpoint, reference, paged_logits):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
+def test_few_families_meet_every_switch(tmp_path):
+    def switches(names: Iterable[str]) -> set[tuple[str, object]]:
+        found: set[tuple[str, object]] = set()
+        for name in names:
+            architecture, options = FAMILIES[name]
+            config = tiny_config(architecture, **options)
+            config.architectures = [architecture]
+            config.save_pretrained(tmp_path)
+            ours = read_model_config(tmp_path)[1]
+            found |= {("rope", each.rope_type) for each in ours.ropes}
+            found |= {("interleaved", each.is_interleaved) for each in ours.ropes}
+            for field in fields(ours):
+                value = getattr(ours, field.name)
+                if isinstance(value, bool | str):
+                    found.add((field.name, value))
+                elif not isinstance(value, int | RopeConfig):
+                    found.add((field.name, value == field.default))
+        return found
+
+    assert switches(OF_EVERY_SWITCH) == switches(FAMILIES)
+
+
 @pytest.mark.parametrize("paged_logits", ["kernels"], indirect=True)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiered(FAMILIES, SIX))
 def test_chunks_change_no_bit(name, tiny_checkpoint, paged_logits):
     architecture, options = FAMILIES[name]
     path = tiny_checkpoint(architecture, dtype="bfloat16", **options)
@@ -58,7 +88,7 @@ def test_chunks_change_no_bit(name, tiny_checkpoint, paged_logits):
     assert torch.equal(whole, chunked)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiered(FAMILIES, SIX[1:3]))
 def test_bfloat16_is_as_exact_as_transformers(name, tiny_checkpoint, reference, paged_logits):
     architecture, options = FAMILIES[name]
     path = tiny_checkpoint(architecture, dtype="bfloat16", **options)
@@ -135,7 +165,7 @@ def test_names_without_the_models_own(name, tiny_checkpoint, tmp_path):
     assert all(torch.equal(found[each], tensor) for each, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiered(FAMILIES, ["gpt2", "gemma2"]))
 def test_random_weights_need_no_checkpoint(name, tiny_checkpoint):
     architecture, options = FAMILIES[name]
     path = tiny_checkpoint(architecture, **options)

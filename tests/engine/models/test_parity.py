@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiers import tiered
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
@@ -98,6 +99,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+HALVES = [(QWEN2, "bfloat16"), (QWEN3, "float16"), (LLAMA, "float16"), (MISTRAL, "bfloat16")]
+# How frequencies are scaled is in `layers/test_rotary` too.
+FIRST = (
+    "llama",
+    "llama biases",
+    "llama one key head",
+    "mistral window",
+    "qwen2 tied",
+    "qwen2 window above",
+    "qwen3 window",
+    "dynamic",
+    "yarn options",
+)
 
 
 def _token_ids(num_tokens: int = NUM_TOKENS) -> list[int]:
@@ -110,19 +124,18 @@ def _expected(model: Any, token_ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
 
 
-@pytest.mark.parametrize("chunks", CHUNKINGS.values(), ids=CHUNKINGS.keys())
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_float32_logits(variant, chunks, tiny_checkpoint, reference, paged_logits):
-    architecture, overrides = variant
+@pytest.mark.parametrize("variant", tiered(VARIANTS, FIRST))
+def test_float32_logits(variant, tiny_checkpoint, reference, paged_logits):
+    architecture, overrides = VARIANTS[variant]
     path = tiny_checkpoint(architecture, **overrides)
     expected = _expected(reference(path), _token_ids())
-    logits = paged_logits(path, _token_ids(), chunks)
     assert expected.std() > 0.5
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    for chunks in CHUNKINGS.values():
+        logits = paged_logits(path, _token_ids(), chunks)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("architecture", [LLAMA, MISTRAL, QWEN2, QWEN3])
+@pytest.mark.parametrize(("architecture", "dtype"), tiered(HALVES, HALVES[:2]))
 def test_half_precision_is_as_exact_as_transformers(
     architecture, dtype, tiny_checkpoint, reference, paged_logits
 ):

@@ -10,12 +10,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.tiers import tiered
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -140,9 +142,15 @@ def save(kind: str, path: Path, **fields: Any) -> None:
     model.save_pretrained(path)
 
 
+FIRST = [
+    ("no gate", True), ("experts", True), ("a plan with all heads", True),
+    ("a plan with fused matrices", False), ("stages", True),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("case", "by_kernels"),
-    [*((case, True) for case in CASES), *((case, False) for case in IN_TORCH)],
+    tiered([*product(CASES, (True,)), *product(IN_TORCH, (False,))], FIRST),
 )
 def test_two_ranks_compute_what_one_does(
     case: str, by_kernels: bool, tmp_path: Path, on_two_ranks: OnTwoRanks

@@ -72,7 +72,7 @@ FILL = BlockMoves(swap_outs=tuple((block, block) for block in range(NUM_HOST)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     plan=st.lists(MOVES, max_size=6),
     dtype=st.sampled_from(DTYPES),
@@ -90,7 +90,7 @@ def test_any_plan_moves_every_byte_where_it_says(device, plan, dtype, num_slots,
         assert contents(pool) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     plan=st.lists(MOVES, min_size=1, max_size=5),
     num_slots=st.integers(1, 3),
@@ -119,7 +119,7 @@ def test_no_order_of_the_streams_changes_a_byte(plan, num_slots, blocks_per_slot
     assert contents(pool) == host + expected[NUM_HOST:]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     plan=st.lists(st.tuples(MOVES, st.integers(0, NUM_HOST - 1)), min_size=1, max_size=5),
     seed=st.integers(0, 2**32),

@@ -145,7 +145,7 @@ class World:
         return ChosenTokens(token_ids=chosen, is_valid=is_valid, described=())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), num_in_flight=st.integers(1, 3))
 def test_no_order_of_the_streams_changes_a_token(seed: int, num_in_flight: int) -> None:
     streams = SimulatedStreams(seed)

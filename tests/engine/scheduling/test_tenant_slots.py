@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.config import SchedulerConfig
@@ -147,6 +147,7 @@ def test_tenants_that_left_are_forgotten() -> None:
     assert slots.is_within_share("stays", NUM_SLOTS)
 
 
+@settings(max_examples=40)
 @given(
     data=st.data(),
     max_num_seqs=st.sampled_from([1, 3, 8, 16]),

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tests.support.tiers import tiered
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import LlamaConfig
@@ -96,16 +97,16 @@ def source_of(architecture: str, path: Path) -> Path:
         return models.make("Q", path)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "types"),
-    [
-        ("llama", lambda _: "BF16"),
-        ("llama", mixed),
-        ("qwen2", lambda _: "F32"),
-        ("qwen2", lambda _: "Q8_0"),
-        ("qwen3_moe", lambda _: "Q8_0"),
-    ],
-)
+CONVERTED: list[tuple[str, Callable[[str], str]]] = [
+    ("llama", mixed),
+    ("llama", lambda _: "BF16"),
+    ("qwen2", lambda _: "F32"),
+    ("qwen2", lambda _: "Q8_0"),
+    ("qwen3_moe", lambda _: "Q8_0"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "types"), tiered(CONVERTED, CONVERTED[:1]))
 def test_logits_are_those_of_transformers(
     architecture: str, types: Callable[[str], str], tmp_path: Path
 ):
@@ -137,6 +138,12 @@ def test_a_file_is_served(tmp_path: Path):
         answer = llm.chat([question], params, use_tqdm=False)[0].outputs[0]
     assert answer.text == "The word walnut is spelled w-a-l-n-u-t."
     assert answer.finish_reason == "stop"
+
+
+@pytest.mark.exhaustive
+def test_how_its_matrices_are_stored_is_said(tmp_path: Path):
+    file = tmp_path / "demo.gguf"
+    convert(DEMO_MODEL_PATH, file, lambda _: "Q8_0")
     assert load_model(ModelConfig(), gguf_directory(file), CPU).quantization == "gguf Q8_0"
     rounded = load_model(ModelConfig(quantization="int8"), gguf_directory(file), CPU)
     assert rounded.quantization == "gguf Q8_0 + int8"  # its dense matrices, if it has any
@@ -180,6 +187,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path):
     assert refusal(str(file)).startswith(f"{file} cannot be read: ")
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_is_cut_off(demo_file: Path):
     directory = gguf_directory(demo_file)
     with demo_file.open("r+b") as data:

@@ -9,20 +9,28 @@ from tests.support.isas import usable_isas
 from penstock.kernels.cpu.isa import ISA_VARIABLE
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ISAS = usable_isas()
+# Each set and each dtype once, with bfloat16 where the CPU may have instructions of its own for it.
+# The second tier has all of both.
+_FIRST = {(dtype, _ISAS[number % len(_ISAS)]) for number, dtype in enumerate(DTYPES)}
+LIBRARIES = [
+    pytest.param(
+        (dtype, isa),
+        marks=() if (dtype, isa) in _FIRST else pytest.mark.exhaustive,
+        id=f"{dtype}-{isa}",
+    )
+    for isa in _ISAS
+    for dtype in DTYPES
+]
 
 
-@pytest.fixture(scope="session", params=usable_isas())
-def isa(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(scope="session", params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def library(request: pytest.FixtureRequest, isa: str) -> CpuLibrary:
+@pytest.fixture(scope="session", params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> CpuLibrary:
+    dtype, isa = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ISA_VARIABLE, isa)
-        loaded = load_library(request.param)
+        loaded = load_library(DTYPES[dtype])
     assert loaded is not None
     assert loaded.isa == isa
     loaded.start_threads(2)

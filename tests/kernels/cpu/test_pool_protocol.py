@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,12 +29,17 @@ OPENED, ALONE = Job(2, is_repeatable=False, opens=True), Job(1)
 @pytest.mark.parametrize(
     "runs",
     [
-        [[REPEATED], [REPEATED]],
         [[FIXED], [FIXED]],
-        [[OPENED], [REPEATED]],
-        [[REPEATED, FIXED], [REPEATED]],
-        [[REPEATED, OPENED], [ALONE, REPEATED]],
-        [[REPEATED, REPEATED, REPEATED]],
+        *(
+            pytest.param(runs, marks=pytest.mark.exhaustive)
+            for runs in (
+                [[REPEATED], [REPEATED]],
+                [[OPENED], [REPEATED]],
+                [[REPEATED, FIXED], [REPEATED]],
+                [[REPEATED, OPENED], [ALONE, REPEATED]],
+                [[REPEATED, REPEATED, REPEATED]],
+            )
+        ),
     ],
     ids=str,
 )
@@ -83,14 +89,16 @@ def test_the_search_finds_what_was_at_fault(
         Search(Pool(runs, 2, order)).run()
 
 
-@pytest.fixture
-def compiled(tmp_path: Path) -> Callable[[str], Driver]:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Driver]:
     """Makes the driver around that text of `pool.c`, to be called with its arguments."""
 
+    @functools.cache
     def build(pool: str) -> Driver:
-        (tmp_path / "pool.c").write_text(pool)
-        program = str(tmp_path / "driver")
-        flags = ["-std=gnu11", "-O2", "-pthread", f"-I{tmp_path}", f"-I{_POOL}", "-o", program]
+        folder = tmp_path_factory.mktemp("driver")
+        (folder / "pool.c").write_text(pool)
+        program = str(folder / "driver")
+        flags = ["-std=gnu11", "-O2", "-pthread", f"-I{folder}", f"-I{_POOL}", "-o", program]
         subprocess.run([*find_compiler(), *flags, str(_DRIVER)], check=True)
 
         def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -135,13 +143,20 @@ def test_it_would_harm_one_if_the_run_were_said_to_be_over_first(
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_threads"), [("plain", "2"), ("random", "2"), ("random", "3")]
+    ("mode", "num_threads", "duration_s"),
+    [
+        ("random", "3", "1"),
+        *(
+            pytest.param(mode, num_threads, "4", marks=pytest.mark.exhaustive)
+            for mode, num_threads in (("plain", "2"), ("random", "2"), ("random", "3"))
+        ),
+    ],
 )
 def test_short_runs_on_busy_cores_end_and_are_right(
-    compiled: Callable[[str], Driver], mode: str, num_threads: str
+    compiled: Callable[[str], Driver], mode: str, num_threads: str, duration_s: str
 ) -> None:
     run = compiled((_POOL / "pool.c").read_text())
     with burners(2):
-        done = run(mode, num_threads, "4", _HANG_S)
+        done = run(mode, num_threads, duration_s, _HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " runs, " in done.stdout

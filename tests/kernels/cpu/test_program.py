@@ -4,6 +4,7 @@ record in a program, and a reference in torch to hold it against."""
 from __future__ import annotations
 
 import ctypes
+import shlex
 import shutil
 import subprocess
 from ctypes import Structure
@@ -57,12 +58,15 @@ def append(path: Path, text: str, *, before: str = "") -> None:
 
 @pytest.fixture
 def extended(tmp_path, monkeypatch) -> CpuLibrary:
-    """The kernels and one operation more."""
-    sources = tmp_path / "sources"
+    """The kernels and one operation more, compiled without the optimisations that take long."""
+    sources, compiler = tmp_path / "sources", tmp_path / "quick-cc"
+    compiler.write_text(f'#!/bin/sh\nunset CC\nexec {shlex.join(find_compiler())} "$@" -O0\n')
+    compiler.chmod(0o755)
     shutil.copytree(Path(build.__file__).parent, sources)
     append(sources / "ops.h", ARGUMENTS, before="#endif")
     append(sources / "elementwise.inc.c", FUNCTION)
     monkeypatch.setattr(build, "_SOURCES", sources)
+    monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     library = load_library(torch.bfloat16)
     assert library is not None

@@ -21,7 +21,7 @@ from penstock.kernels.cpu.build import CACHE_VARIABLE, find_compiler
 TESTS = Path(__file__).parent
 ROOT = TESTS.parents[2]
 
-pytestmark = pytest.mark.sanitizer
+pytestmark = [pytest.mark.sanitizer, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_no_kernel_leaves_its_tensors(environment):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "--timeout=0"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.model_families import FAMILIES, tiny_config
+from tests.support.tiers import tiered
 from torch import Tensor
 
 from penstock.engine.config import Quantization
@@ -99,8 +100,9 @@ def logits(
     return torch.cat(found).cpu()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("head_dim", "has_qk_norm"), [(16, False), (32, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "has_qk_norm", "dtype"), [(16, False, torch.float32), (32, True, torch.float16)]
+)
 def test_equals_torch(device, head_dim, has_qk_norm, dtype, monkeypatch):
     model = decoder(dtype, has_qk_norm=has_qk_norm, head_dim=head_dim)
     exact = logits(model.double(), "cpu")
@@ -116,7 +118,10 @@ def test_equals_torch(device, head_dim, has_qk_norm, dtype, monkeypatch):
     assert our_error < 1.5 * torch_error
 
 
-@pytest.mark.parametrize(("dtype", "is_fp8"), [(torch.float32, False), (torch.float16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "is_fp8"),
+    tiered([(torch.float16, True), (torch.float32, False)], [(torch.float16, True)]),
+)
 def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, dtype, is_fp8, monkeypatch):
     """Token by token, as a prompt, and with rows beside them: what determinism needs of a model."""
     model = decoder(dtype, has_qk_norm=True, head_dim=32).to(device)
@@ -127,7 +132,7 @@ def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, dtype, is_fp
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with np.errstate(all="ignore"):
         whole = logits(model, device, [0, STEPS[-1]], num_padded=0)
-        for steps, num_padded in ((STEPS, 3), ([0, 19, 20], 70), ([0, 1, 8, 20], 1)):
+        for steps, num_padded in ((STEPS, 3), ([0, 1, 8, 20], 1)):
             assert torch.equal(logits(model, device, steps, num_padded), whole)
 
 
@@ -174,7 +179,13 @@ SAME_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SAME_KERNELS])
+# Soft caps and windows; ALiBi; heads that are turned in part; norms of heads.
+FIRST = ("gemma2", "bloom", "gptj", "cohere with normed keys")
+
+
+@pytest.mark.parametrize(
+    "name", tiered([name for name in FAMILIES if name not in SAME_KERNELS], FIRST)
+)
 def test_every_family(name, device, tmp_path, monkeypatch):
     architecture, options = FAMILIES[name]
     config = tiny_config(architecture, **options)
@@ -235,7 +246,7 @@ def quantized(
     return exact
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", tiered(["int4", "int8", "fp8"], ["int8"]))
 def test_quantized_matrices(device, kind, monkeypatch):
     """Table, head and layers: the logits of the quantized numbers; with rows in bytes, nearly."""
     model = decoder(torch.float32, has_qk_norm=True, head_dim=16)
@@ -255,7 +266,7 @@ def test_quantized_matrices(device, kind, monkeypatch):
         assert error < (0.2 if kind == "fp8" else 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", tiered(["int4", "int8", "fp8"], ["int4"]))
 def test_quantized_matrices_give_the_same_bits_in_any_chunks(device, kind, monkeypatch):
     model = decoder(torch.float32, has_qk_norm=True, head_dim=32, num_layers=1)
     quantized(model, device, kind, rounds_inputs=True)
@@ -264,5 +275,4 @@ def test_quantized_matrices_give_the_same_bits_in_any_chunks(device, kind, monke
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with np.errstate(all="ignore"):
         whole = logits(model, device, [0, STEPS[-1]], num_padded=0)
-        for steps, num_padded in ((STEPS, 3), ([0, 19, 20], 70)):
-            assert torch.equal(logits(model, device, steps, num_padded), whole)
+        assert torch.equal(logits(model, device), whole)

@@ -180,6 +180,7 @@ def test_what_gains_nothing_is_not_kept(bench, tmp_path, monkeypatch):
     assert json.loads(path.read_text()) == {}
 
 
+@pytest.mark.exhaustive
 def test_it_tunes_the_kernels_themselves(bench, tmp_path: Path, capsys):
     tuner.tune(bench, tmp_path / "tuned.json", max_classes=6, max_candidates=1)
     printed = capsys.readouterr().out
