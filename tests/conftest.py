@@ -11,13 +11,17 @@ import platform
 import shutil
 import signal
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support import tiers
 from tests.support.durations import CpuSeconds
+
+if TYPE_CHECKING:
+    from tests.system.processes import Served
 
 with contextlib.suppress(ImportError):  # a GPU's machine has its own packages
     from hypothesis import HealthCheck, settings
@@ -110,6 +114,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tiers.Tiers(Path(__file__).parent))
     config.pluginmanager.register(CpuSeconds())
+
+
+# A GPU's machine lacks what these import.
+
+
+@pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Arguments of `serve`: the demo model with room for answers that do not end."""
+    from tests.system.processes import lengthen
+
+    return lengthen(tmp_path_factory.mktemp("long"))
+
+
+@pytest.fixture(scope="session")
+def demo_server(
+    long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One server of that model in fp32, for tests that leave it as it was."""
+    from tests.system.processes import serve
+
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(*long_model, "--dtype", "float32", log=log) as served:
+        yield served
 
 
 def _missing() -> list[str]:

@@ -69,10 +69,9 @@ export class ConversationList extends EventTarget {
     });
   }
 
-  async #delete(/** @type {Conversation} */ conversation) {
-    const { id } = conversation;
+  async #delete(/** @type {string} */ id) {
     const title = "Delete this conversation?";
-    const text = `The server will delete “${titleOf(conversation)}” with all its messages.`;
+    const text = `The server will delete “${titleOf(this.#conversation(id))}” with all its messages.`;
     if (!(await isConfirmed({ title, text, yes: "Delete" }))) return;
     if (!(await wasDone("deleted", () => this.#conversations.delete(id)))) return;
     this.#shown = this.#shown.filter((one) => one.id !== id);
@@ -81,9 +80,9 @@ export class ConversationList extends EventTarget {
     await this.refresh();
   }
 
-  #askForName(/** @type {Conversation} */ conversation) {
-    this.#renamed = conversation;
-    titleInput.value = titleOf(conversation);
+  #askForName(/** @type {string} */ id) {
+    this.#renamed = this.#conversation(id);
+    titleInput.value = titleOf(this.#renamed);
     dialog.showModal();
     titleInput.select();
   }
@@ -96,10 +95,19 @@ export class ConversationList extends EventTarget {
     await this.refresh();
   }
 
+  /** Rows that stay are kept: a dialog returns the focus to the button of a row that opened it. */
   #render() {
-    const focus = this.#focused();
-    list.replaceChildren(...this.#shown.map((conversation) => this.#row(conversation)));
-    if (focus) this.#focus(focus);
+    const rows = new Map([...list.children].map((row) => [row.querySelector("a")?.dataset.id, row]));
+    const shown = this.#shown.map((conversation) => {
+      const row = rows.get(conversation.id) ?? this.#row(conversation.id);
+      label(row, titleOf(conversation));
+      return row;
+    });
+    if (shown.length !== list.children.length || shown.some((row, index) => row !== list.children[index])) {
+      const focus = this.#focused();
+      list.replaceChildren(...shown);
+      if (focus) this.#focus(focus);
+    }
     more.hidden = !this.#hasMore;
     empty.hidden = this.#shown.length > 0;
     this.#showCurrent();
@@ -125,19 +133,34 @@ export class ConversationList extends EventTarget {
     /** @type {HTMLElement} */ (node).focus();
   }
 
-  #row(/** @type {Conversation} */ conversation) {
+  #row(/** @type {string} */ id) {
     const row = make("li");
-    const link = /** @type {HTMLAnchorElement} */ (make("a", "", titleOf(conversation)));
+    const link = /** @type {HTMLAnchorElement} */ (make("a"));
     link.dir = "auto";
-    link.href = `#${conversation.id}`;
-    link.dataset.id = conversation.id;
-    const title = titleOf(conversation);
+    link.href = `#${id}`;
+    link.dataset.id = id;
     row.append(
       link,
-      button({ label: `Rename “${title}”`, picture: "edit", run: () => this.#askForName(conversation) }),
-      button({ label: `Delete “${title}”`, picture: "delete", run: () => void this.#delete(conversation) }),
+      button({ label: "Rename", picture: "edit", run: () => this.#askForName(id) }),
+      button({ label: "Delete", picture: "delete", run: () => void this.#delete(id) }),
     );
     return row;
+  }
+
+  /** One of those that are shown; whose row is there. */
+  #conversation(/** @type {string} */ id) {
+    return /** @type {Conversation} */ (this.#shown.find((one) => one.id === id));
+  }
+}
+
+/** Names a row and its buttons by its conversation's title, which may change. */
+function label(/** @type {Element} */ row, /** @type {string} */ title) {
+  const [link, rename, remove] = row.children;
+  if (link.textContent !== title) link.textContent = title;
+  for (const [node, verb] of /** @type {const} */ ([[rename, "Rename"], [remove, "Delete"]])) {
+    const name = `${verb} “${title}”`;
+    node.setAttribute("title", name);
+    node.setAttribute("aria-label", name);
   }
 }
 

@@ -22,8 +22,17 @@ export function tell(/** @type {string} */ title, /** @type {string} */ text) {
   return opened(title, text, "Close", { isQuestion: false });
 }
 
+/** Ends the last question, if it has not ended yet. */
+let settle = (/** @type {boolean} */ _) => {};
+dialog.addEventListener("close", () => { if (!dialog.open) settle(isYes()); });
+
+function isYes() {
+  return dialog.returnValue === "yes";
+}
+
 /** @returns {Promise<boolean>} */
 function opened(/** @type {string} */ title, /** @type {string} */ text, /** @type {string} */ closing, { isQuestion = true } = {}) {
+  settle(!dialog.open && isYes()); // the event of its end may be still to come
   byId("question-title").textContent = title;
   byId("question-text").textContent = text;
   no.textContent = closing;
@@ -32,7 +41,5 @@ function opened(/** @type {string} */ title, /** @type {string} */ text, /** @ty
   dialog.returnValue = "";
   dialog.showModal();
   no.focus();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
-  });
+  return new Promise((resolve) => { settle = resolve; });
 }

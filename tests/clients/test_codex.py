@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.model_files import DEMO_MODEL_PATH
 
-from ..system.processes import serve
+from ..system.processes import Served, serve
 from . import scripted_server
 
+pytestmark = [pytest.mark.node, pytest.mark.external]
+
 CONTEXT = 65_536
+TRANSPORTS = ("sse", "websocket")
+SAID = "I read the note."
 EXAMPLE = Path(__file__).parents[2] / "clients" / "examples" / "codex.toml"
 IN_EXAMPLE = ("Qwen/Qwen3-4B", "40960", "http://127.0.0.1:8000", "supports_websockets = true")
 
@@ -53,49 +58,48 @@ def call(name: str, **arguments: str) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-@pytest.mark.node
-@pytest.mark.parametrize("transport", ["sse", "websocket"])
-def test_a_file_is_read(
-    codex: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Of each two requests, it answers the first with a call and the second with `SAID`."""
+    folder = tmp_path_factory.mktemp("codex")
+    texts = [call("exec_command", cmd="cat note.txt"), SAID]
+    grammars = [f"start: {json.dumps(text)}" for text in texts] * len(TRANSPORTS)
+    (folder / "grammars.json").write_text(json.dumps(grammars))
+    command = (
+        *("env", f"{scripted_server.FILE}={folder / 'grammars.json'}"),
+        *(sys.executable, "-m", scripted_server.__name__),
+    )
+    model = (str(tiny_model(folder / "model")), "--served-model-name", "tiny")
+    with serve(*model, log=folder / "log", command=command) as served:
+        yield served
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_file_is_read(codex: Path, server: Served, tmp_path: Path, transport: str) -> None:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
     (work / "note.txt").write_text("The secret word is marzipan.\n")
-    said = "I read the note."
-    texts = [call("exec_command", cmd="cat note.txt"), said]
-    grammars = [f"start: {json.dumps(text)}" for text in texts]
-    (tmp_path / "grammars.json").write_text(json.dumps(grammars))
-    monkeypatch.setenv(scripted_server.FILE, str(tmp_path / "grammars.json"))
-    command = (sys.executable, "-m", scripted_server.__name__)
-    model = (str(tiny_model(tmp_path / "model")), "--served-model-name", "tiny")
-    with serve(*model, log=tmp_path / "log", command=command) as served:
-        config = EXAMPLE.read_text()
-        websockets = f"supports_websockets = {json.dumps(transport == 'websocket')}"
-        for text, ours in zip(
-            IN_EXAMPLE, ("tiny", str(CONTEXT), served.base_url, websockets), strict=True
-        ):
-            assert config.count(text) == 1
-            config = config.replace(text, ours)
-        (home / "config.toml").write_text(config)
-        asked = [
-            codex,
-            "exec",
-            "--json",
-            "--skip-git-repo-check",
-            "--sandbox",
-            "danger-full-access",
-        ]
-        done = subprocess.run(
-            [*asked, "What does note.txt say?"],
-            cwd=work,
-            env=os.environ | {"CODEX_HOME": str(home)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        log = (tmp_path / "log").read_text()
+    config = EXAMPLE.read_text()
+    websockets = f"supports_websockets = {json.dumps(transport == 'websocket')}"
+    for text, ours in zip(
+        IN_EXAMPLE, ("tiny", str(CONTEXT), server.base_url, websockets), strict=True
+    ):
+        assert config.count(text) == 1
+        config = config.replace(text, ours)
+    (home / "config.toml").write_text(config)
+    asked = [codex, "exec", "--json", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
+    before = server.log.read_text()
+    done = subprocess.run(
+        [*asked, "What does note.txt say?"],
+        cwd=work,
+        env=os.environ | {"CODEX_HOME": str(home)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    log = server.log.read_text().removeprefix(before)
     assert ("WEBSOCKET /v1/responses" in log) == (transport == "websocket")
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
@@ -103,5 +107,5 @@ def test_a_file_is_read(
     [ran] = [item for item in items if item["type"] == "command_execution"]
     assert "marzipan" in ran["aggregated_output"]
     assert ran["exit_code"] == 0
-    assert items[-1]["text"] == said
+    assert items[-1]["text"] == SAID
     assert events[-1]["type"] == "turn.completed"

@@ -47,44 +47,46 @@ def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == RUN_BY_A_TEST
 
 
-def test_openai_python(real_server: Served) -> None:
-    told = output([sys.executable, str(EXAMPLES / "openai_python.py")], real_server)
+def test_openai_python(demo_server: Served) -> None:
+    told = output([sys.executable, str(EXAMPLES / "openai_python.py")], demo_server)
     assert "block" in told.splitlines()[0]
     assert told.splitlines()[1]
 
 
-def test_penstock_python(real_server: Served) -> None:
-    told = output([sys.executable, str(EXAMPLES / "penstock_python.py")], real_server)
+def test_penstock_python(demo_server: Served) -> None:
+    told = output([sys.executable, str(EXAMPLES / "penstock_python.py")], demo_server)
     lines = told.splitlines()
     assert lines[0] == "What is paged attention?"
     assert "block" in lines[1]
 
 
 @pytest.mark.node
-def test_openai_node(real_server: Served, scripts: Path) -> None:
-    told = output(["node", "openai_node.mjs"], real_server, cwd=scripts)
+@pytest.mark.external
+def test_openai_node(demo_server: Served, scripts: Path) -> None:
+    told = output(["node", "openai_node.mjs"], demo_server, cwd=scripts)
     assert "block" in told.splitlines()[0]
     assert told.splitlines()[1]
 
 
 @pytest.mark.node
-def test_ai_sdk(real_server: Served, scripts: Path) -> None:
-    told = output(["node", "ai_sdk.mjs"], real_server, cwd=scripts)
+@pytest.mark.external
+def test_ai_sdk(demo_server: Served, scripts: Path) -> None:
+    told = output(["node", "ai_sdk.mjs"], demo_server, cwd=scripts)
     text, tokens = told.splitlines()
     assert "block" in text
     assert int(tokens.removeprefix("(").split()[0]) > 5
 
 
-@pytest.mark.exhaustive
-def test_langchain(real_server: Served, langchain: Path) -> None:
-    told = output([str(langchain), str(EXAMPLES / "langchain_python.py")], real_server)
+@pytest.mark.external
+def test_langchain(demo_server: Served, langchain: Path) -> None:
+    told = output([str(langchain), str(EXAMPLES / "langchain_python.py")], demo_server)
     assert "block" in told
 
 
 @pytest.mark.curl
-def test_curl(real_server: Served) -> None:
+def test_curl(demo_server: Served) -> None:
     """What comes after the break begins where the first part ended."""
-    told = output([str(EXAMPLES / "curl.sh")], real_server)
+    told = output([str(EXAMPLES / "curl.sh")], demo_server)
     numbers = [
         int(line.partition('"sequence_number":')[2].split(",")[0]) for line in told.splitlines()
     ]
@@ -108,6 +110,7 @@ def elsewhere() -> Iterator[str]:
 
 
 @pytest.mark.browser
+@pytest.mark.exhaustive
 async def test_page(elsewhere: str, tmp_path: Path) -> None:
     with serve("--dtype", "float32", "--allowed-origins", elsewhere, log=tmp_path / "log") as own:
         async with async_playwright() as playwright:

@@ -61,17 +61,17 @@ OPENAIS_NAMES = {"response.reasoning_text.delta", "response.reasoning_text.done"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whole(real_server: Served, case: str) -> None:
+def test_whole(demo_server: Served, case: str) -> None:
     body = {"model": "demo", "temperature": 0, **CASES[case]}
-    answer = httpx.post(f"{real_server.base_url}/v1/responses", json=body, timeout=60)
+    answer = httpx.post(f"{demo_server.base_url}/v1/responses", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     check(answer.json(), case)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_streamed(real_server: Served, case: str) -> None:
+def test_streamed(demo_server: Served, case: str) -> None:
     body = {"model": "demo", "temperature": 0, "stream": True, **CASES[case]}
-    answer = httpx.post(f"{real_server.base_url}/v1/responses", json=body, timeout=60)
+    answer = httpx.post(f"{demo_server.base_url}/v1/responses", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     lines = answer.text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

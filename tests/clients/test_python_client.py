@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from penstock.clients import (
     AsyncClient,
-    AuthenticationError,
     Client,
     ConflictError,
     ConnectionLostError,
     InvalidRequestError,
     NotFoundError,
-    PenstockError,
-    RateLimitError,
     RetryPolicy,
     UnreachableError,
     output_text,
@@ -28,25 +22,15 @@ from penstock.clients import (
 
 from ..system.processes import Served
 from .cutting_proxy import CuttingProxy
-from .real_server import KEY_OF_FEW
 
 ASKED: dict[str, Any] = {"model": "demo", "input": "Count to 5.", "temperature": 0}
 ENDLESS: dict[str, Any] = {"model": "demo", "input": "Go on.", "ignore_eos": True}
 MESSAGES: list[Any] = [{"role": "user", "content": "Count to 5."}]
 
 
-@contextlib.contextmanager
-def paused(process: psutil.Process) -> Iterator[None]:
-    process.suspend()
-    try:
-        yield
-    finally:
-        process.resume()
-
-
 @pytest.fixture
-def client(real_server: Served) -> Any:
-    with Client(real_server.base_url) as made:
+def client(demo_server: Served) -> Any:
+    with Client(demo_server.base_url) as made:
         yield made
 
 
@@ -83,9 +67,9 @@ def test_chat_and_its_stream(client: Client) -> None:
     assert len(pieces) > 2
 
 
-def test_a_chat_stream_that_breaks_says_so(real_server: Served) -> None:
+def test_a_chat_stream_that_breaks_says_so(demo_server: Served) -> None:
     with (
-        CuttingProxy(real_server.base_url, 0) as proxy,
+        CuttingProxy(demo_server.base_url, 0) as proxy,
         Client(proxy.url) as client,
         client.chat.stream(model="demo", messages=MESSAGES) as stream,
         pytest.raises(ConnectionLostError),
@@ -139,8 +123,8 @@ def test_conversations(client: Client) -> None:
     assert client.conversations.delete(one)["deleted"]
 
 
-async def test_the_same_on_asyncio(real_server: Served) -> None:
-    async with AsyncClient(real_server.base_url) as client:
+async def test_the_same_on_asyncio(demo_server: Served) -> None:
+    async with AsyncClient(demo_server.base_url) as client:
         assert (await client.models.list())["data"][0]["id"] == "demo"
         first = await client.responses.create(**ASKED)
         async with client.responses.stream(**ASKED) as stream:
@@ -153,16 +137,15 @@ async def test_the_same_on_asyncio(real_server: Served) -> None:
             await client.responses.retrieve("resp_nowhere")
 
 
-async def test_sixteen_at_once_on_one_socket_and_others_wait(real_server: Served) -> None:
+async def test_sixteen_at_once_on_one_socket_and_others_wait(demo_server: Served) -> None:
     policy = RetryPolicy(max_retries=0)
     async with (
-        AsyncClient(real_server.base_url, retries=policy) as client,
+        AsyncClient(demo_server.base_url, retries=policy) as client,
         client.connect() as socket,
     ):
-        with paused(real_server.child("penstock-engine")):  # none can end before its time
-            streams = [await socket.create(**ENDLESS) for _ in range(16)]
-            others = [asyncio.create_task(socket.create(**ASKED)) for _ in range(40)]
-            await asyncio.wait(others[:16])  # at the server; the rest in the client
+        streams = [await socket.create(**ENDLESS) for _ in range(16)]
+        others = [asyncio.create_task(socket.create(**ASKED)) for _ in range(40)]
+        await asyncio.wait(others[:16])  # at the server; the rest in the client
         await asyncio.gather(*(stream.cancel() for stream in streams))
         ended = await asyncio.gather(*(stream.final() for stream in streams))
         assert {response["status"] for response in ended} == {"cancelled"}
@@ -211,8 +194,8 @@ def test_cancel_by_id_and_without_storage(client: Client) -> None:
         assert stream.response is None
 
 
-async def test_cancel_while_another_task_reads(real_server: Served) -> None:
-    async with AsyncClient(real_server.base_url) as client, client.connect() as socket:
+async def test_cancel_while_another_task_reads(demo_server: Served) -> None:
+    async with AsyncClient(demo_server.base_url) as client, client.connect() as socket:
         stream = await socket.create(**ENDLESS)
         reading = asyncio.create_task(stream.final())
         await stream.cancel()
@@ -263,27 +246,6 @@ def test_refusals_are_typed(client: Client) -> None:
                 stream.final()
             assert gone.value.code == "previous_response_not_found"
             assert list(stream) == []
-
-
-def test_a_quota_is_waited_for_as_long_as_the_server_says(keyed_server: Served) -> None:
-    waits: list[tuple[PenstockError, float]] = []
-    policy = RetryPolicy(max_retries=5, on_wait=lambda *told: waits.append(told))
-    one: dict[str, Any] = ASKED | {"max_output_tokens": 1}
-    with Client(keyed_server.base_url, api_key=KEY_OF_FEW, retries=policy) as client:
-        while not waits:  # however long each takes, below the three seconds until the next
-            client.responses.create(**one)
-    error, wait_s = waits[0]
-    assert isinstance(error, RateLimitError)
-    assert wait_s == pytest.approx(float(error.headers["retry-after-ms"]) / 1000)
-
-
-def test_keys(keyed_server: Served) -> None:
-    for key in (None, "sk-wrong"):
-        with Client(keyed_server.base_url, api_key=key) as client, client.connect() as socket:
-            with pytest.raises(AuthenticationError):
-                client.models.list()
-            with pytest.raises(AuthenticationError):
-                socket.create(**ASKED)
 
 
 def test_nobody_there() -> None:

@@ -209,9 +209,9 @@ def choices_of(completion: ChatCompletion) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [Trip, TypeAdapter(list[Place]), SCHEMA], ids=str)
-def test_whole_and_streamed_outputs_are_parsed(real_server: Served, kind: Any) -> None:
+def test_whole_and_streamed_outputs_are_parsed(demo_server: Served, kind: Any) -> None:
     asked = {**ASKED, "max_output_tokens": 400, "input": "Where do we go?"}
-    with Client(real_server.base_url) as client, client.connect() as socket:
+    with Client(demo_server.base_url) as client, client.connect() as socket:
         whole = client.responses.parse(**asked, text_format=kind)
         parsed = whole["output_parsed"]
         assert type(parsed) is (Trip if kind is Trip else dict if kind is SCHEMA else list)
@@ -235,8 +235,8 @@ def test_whole_and_streamed_outputs_are_parsed(real_server: Served, kind: Any) -
             assert type(choice["message"]["parsed"]) is type(parsed)
 
 
-async def test_the_same_on_asyncio(real_server: Served) -> None:
-    async with AsyncClient(real_server.base_url) as client, client.connect() as socket:
+async def test_the_same_on_asyncio(demo_server: Served) -> None:
+    async with AsyncClient(demo_server.base_url) as client, client.connect() as socket:
         asked: dict[str, Any] = {**ASKED, "input": "Where?", "text_format": Place}
         response = await client.responses.parse(**asked)
         async with client.responses.stream(**asked) as stream:
@@ -249,10 +249,10 @@ async def test_the_same_on_asyncio(real_server: Served) -> None:
             assert choices_of(await chunks.final()) == choices_of(answer)
 
 
-def test_what_is_not_parsed_says_why(real_server: Served) -> None:
+def test_what_is_not_parsed_says_why(demo_server: Served) -> None:
     responses = {**ASKED, "input": "Where?", "max_output_tokens": 5}
     chat = {**ASKED, "messages": QUESTION, "max_tokens": 5}
-    with Client(real_server.base_url) as client:
+    with Client(demo_server.base_url) as client:
         for call, reason in (
             (lambda: client.responses.parse(**responses, text_format=Trip), "max_output_tokens"),
             (lambda: client.responses.stream(**responses, text_format=Trip).final(),
@@ -276,10 +276,10 @@ def test_what_is_not_parsed_says_why(real_server: Served) -> None:
         assert (refused.value.param or "").startswith("text.format")
 
 
-def test_a_chat_stream_has_its_completion(real_server: Served) -> None:
+def test_a_chat_stream_has_its_completion(demo_server: Served) -> None:
     """Logprobs and usage, too."""
     asked = {**ASKED, "messages": QUESTION, "max_tokens": 12, "n": 2, "logprobs": True}
-    with Client(real_server.base_url) as client:
+    with Client(demo_server.base_url) as client:
         whole = client.chat.create(**asked)
         with client.chat.stream(**asked, stream_options={"include_usage": True}) as stream:
             final = stream.final()

@@ -29,9 +29,9 @@ HASTY = RetryPolicy(max_resumes=2, first_wait_s=0.01)
 
 
 @pytest.fixture(scope="module")
-def whole(real_server: Served) -> str:
+def whole(demo_server: Served) -> str:
     """The undisturbed answer."""
-    with Client(real_server.base_url) as client:
+    with Client(demo_server.base_url) as client:
         return output_text(client.responses.create(**FEW))
 
 
@@ -46,8 +46,8 @@ def check(events: list[Any], whole: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["sse", "websocket"])
-def test_sync_with_a_cut_at_every_event(real_server: Served, whole: str, wire: str) -> None:
-    with CuttingProxy(real_server.base_url, 0, 1) as proxy, Client(proxy.url) as client:
+def test_sync_with_a_cut_at_every_event(demo_server: Served, whole: str, wire: str) -> None:
+    with CuttingProxy(demo_server.base_url, 0, 1) as proxy, Client(proxy.url) as client:
         if wire == "sse":
             with client.responses.stream(**FEW) as stream:
                 events = list(stream)
@@ -60,8 +60,8 @@ def test_sync_with_a_cut_at_every_event(real_server: Served, whole: str, wire: s
 
 
 @pytest.mark.parametrize("wire", ["sse", "websocket"])
-async def test_async_with_a_cut_at_every_event(real_server: Served, whole: str, wire: str) -> None:
-    with CuttingProxy(real_server.base_url, 0, 1) as proxy:
+async def test_async_with_a_cut_at_every_event(demo_server: Served, whole: str, wire: str) -> None:
+    with CuttingProxy(demo_server.base_url, 0, 1) as proxy:
         async with AsyncClient(proxy.url) as client:
             if wire == "sse":
                 async with client.responses.stream(**FEW) as stream:
@@ -74,12 +74,12 @@ async def test_async_with_a_cut_at_every_event(real_server: Served, whole: str, 
 
 
 async def test_many_on_one_socket_that_is_cut_again_and_again(
-    real_server: Served, whole: str
+    demo_server: Served, whole: str
 ) -> None:
     async def read(stream: EventStream[Any]) -> list[Any]:
         return [event async for event in stream]
 
-    with CuttingProxy(real_server.base_url, 7) as proxy:
+    with CuttingProxy(demo_server.base_url, 7) as proxy:
         async with AsyncClient(proxy.url) as client, client.connect() as socket:
             streams = [await socket.create(**FEW) for _ in range(6)]
             told = await asyncio.gather(*map(read, streams))
@@ -88,10 +88,10 @@ async def test_many_on_one_socket_that_is_cut_again_and_again(
     assert proxy.num_cut >= sum(map(len, told)) // 7
 
 
-def test_those_that_nobody_reads_are_resumed_too(real_server: Served, whole: str) -> None:
+def test_those_that_nobody_reads_are_resumed_too(demo_server: Served, whole: str) -> None:
     """One thread reads one after the other, over connections that all of them share."""
     with (
-        CuttingProxy(real_server.base_url, 5, 5, 5, None) as proxy,
+        CuttingProxy(demo_server.base_url, 5, 5, 5, None) as proxy,
         # Each cut may come before a stream's first event: one more than there are by default.
         Client(proxy.url, retries=RetryPolicy(max_retries=3)) as client,
         client.connect() as socket,
@@ -101,8 +101,8 @@ def test_those_that_nobody_reads_are_resumed_too(real_server: Served, whole: str
             check(list(stream), whole)
 
 
-def test_a_stream_that_is_followed_from_a_number(real_server: Served) -> None:
-    with Client(real_server.base_url) as client:
+def test_a_stream_that_is_followed_from_a_number(demo_server: Served) -> None:
+    with Client(demo_server.base_url) as client:
         events: list[Any] = list(client.responses.stream(**FEW))
         response_id = events[0]["response"]["id"]
         assert list(client.responses.follow(response_id, starting_after=4)) == events[5:]
@@ -114,8 +114,8 @@ def test_a_stream_that_is_followed_from_a_number(real_server: Served) -> None:
 
 
 @pytest.mark.parametrize("wire", ["sse", "websocket"])
-def test_what_is_not_kept_any_more(real_server: Served, wire: str) -> None:
-    with Client(real_server.base_url) as client, client.connect() as socket:
+def test_what_is_not_kept_any_more(demo_server: Served, wire: str) -> None:
+    with Client(demo_server.base_url) as client, client.connect() as socket:
         follow = client.responses.follow if wire == "sse" else socket.follow
         stream = follow("resp_gone", starting_after=3)
         with pytest.raises(ResponseExpiredError) as caught:
@@ -123,9 +123,9 @@ def test_what_is_not_kept_any_more(real_server: Served, wire: str) -> None:
     assert caught.value.code == "response_expired"
 
 
-def test_what_is_not_stored_cannot_be_resumed(real_server: Served) -> None:
+def test_what_is_not_stored_cannot_be_resumed(demo_server: Served) -> None:
     with (
-        CuttingProxy(real_server.base_url, 3) as proxy,
+        CuttingProxy(demo_server.base_url, 3) as proxy,
         Client(proxy.url, retries=HASTY) as client,
         client.responses.stream(**FEW, store=False) as stream,
         pytest.raises(ConnectionLostError),
@@ -133,12 +133,12 @@ def test_what_is_not_stored_cannot_be_resumed(real_server: Served) -> None:
         stream.final()
 
 
-def test_a_turn_of_a_conversation_is_never_asked_for_twice(real_server: Served) -> None:
+def test_a_turn_of_a_conversation_is_never_asked_for_twice(demo_server: Served) -> None:
     """Whether it arrived is unclear where not even its id came back."""
-    with Client(real_server.base_url) as direct:
+    with Client(demo_server.base_url) as direct:
         conversation = direct.conversations.create()["id"]
         with (
-            CuttingProxy(real_server.base_url, 0, None) as proxy,
+            CuttingProxy(demo_server.base_url, 0, None) as proxy,
             Client(proxy.url) as client,
             pytest.raises(ConnectionLostError),
         ):
@@ -146,13 +146,13 @@ def test_a_turn_of_a_conversation_is_never_asked_for_twice(real_server: Served) 
         assert len(direct.conversations.tree(conversation)["data"]) == 1
 
 
-def test_a_server_that_stays_away(real_server: Served) -> None:
+def test_a_server_that_stays_away(demo_server: Served) -> None:
     waits: list[float] = []
     policy = RetryPolicy(
         max_resumes=3, first_wait_s=0.01, on_wait=lambda _, wait_s: waits.append(wait_s)
     )
     with (
-        CuttingProxy(real_server.base_url, 3) as proxy,
+        CuttingProxy(demo_server.base_url, 3) as proxy,
         Client(proxy.url, retries=policy) as client,
         client.responses.stream(**FEW) as stream,
     ):
@@ -166,16 +166,16 @@ def test_a_server_that_stays_away(real_server: Served) -> None:
     assert len(waits) == 3
     response_id = stream.response_id
     assert response_id is not None
-    with Client(real_server.base_url) as client:  # the answer is not lost
+    with Client(demo_server.base_url) as client:  # the answer is not lost
         numbers = [event["sequence_number"] for event in client.responses.follow(response_id)]
     assert numbers == list(range(len(numbers)))
     assert not isinstance(caught.value, ProtocolError)
 
 
 async def test_a_task_that_is_cancelled_in_the_middle_loses_nothing(
-    real_server: Served, whole: str
+    demo_server: Served, whole: str
 ) -> None:
-    async with AsyncClient(real_server.base_url) as client, client.connect() as socket:
+    async with AsyncClient(demo_server.base_url) as client, client.connect() as socket:
         for stream in (client.responses.stream(**FEW), await socket.create(**FEW)):
             events: list[Any] = []
             patience_s = 0.004
@@ -192,14 +192,14 @@ async def test_a_task_that_is_cancelled_in_the_middle_loses_nothing(
             check(events, whole)
 
 
-def test_a_lost_answer_is_not_computed_again(real_server: Served) -> None:
+def test_a_lost_answer_is_not_computed_again(demo_server: Served) -> None:
     """Of a chat completion; the connection breaks where the answer's body begins."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi!"}], "ignore_eos": True}
-    with httpx.Client(base_url=real_server.base_url) as http:
+    with httpx.Client(base_url=demo_server.base_url) as http:
         wait_until(lambda: counted(http, "num_requests_running") == 0, timeout_s=120)
         before = counted(http, "engine_generation_tokens_total")
         with (
-            CuttingProxy(real_server.base_url, 0, None) as proxy,
+            CuttingProxy(demo_server.base_url, 0, None) as proxy,
             Client(proxy.url, retries=RetryPolicy(first_wait_s=0.01)) as client,
         ):
             answer = client.chat.create(model="demo", max_tokens=24, **asked)
@@ -216,8 +216,8 @@ def counted(http: httpx.Client, name: str) -> float:
 
 
 @pytest.mark.parametrize("wire", ["sse", "websocket"])
-def test_following_from_an_event_that_never_was(real_server: Served, wire: str) -> None:
-    with Client(real_server.base_url) as client, client.connect() as socket:
+def test_following_from_an_event_that_never_was(demo_server: Served, wire: str) -> None:
+    with Client(demo_server.base_url) as client, client.connect() as socket:
         response = client.responses.create(**FEW)
         follow = client.responses.follow if wire == "sse" else socket.follow
         for after in (10_000, -2):

@@ -43,30 +43,30 @@ def check(events: list[Any], calculator: Calculator) -> None:
     assert "4711" in output_text(events[-1]["response"])
 
 
-def test_sync_with_a_cut_at_every_event(real_server: Served) -> None:
+def test_sync_with_a_cut_at_every_event(demo_server: Served) -> None:
     calculator = Calculator()
-    with CuttingProxy(real_server.base_url, 0, 1) as proxy, Client(proxy.url) as client:
+    with CuttingProxy(demo_server.base_url, 0, 1) as proxy, Client(proxy.url) as client:
         events = list(client.responses.run_tools(tools=[calculator.tool], **ASKED))
         check(events, calculator)
         assert proxy.num_cut >= len(events) - 1
 
 
 @pytest.mark.parametrize("store", [True, False])
-async def test_async(real_server: Served, store: bool) -> None:
+async def test_async(demo_server: Served, store: bool) -> None:
     calculator = Calculator()
-    async with AsyncClient(real_server.base_url) as client:
+    async with AsyncClient(demo_server.base_url) as client:
         run = client.responses.run_tools(tools=[calculator.tool], store=store, **ASKED)
         check([event async for event in run], calculator)
         assert len(run.responses) == 2
         assert calls_of(run.responses[0])[0]["name"] == "calculator"
 
 
-async def test_in_a_conversation_with_a_coroutine(real_server: Served) -> None:
+async def test_in_a_conversation_with_a_coroutine(demo_server: Served) -> None:
     async def clock(city: str = "") -> dict[str, str]:
         """Tells the time."""
         return {"time": "14:05", "city": city}
 
-    async with AsyncClient(real_server.base_url) as client:
+    async with AsyncClient(demo_server.base_url) as client:
         made = await client.conversations.create()
         run = client.responses.run_tools(
             model="demo",
@@ -83,11 +83,11 @@ async def test_in_a_conversation_with_a_coroutine(real_server: Served) -> None:
         assert kinds == ["message", "function_call", "function_call_output", "message"]
 
 
-def test_failures_are_told_to_the_model(real_server: Served) -> None:
+def test_failures_are_told_to_the_model(demo_server: Served) -> None:
     def calculator(expression: str) -> str:
         raise ZeroDivisionError(expression)
 
-    with Client(real_server.base_url) as client:
+    with Client(demo_server.base_url) as client:
         run = client.responses.run_tools(tools=[calculator], max_rounds=2, **ASKED)
         [told] = [event for event in run if event["type"] == "penstock.tool_output"]
         assert told["output"] == "error: ZeroDivisionError: 12 + 30"  # type: ignore[typeddict-item]
@@ -138,7 +138,7 @@ class Trip(BaseModel):
     stops: list[Place]
 
 
-async def test_models_as_arguments(real_server: Served) -> None:
+async def test_models_as_arguments(demo_server: Served) -> None:
     """Their definitions are where references look for them, and functions get models."""
     given: list[Any] = []
 

@@ -25,13 +25,14 @@ def run(command: Sequence[str | Path], server: Served, *, cwd: Path) -> str:
 
 
 @pytest.mark.node
-def test_ai_sdk(real_server: Served, node_modules: Path) -> None:
+@pytest.mark.external
+def test_ai_sdk(demo_server: Served, node_modules: Path) -> None:
     shutil.copy(PACKAGES / "objects.mjs", node_modules)
-    outcomes = json.loads(run(["node", "objects.mjs"], real_server, cwd=node_modules))
+    outcomes = json.loads(run(["node", "objects.mjs"], demo_server, cwd=node_modules))
     assert {name: fault for name, fault in outcomes.items() if fault} == {}
     assert len(outcomes) == 19
 
 
-@pytest.mark.exhaustive
-def test_langchain(real_server: Served, langchain: Path, tmp_path: Path) -> None:
-    assert run([langchain, PACKAGES / "objects.py"], real_server, cwd=tmp_path) == "done\n"
+@pytest.mark.external
+def test_langchain(demo_server: Served, langchain: Path, tmp_path: Path) -> None:
+    assert run([langchain, PACKAGES / "objects.py"], demo_server, cwd=tmp_path) == "done\n"

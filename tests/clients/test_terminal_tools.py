@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 import pytest
 
 from penstock.clients.python.terminal_tools import calculator, local_tools
+from penstock.gateway.launch.cli import main
 
-from ..system.processes import PENSTOCK, Served
-from .test_terminal_chat import COLOURS, CTRL_D, Terminal, command
+from ..system.processes import Served
+from .terminal import COLOURS, CTRL_D, Piped, Terminal
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,10 @@ def test_it_computes_nothing_else(expression: str) -> None:
         calculator(expression)
 
 
-def test_the_options_are_known() -> None:
-    shown = subprocess.run([PENSTOCK, "chat", "--help"], capture_output=True, text=True, check=True)
-    assert {"--tools", "--think"} <= set(shown.stdout.split())
+def test_the_options_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["chat", "--help"])
+    assert {"--tools", "--think"} <= set(capsys.readouterr().out.split())
 
 
 def test_the_notes_are_counted() -> None:
@@ -47,21 +48,20 @@ def test_the_notes_are_counted() -> None:
     assert said == ["saved as note 1", "saved as note 2"]
 
 
-def test_in_a_pipe_only_answers_are_printed(real_server: Served) -> None:
-    asked = "what is 12 plus 30?\nHello!\n"
-    chat = command(real_server.base_url, has_tools=True, thinks=True)
-    done = subprocess.run(chat, input=asked, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    first, second = done.stdout.splitlines()
+def test_in_a_pipe_only_answers_are_printed(demo_server: Served) -> None:
+    asked = ["what is 12 plus 30?", "Hello!"]
+    done = Piped(asked, demo_server.base_url, has_tools=True, thinks=True)
+    assert (done.exit_code, done.complaints) == (0, "")
+    first, second = done.output.splitlines()
     assert "42" in first
     assert second
-    assert "tool_call" not in done.stdout
-    assert "think" not in done.stdout
+    assert "tool_call" not in done.output
+    assert "think" not in done.output
 
 
-def test_in_a_terminal_calls_and_thoughts_are_shown(real_server: Served) -> None:
-    terminal = Terminal(real_server.base_url, has_tools=True, thinks=True)
-    shown = COLOURS.sub("", terminal.ask("what is 12 plus 30?"))
-    assert "thought: " in shown
-    assert 'calculator {"expression": "12 + 30"} → 42' in " ".join(shown.split())
-    assert terminal.leave(CTRL_D) == 0
+def test_in_a_terminal_calls_and_thoughts_are_shown(demo_server: Served) -> None:
+    with Terminal(demo_server.base_url, "has_tools", "thinks") as terminal:
+        shown = COLOURS.sub("", terminal.ask("what is 12 plus 30?"))
+        assert "thought: " in shown
+        assert 'calculator {"expression": "12 + 30"} → 42' in " ".join(shown.split())
+        assert terminal.leave(CTRL_D) == 0

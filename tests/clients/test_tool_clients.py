@@ -15,14 +15,15 @@ from .test_structured_clients import run
 
 
 @pytest.mark.node
-def test_node(real_server: Served, node_modules: Path) -> None:
+@pytest.mark.external
+def test_node(demo_server: Served, node_modules: Path) -> None:
     shutil.copy(PACKAGES / "tools.mjs", node_modules)
-    outcomes = json.loads(run(["node", "tools.mjs"], real_server, cwd=node_modules))
+    outcomes = json.loads(run(["node", "tools.mjs"], demo_server, cwd=node_modules))
     assert {name: fault for name, fault in outcomes.items() if fault} == {}
     assert len(outcomes) == 11
 
 
-@pytest.mark.exhaustive
-def test_python(real_server: Served, langchain: Path, tmp_path: Path) -> None:
-    said = run([langchain, PACKAGES / "tools.py"], real_server, cwd=tmp_path)
+@pytest.mark.external
+def test_python(demo_server: Served, langchain: Path, tmp_path: Path) -> None:
+    said = run([langchain, PACKAGES / "tools.py"], demo_server, cwd=tmp_path)
     assert said.endswith("done\n")

@@ -85,7 +85,7 @@ def read(reports: Iterable[Path]) -> dict[tuple[str, str], Duration]:
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             cpu = case.find("properties/property[@name='cpu_s']")
-            file = case.attrib["classname"].replace(".", "/")
+            file = (case.attrib["classname"] or case.attrib["name"]).replace(".", "/")
             duration = Duration(
                 float(case.attrib["time"]),
                 float(cpu.attrib["value"]) if cpu is not None else 0.0,

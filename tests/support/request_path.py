@@ -2,8 +2,12 @@
 
 A file counts when one of its functions runs in that time, in a gateway or in the engine; C kernels
 do not. Of each kind of request one goes ahead to warm the server, and three are traced. A file must
-be entered by all three, and stands where the median of its first entries does: that leaves out
-most of what a server does by its own clock, such as heartbeats.
+be entered by all three, and stands where the median of its first entries does.
+
+A server also does things by its own clock, such as heartbeats, at any moment of a request. The
+functions that it enters while nobody asks anything are known before the first request. Where a file
+has others, its place is that of their first entry; where it has none, as the transport that frames
+heartbeats and requests alike, its place may vary.
 
     python -m tests.support.request_path [KIND …]
 """
@@ -37,8 +41,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("gateway", "engine", "kernels")
 _HOOK = Path(__file__).with_name("entered_files")
 _NUM_TRACED = 3
-_QUIET_S = 0.3  # for the work that a request leaves behind
-_ENTERED_BY_HEARTBEATS = "gateway/engines/open_streams.py"
+_ROUND_S = 0.5  # in each of the last rounds of watching a server at rest there was nothing new
+_NUM_ROUNDS = 5  # of which some have a heartbeat
+_REST_S = 0.1  # in which a request that has ended leaves nothing more to do
+Function = tuple[str, str]  # its file and its name
 # Three answers of 180 tokens do not fit into 24 blocks of 16. The watchdog would enter the engine's
 # files by its own clock, before the request does.
 _SETTINGS = (
@@ -106,36 +112,65 @@ class TracedServer:
     def __init__(self, base_url: str, sockets: Path) -> None:
         self._base_url = base_url
         self._sockets = sockets
+        self._by_clock = self._at_rest()
 
     def path(self, kind: Kind) -> list[str]:
         """Our files that such a request enters, in the order of first entry."""
         kind.send(self._base_url)
-        times: list[dict[str, float]] = []
+        traces: list[dict[str, float]] = []
         for _ in range(_NUM_TRACED):
             before = self._count(kind.series)
-            time.sleep(_QUIET_S)
-            self._await_heartbeat()
+            self._await_rest()
             begin_s = time.monotonic()
             kind.send(self._base_url)
             end_s = time.monotonic()
             entered = self._entered().items()
-            times.append({name: at_s - begin_s for name, at_s in entered if at_s <= end_s})
+            traces.append(
+                self._files({name: at_s - begin_s for name, at_s in entered if at_s <= end_s})
+            )
             assert self._count(kind.series) > before, f"{kind.series} has not risen"
-        common = set.intersection(*map(set, times))
-        return sorted(common, key=lambda name: statistics.median(each[name] for each in times))
+        common = set.intersection(*map(set, traces))
+        return sorted(common, key=lambda name: statistics.median(each[name] for each in traces))
 
-    def _await_heartbeat(self) -> None:
-        """The engine's next one is an interval away then, and the request comes before it."""
-        while _ENTERED_BY_HEARTBEATS not in self._entered():
-            time.sleep(0.01)
+    def _files(self, entered: dict[Function, float]) -> dict[str, float]:
+        """The first entry of each file that is a request's; else of any."""
+        first: dict[str, float] = {}
+        for are_by_clock in (False, True):
+            files: dict[str, float] = {}
+            for function, at_s in entered.items():
+                if (function in self._by_clock) == are_by_clock:
+                    files[function[0]] = min(at_s, files.get(function[0], at_s))
+            first = files | first
+        return first
+
+    def _at_rest(self) -> set[Function]:
+        """What a server does while nobody asks anything."""
+        time.sleep(_ROUND_S)
+        self._entered()  # of its start
+        seen: set[Function] = set()
+        num_rounds = 0
+        while num_rounds < _NUM_ROUNDS:
+            time.sleep(_ROUND_S)
+            entered = self._entered().keys()
+            num_rounds = num_rounds + 1 if entered <= seen else 0
+            seen |= entered
+        return seen
+
+    def _await_rest(self) -> None:
+        """The last request has left nothing more to do."""
+        self._entered()
+        while True:
+            time.sleep(_REST_S)
+            if self._entered().keys() <= self._by_clock:
+                return
 
     def _count(self, series: str) -> float:
         lines = httpx.get(f"{self._base_url}/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if series in line)
 
-    def _entered(self) -> dict[str, float]:
+    def _entered(self) -> dict[Function, float]:
         """What gateway and engine entered since the last call; on the clock of all processes."""
-        first: dict[str, float] = {}
+        first: dict[Function, float] = {}
         for path in self._sockets.iterdir():
             with socket.socket(socket.AF_UNIX) as connection:
                 if connection.connect_ex(str(path)):
@@ -144,12 +179,13 @@ class TracedServer:
                     told = json.load(file)
             if told["command"][0] != "-m":
                 continue  # the supervisor
-            for file_name, at_s in told["entered"].items():
+            for file_name, function, at_s in told["entered"]:
                 resolved = Path(file_name).resolve()
                 if resolved.is_relative_to(ROOT):
                     name = str(resolved.relative_to(ROOT))
                     if name.split("/")[0] in ROOMS:
-                        first[name] = min(at_s, first.get(name, at_s))
+                        key = (name, function)
+                        first[key] = min(at_s, first.get(key, at_s))
         return first
 
 

@@ -13,7 +13,9 @@ needs luck.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,21 @@ _FILES = {
     "test_makefile.py": "the commands",
     "test_suite.py": "tiers, groups, durations",
 }
+
+
+def tiered(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
+    """Parameters of a test: the second tier has all of them, the first tier those of `first`.
+
+    Args:
+        values: for a test with several arguments, tuples.
+    """
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in first else pytest.mark.exhaustive,
+        )
+        for value in values
+    ]
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -1,9 +1,9 @@
-"""Models and servers for whole-stack tests."""
+"""Models for whole-stack tests."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,25 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from penstock.engine.model_files import DEMO_MODEL_PATH
 
 from ..clients.packages import langchain, node_modules
-from .processes import Served, lengthen, serve
 
-__all__ = ["demo_server", "langchain", "long_model", "node_modules", "tiny_model"]
-
-
-@pytest.fixture(scope="session")
-def long_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Arguments of `serve`: the demo model with room for answers that do not end."""
-    return lengthen(tmp_path_factory.mktemp("long"))
-
-
-@pytest.fixture(scope="session")
-def demo_server(
-    long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    """One server of that model in fp32, for tests that leave it as it was."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serve(*long_model, "--dtype", "float32", log=log) as served:
-        yield served
+__all__ = ["langchain", "node_modules", "tiny_model"]
 
 
 @pytest.fixture

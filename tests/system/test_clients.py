@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_frees_its_blocks(demo_server: Served) -> Non
 def test_the_terminal_chat_answers_what_is_piped_in(demo_server: Served) -> None:
     result = subprocess.run(
         [PENSTOCK, "chat", "--base-url", demo_server.base_url],
-        input="Hi, my name is Orlan.\nWhat is my name?\n",
+        input="Hi, my name is Orlan.\nWhat is my name?",  # a last line without an end
         capture_output=True,
         text=True,
         timeout=END_S,

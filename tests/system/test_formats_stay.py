@@ -61,7 +61,7 @@ def client(
         with redis.Redis.from_url(server.url) as database:
             for key, dump in json.loads(_FILE.read_text())["redis"].items():
                 database.restore(key, 0, base64.b64decode(dump))
-        flags = ("--dtype", "float32", "--redis-url", server.url)
+        flags = ("--dtype", "float32", "--redis-url", server.patient_url)
         with (
             serve(*long_model, *flags, log=path / "log") as served,
             httpx.Client(base_url=served.base_url, timeout=END_S) as client,

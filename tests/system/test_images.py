@@ -1,8 +1,7 @@
-"""Images through the whole stack: by the stock client, in a conversation, across a dead engine."""
+"""Images through the whole stack: by the stock client, third parties', and in a conversation."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -15,45 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI
 from PIL import Image
 
 from penstock.clients.python import Client
-from penstock.gateway.storage.conversations.ids import tree_of
 from tests.clients.packages import PACKAGES
 from tests.engine.vision_models import picture, save_model
-from tests.redis_server import RedisServer
 
-from .processes import END_S, Served, serve
-from .stream_checker import CheckedStream
-
-pytestmark = pytest.mark.redis
+from .processes import Served, serve
 
 TEXT = "what is this?"
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("images") / "redis") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def arguments(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Of `serve`."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = tmp_path_factory.mktemp("llava")
     save_model("llava", path)
-    name = ("--served-model-name", "llava", "--redis-url", redis.url)
-    return str(path), "--dtype", "float32", "--num-blocks", "200", *name
-
-
-@pytest.fixture(scope="module")
-def server(
-    arguments: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    with serve(*arguments, log=tmp_path_factory.mktemp("server") / "log") as served:
+    flags = ("--served-model-name", "llava", "--dtype", "float32", "--num-blocks", "200")
+    with serve(str(path), *flags, log=tmp_path_factory.mktemp("server") / "log") as served:
         yield served
 
 
@@ -158,12 +137,13 @@ def _check_third_party(server: Served, command: Sequence[str | Path], *, cwd: Pa
 
 
 @pytest.mark.node
+@pytest.mark.external
 def test_the_ai_sdk_sends_images(server: Served, node_modules: Path) -> None:
     shutil.copy(PACKAGES / "images.mjs", node_modules)
     _check_third_party(server, ["node", "images.mjs"], cwd=node_modules)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.external
 def test_langchain_sends_images(server: Served, langchain: Path, tmp_path: Path) -> None:
     _check_third_party(server, [langchain, PACKAGES / "images.py"], cwd=tmp_path)
 
@@ -190,70 +170,3 @@ def _prompt_tokens(server: Served) -> int:
     told = httpx.get(f"{server.base_url}/metrics").text
     lines = [each for each in told.splitlines() if each.startswith("penstock:prompt_tokens_total")]
     return sum(int(float(line.rpartition(" ")[2])) for line in lines)
-
-
-def test_a_stream_with_an_image_survives_its_engine(server: Served, client: OpenAI) -> None:
-    """It is given the image again."""
-    options: Any = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
-    whole = chat(client, picture(4), **options).choices[0].message.content
-    engines = [
-        each
-        for each in psutil.Process(server.process.pid).children(recursive=True)
-        if "engine" in " ".join(each.cmdline()) or "engine" in each.name()
-    ]
-    (engine,) = engines
-    text = ""
-    for number, chunk in enumerate(chat(client, picture(4), stream=True, **options)):
-        text += chunk.choices[0].delta.content or ""
-        if number == 3:
-            engine.kill()
-            assert chunk.choices[0].finish_reason is None
-    assert text == whole
-
-
-async def test_another_gateway_goes_on_with_images(
-    server: Served, redis: RedisServer, arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    """With a conversation, and with a stream after its gateway and engine were killed."""
-    text, image = {"type": "input_text", "text": TEXT}, {"type": "input_image", "detail": "auto"}
-    image["image_url"] = url_of(picture(8))
-    asked: Any = [{"role": "user", "content": [text, image]}]
-    options: Any = {"model": "llava", "temperature": 0}
-
-    async def talk(first: AsyncOpenAI, second: AsyncOpenAI) -> tuple[str, list[str]]:
-        """A conversation that begins at one gateway and goes on at another."""
-        talk = (await first.conversations.create()).id
-        settings: Any = {**options, "conversation": talk, "max_output_tokens": 8}
-        one = await first.responses.create(input=asked, **settings)
-        two = await second.responses.create(input="And now?", **settings)
-        assert two.usage
-        assert one.usage
-        assert two.usage.input_tokens > one.usage.input_tokens + 8
-        return talk, [one.output_text, two.output_text]
-
-    long = {**options, "input": asked, "ignore_eos": True, "max_output_tokens": 900}
-    with serve(*arguments, log=tmp_path / "log") as doomed:
-        async with (
-            AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none") as here,
-            AsyncOpenAI(base_url=f"{doomed.base_url}/v1", api_key="none") as there,
-        ):
-            talked, said = await talk(there, here)
-            assert (await talk(here, here))[1] == said
-        with redis.client() as looking:
-            chunks: Any = looking.hvals(f"penstock:{{{tree_of(talked)}}}:token_ids")
-        assert chunks.count(picture(8)) == 1  # of two turns that have it
-        undisturbed, stream = (
-            CheckedStream(body=long, begins_at=each, resumes_at=server.base_url, transport="sse")
-            for each in (server.base_url, doomed.base_url)
-        )
-        await undisturbed.read()
-        reading = asyncio.create_task(stream.read())
-        async with asyncio.timeout(END_S):
-            while len(stream.events) < 8:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        assert not stream.is_ended
-        doomed.process.kill()
-        for process in doomed.family:
-            process.kill()
-        assert (await reading).outcome == undisturbed.outcome
-    assert "is gone; it ran 1 responses" in server.log.read_text()

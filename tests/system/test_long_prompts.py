@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from .processes import END_S, lengthen, serve, wait_until
 
@@ -21,6 +22,7 @@ async def _post_all(base_url: str, body: dict[str, Any]) -> list[int]:
         return [response.status_code for response in await asyncio.gather(*posts)]
 
 
+@pytest.mark.exhaustive
 def test_memory_comes_back(tmp_path: Path) -> None:
     """Six are tokenised, as they are cut to what fits; and six are refused by their length."""
     arguments = (*lengthen(tmp_path), "--max-prompt-bytes", "8MiB")

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 import websockets
 
 from ..redis_server import RedisServer
+from ..support.fetched import python_packages
 from .processes import END_S, serve
 
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -38,28 +37,21 @@ def _lowest() -> list[str]:
 
 
 @pytest.fixture
-def lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def lowest(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder from which new processes import them."""
-    folder = tmp_path / "lowest"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile"]
-    install += ["--no-warn-conflicts", "--target"]
-    result = subprocess.run(
-        [*install, str(folder), *_lowest()], capture_output=True, text=True, check=False
-    )
-    if "from versions: none" in result.stderr:
-        pytest.skip("no package index answers")
-    assert result.returncode == 0, result.stderr[-2000:]
+    folder = python_packages(_lowest())
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return folder
 
 
 @pytest.mark.redis
+@pytest.mark.external
 @pytest.mark.timeout(600)
 async def test_a_server_with_the_lowest_versions(lowest: Path, tmp_path: Path) -> None:
     assert (lowest / "uvicorn").is_dir()
     with (
         RedisServer(tmp_path / "redis") as redis,
-        serve("--redis-url", redis.url, log=tmp_path / "log") as served,
+        serve("--redis-url", redis.patient_url, log=tmp_path / "log") as served,
     ):
         async with openai.AsyncOpenAI(base_url=f"{served.base_url}/v1", api_key="none") as client:
             stream = await client.chat.completions.create(

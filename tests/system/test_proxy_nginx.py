@@ -7,7 +7,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
@@ -22,9 +21,8 @@ from .processes import END_S, ENDLESS_TOKENS, Served, free_port, serve, wait_unt
 
 pytestmark = pytest.mark.nginx
 
-_PING_S = 0.5
-_IDLE_S = 4  # of nginx: it cuts what is silent for so long
-_SILENCE_S = 1.5 * _IDLE_S
+_PING_S = 0.1
+_IDLE_S = 3  # of nginx: it cuts what is silent for so long
 # What a user writes who follows nginx's own guides; buffering is on, as by default.
 _CONFIGURATION = """
 daemon off;
@@ -42,15 +40,14 @@ http {{
     map $http_upgrade $connection_upgrade {{ default upgrade; '' ''; }}
     server {{
         listen 127.0.0.1:{port};
-        location / {{
-            proxy_pass {upstream};
-            proxy_http_version 1.1;
-            proxy_set_header Host 127.0.0.1;
-            proxy_set_header Upgrade $http_upgrade;
-            proxy_set_header Connection $connection_upgrade;
-            proxy_read_timeout {idle_s}s;
-            proxy_send_timeout {idle_s}s;
-        }}
+        proxy_http_version 1.1;
+        proxy_set_header Host 127.0.0.1;
+        proxy_set_header Upgrade $http_upgrade;
+        proxy_set_header Connection $connection_upgrade;
+        proxy_read_timeout {idle_s}s;
+        proxy_send_timeout {idle_s}s;
+        location / {{ proxy_pass {upstream}; }}
+        location = /silent {{ proxy_pass {silent}; }}
     }}
 }}
 """
@@ -59,24 +56,24 @@ _BODY = {"model": "demo", "input": "Tell me a story.", "ignore_eos": True, "temp
 
 @contextmanager
 def nginx(upstream: str, directory: Path) -> Iterator[str]:
-    """A proxy before a server; its base URL."""
+    """A proxy before a server, and at `/silent` before one that never answers; its base URL."""
     directory.mkdir()
     port = free_port()
-    configuration = directory / "nginx.conf"
-    configuration.write_text(
-        _CONFIGURATION.format(directory=directory, port=port, upstream=upstream, idle_s=_IDLE_S)
-    )
     program = shutil.which("nginx")
     assert program is not None
-    log = directory / "error.log"
-    process = subprocess.Popen([program, "-p", directory, "-c", configuration, "-e", log])
-    try:
-        wait_until(lambda: process.poll() is not None or _listens(port))
-        assert process.poll() is None, log.read_text()
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(timeout=END_S)
+    configuration, log = directory / "nginx.conf", directory / "error.log"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings: dict[str, Any] = {"directory": directory, "port": port, "upstream": upstream}
+        settings |= {"silent": f"http://127.0.0.1:{silent.getsockname()[1]}", "idle_s": _IDLE_S}
+        configuration.write_text(_CONFIGURATION.format(**settings))
+        process = subprocess.Popen([program, "-p", directory, "-c", configuration, "-e", log])
+        try:
+            wait_until(lambda: process.poll() is not None or _listens(port))
+            assert process.poll() is None, log.read_text()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(timeout=END_S)
 
 
 def _listens(port: int) -> bool:
@@ -99,6 +96,12 @@ def served(
 def proxy(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with nginx(served.base_url, tmp_path_factory.mktemp("proxy") / "nginx") as url:
         yield url
+
+
+async def _what_is_silent_is_cut(proxy: str) -> None:
+    """As long as the proxy has patience with a connection, and a moment longer."""
+    async with httpx.AsyncClient(base_url=proxy, timeout=END_S) as client:
+        assert (await client.get("/silent")).status_code == 504
 
 
 @asynccontextmanager
@@ -133,10 +136,11 @@ async def test_events_pass_as_they_come_and_silence_is_survived_over_sse(
             client.stream("POST", "/v1/responses", json=body)
         )
         assert response.status_code == 200, await response.aread()
-        begun_s = time.monotonic()
+        silence = asyncio.create_task(_what_is_silent_is_cut(proxy))
         async for line in response.aiter_lines():
             lines += [line] if line else []
-            if not early and time.monotonic() > begun_s + _SILENCE_S:
+            if not early and silence.done():
+                silence.result()
                 early = lines.copy()
                 await occupied.aclose()
     assert early[0] == "event: response.created"
@@ -156,4 +160,4 @@ async def test_silence_is_survived_over_a_websocket(proxy: str) -> None:
             while event["type"] != "response.incomplete":
                 event = json.loads(await asyncio.wait_for(socket.recv(), END_S))
                 assert event["type"] != "error", event
-            await asyncio.sleep(_SILENCE_S)
+            await _what_is_silent_is_cut(proxy)

@@ -1,110 +1,77 @@
-"""kill -9 and SIGSTOP of each rank of an engine under streams: none is lost."""
+"""A rank that dies or stands still ends its engine, and streams go on in the next."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
+from .endless_streams import EndlessStreams
 from .processes import Served, serve, wait_until
 
-_NUM_STREAMS = 32
-_BACK_S = 90.0  # a start on a machine that does much else
-_NUM_TOKENS = 60
+pytestmark = pytest.mark.process_kills
+
+_RANK, _ENGINE = "penstock-rank 1", "penstock-engine"
 
 
-def _body(number: int) -> dict[str, Any]:
-    return {
-        "model": "demo",
-        "prompt": f"{number} times upon a time",
-        "stream": True,
-        "max_tokens": _NUM_TOKENS,
-        "min_tokens": _NUM_TOKENS,
-        "temperature": 0.8,
-        "seed": number,
-    }
-
-
-async def _read(client: httpx.AsyncClient, number: int, on_line: Callable[[], None]) -> list[str]:
-    async with client.stream("POST", "/v1/completions", json=_body(number)) as response:
-        assert response.status_code == 200, await response.aread()
-        lines = []
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                assert '"error"' not in line, line
-                lines.append(line)
-                on_line()
-        assert lines[-1] == "data: [DONE]"
-        return lines
-
-
-async def _texts(
-    client: httpx.AsyncClient, *, cut: int = 0, strike: Callable[[], object] = lambda: None
-) -> list[str]:
-    """What all streams say; `strike` is called once, after so many lines of all."""
-    num_lines = 0
-
-    def count() -> None:
-        nonlocal num_lines
-        num_lines += 1
-        if num_lines == cut:
-            strike()
-
-    streams = await asyncio.gather(*(_read(client, each, count) for each in range(_NUM_STREAMS)))
-    chunks = [
-        [httpx.Response(200, text=line.removeprefix("data: ")).json() for line in lines[:-1]]
-        for lines in streams
-    ]
-    return ["".join(each["choices"][0]["text"] for each in stream) for stream in chunks]
-
-
-def _rank(served: Served, name: str) -> psutil.Process:
+async def _survive(
+    served: Served, streams: EndlessStreams, name: str, number: signal.Signals
+) -> None:
+    """Wait for the end of all ranks, and for more of all streams, after one of them was struck."""
     served.renew_family()
-    return served.child(name)
+    ranks = [each for each in served.family if "rank" in each.name()]
+    struck = served.child(name)
+    num_back = served.log.read_text().count("the engine is back")
+    await streams.grow(5)
+    struck.send_signal(number)
+    await asyncio.to_thread(
+        wait_until, lambda: served.log.read_text().count("the engine is back") > num_back
+    )
+    await streams.grow(5)
+    assert ranks
+    assert not any(map(psutil.Process.is_running, (struck, *ranks)))
 
 
-RANK, ENGINE = "penstock-rank 1", "penstock-engine"
-STRIKES = {
-    "--tensor-parallel-size": [
-        (RANK, signal.SIGKILL),
-        (ENGINE, signal.SIGKILL),
-        (RANK, signal.SIGSTOP),
-        (ENGINE, signal.SIGSTOP),
-    ],
-    # What becomes of the engine itself is the same.
-    "--pipeline-parallel-size": [(RANK, signal.SIGKILL), (RANK, signal.SIGSTOP)],
-}
+def _flags(long_model: tuple[str, ...], flag: str) -> tuple[str, ...]:
+    return (*long_model, "--dtype", "float32", flag, "2", "--num-threads", "1")
+
+
+async def test_a_killed_rank_ends_the_engine(long_model: tuple[str, ...], tmp_path: Path) -> None:
+    with serve(*_flags(long_model, "--tensor-parallel-size"), log=tmp_path / "log") as served:
+        async with EndlessStreams(served.base_url, 4) as streams:
+            await _survive(served, streams, _RANK, signal.SIGKILL)
+        await streams.check()
+        assert "rank 1 has ended (exit code -9): the engine ends" in served.log.read_text()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("flag", STRIKES)
-async def test_streams_survive_each_rank(flag: str, tmp_path: Path) -> None:
-    flags, strikes = ("--dtype", "float32", flag, "2", "--num-threads", "1"), STRIKES[flag]
-    with serve(*flags, log=tmp_path / "log") as served:
-        async with httpx.AsyncClient(base_url=served.base_url, timeout=_BACK_S) as client:
-            expected = await _texts(client)
-            assert all(expected)
-            for num_back, (name, number) in enumerate(strikes, 1):
-                struck = _rank(served, name)
-                others = [each for each in served.family if "penstock-rank" in each.name()]
-
-                def strike(struck: psutil.Process = struck, number: int = number) -> None:
-                    struck.send_signal(number)
-
-                texts = await _texts(client, cut=200, strike=strike)
-                assert texts == expected, f"{name}, {number}"
-                wait_until(
-                    lambda: served.log.read_text().count("the engine is back") >= num_back  # noqa: B023
-                )
-                assert not any(each.is_running() for each in (struck, *others))
-    log = served.log.read_text()
-    assert "rank 1 has ended (exit code -9): the engine ends" in log
-    assert "rank 1 has not moved for 10 s: the engine ends" in log
+@pytest.mark.parametrize(
+    ("flag", "strikes"),
+    [
+        (
+            "--tensor-parallel-size",
+            [(_RANK, signal.SIGSTOP), (_ENGINE, signal.SIGKILL), (_ENGINE, signal.SIGSTOP)],
+        ),
+        # What becomes of the engine itself is the same, and who looks after the ranks too.
+        ("--pipeline-parallel-size", [(_RANK, signal.SIGKILL)]),
+    ],
+)
+async def test_streams_survive_each_rank(
+    flag: str,
+    strikes: list[tuple[str, signal.Signals]],
+    long_model: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    with serve(*_flags(long_model, flag), log=tmp_path / "log") as served:
+        async with EndlessStreams(served.base_url, 8) as streams:
+            for name, number in strikes:
+                await _survive(served, streams, name, number)
+        await streams.check()
+        log = served.log.read_text()
+    has_stood_still = "rank 1 has not moved for 10 s: the engine ends" in log
+    assert has_stood_still == ((_RANK, signal.SIGSTOP) in strikes)
     # Where the engine stood still, rank 1 ended it.
-    assert log.count("died (SIGKILL)") == sum(name == ENGINE for name, _ in strikes)
+    assert log.count("died (SIGKILL)") == sum(name == _ENGINE for name, _ in strikes)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,15 @@ from penstock.engine.config import TlsFiles
 
 from ..certificate import Authority
 from ..redis_server import RedisServer
+from .endless_streams import EndlessStreams
 from .processes import Served, serve, wait_until
-from .test_engine_pool import read_all
 
 pytest.importorskip("ray", reason="needs pip install 'penstock-llm[ray]'")
 
 pytestmark = [
     pytest.mark.redis,
-    pytest.mark.exhaustive,
+    pytest.mark.external,
+    pytest.mark.process_kills,
     # Ray's own: files and sockets that it leaves to the collector, and names that it will change.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -65,29 +65,18 @@ def _options(cluster: Any, redis: RedisServer, files: TlsFiles) -> tuple[str, ..
     )  # fmt: skip
 
 
-async def test_a_node_is_lost_and_no_stream(
-    long_model: tuple[str, ...], tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+async def test_a_node_is_lost_and_no_stream(long_model: tuple[str, ...], tmp_path: Path) -> None:
     files = Authority(tmp_path / "tls").certificate("node", names=f"DNS:{_NAME}")
     with RedisServer(tmp_path / "redis") as redis, _cluster(3) as cluster:
         options = ("--replicas", "3", "--swap-space", "0", *_options(cluster, redis, files))
         with serve(*long_model, *options, log=tmp_path / "log") as served:
             wait_until(lambda: [each["state"] for each in _engines(served)] == ["ready"] * 3)
-            async with httpx.AsyncClient(
-                base_url=served.base_url, timeout=120, limits=httpx.Limits(max_connections=50)
-            ) as client:
-                expected, reading = await read_all(client)
-                await reading
-                streams, reading = await read_all(client)
-                while any(not stream.tokens for stream in streams):  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)
-                before = _engines(served)
-                assert all(each["num_streams"] for each in before)
-                lost_s = time.monotonic()
+            async with EndlessStreams(served.base_url, 30) as streams:
+                await streams.grow(5)
+                assert all(each["num_streams"] for each in _engines(served))
                 await asyncio.to_thread(cluster.remove_node, cluster.worker_nodes.copy().pop())
-                await reading
-            assert streams == expected
-            record_property("longest_wait_s", max(each.wait_s(lost_s) for each in streams))
+                await streams.grow(20)
+            await streams.check()
             wait_until(lambda: [each["state"] for each in _engines(served)].count("ready") == 2)
             assert "continue in another one" in (tmp_path / "log").read_text()
 
@@ -112,12 +101,11 @@ async def test_engines_come_and_go_with_the_queue(
                 flood = [asyncio.create_task(_flood(client, numbers, served)) for _ in range(30)]
                 await asyncio.gather(*flood)
                 assert await asyncio.to_thread(_num_ready, served) == 2
-                first, reading = await read_all(client, num=2)
-                await reading
+            async with EndlessStreams(served.base_url, 2) as streams:
                 while await asyncio.to_thread(_num_ready, served) == 2:
-                    again, reading = await read_all(client, num=2)
-                    await reading
-                    assert again == first
+                    await streams.grow(5)
+                await streams.grow(5)
+            await streams.check()
             wait_until(lambda: not _engines(served))
             log = (tmp_path / "log").read_text()
             assert "starting engine 2" in log

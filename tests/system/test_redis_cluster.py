@@ -23,7 +23,8 @@ from tests.redis_server import RedisCluster, RedisServer
 from .processes import END_S, Served, serve, suspended
 from .stream_checker import CheckedStream, ExpiredError, replay
 
-pytestmark = pytest.mark.redis
+# What one node's death costs is shown by the gateway's tests of clusters; here with whole servers.
+pytestmark = [pytest.mark.redis, pytest.mark.process_kills, pytest.mark.exhaustive]
 
 _NUM_TOKENS = 200
 _NUM_AT_ONCE = 12  # streams begun

@@ -1,4 +1,4 @@
-"""Engines that register in Redis, and a gateway that finds them: one drains, Redis goes away."""
+"""Engines that register in Redis, a gateway that finds them, and TLS between them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -15,11 +16,25 @@ import pytest
 
 from ..certificate import Authority
 from ..redis_server import RedisServer
-from .processes import PENSTOCK, Served, read_line, serve, wait_until
-from .test_engine_pool import Stream, read_all
+from .endless_streams import EndlessStreams
+from .processes import END_S, PENSTOCK, Served, read_line, serve, wait_until
 
-pytestmark = [pytest.mark.redis, pytest.mark.exhaustive]
-_AWAY_S = 10.0  # longer than a lease, and than the time after which all records are read again
+pytestmark = pytest.mark.redis
+
+
+@dataclass
+class Remote:
+    """A gateway without an engine of its own, and one elsewhere.
+
+    Attributes:
+        options: of further engines.
+    """
+
+    redis: RedisServer
+    served: Served
+    engine: subprocess.Popen[str]
+    address: str
+    options: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -34,77 +49,89 @@ def _engine(log: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
+            process.wait(timeout=END_S)
         assert process.stdout is not None
         process.stdout.close()
 
 
-def _engines(served: Served) -> dict[str, str]:
-    health = httpx.get(f"{served.base_url}/health").json()
-    return {each["name"]: each["state"] for each in health.get("engines", ())}
+def _address(engine: subprocess.Popen[str]) -> str:
+    line = read_line(engine)
+    assert line.startswith("penstock engine is ready at 127.0.0.1:")
+    return line.split()[5]
 
 
-async def test_engines_are_found_and_lost_and_redis_too(
-    long_model: tuple[str, ...], tmp_path: Path
-) -> None:
-    with RedisServer(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
-        files = Authority(tmp_path / "tls").certificate("node")
+@pytest.fixture(scope="module")
+def remote(
+    long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Remote]:
+    path = tmp_path_factory.mktemp("remote")
+    files = Authority(path / "tls").certificate("node")
+    with RedisServer(path / "redis", appends=False) as redis, contextlib.ExitStack() as stack:
         common = (
             *long_model, "--redis-url", redis.url, "--tls-cert", files.cert, "--tls-key", files.key,
             "--tls-ca", files.ca,
         )  # fmt: skip
         options = (*common, "--dtype", "float32", "--num-threads", "1")
-        engines = [
-            stack.enter_context(_engine(tmp_path / f"engine-{index}", *options))
-            for index in range(2)
-        ]
-        served = stack.enter_context(
-            serve(*common, "--replicas", "0", "--discover", log=tmp_path / "log")
-        )
-        lines = [read_line(engine) for engine in engines]
-        assert all(line.startswith("penstock engine is ready at 127.0.0.1:") for line in lines)
-        wait_until(lambda: list(_engines(served).values()) == ["ready"] * 2)
-        _send_plainly(lines[0].split()[5])
-        async with httpx.AsyncClient(
-            base_url=served.base_url, timeout=120, limits=httpx.Limits(max_connections=50)
-        ) as client:
-            expected, reading = await read_all(client)
-            await reading
-
-            streams, reading = await read_all(client)
-            while any(not stream.tokens for stream in streams):  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-            assert all(_streams(served).values())
-            engines[0].send_signal(signal.SIGTERM)
-            await reading
-            assert streams == expected
-            assert await asyncio.to_thread(engines[0].wait, 60) == 0
-            wait_until(lambda: list(_engines(served)) == [])  # a single one needs no list
-
-            with redis.paused():
-                streams, reading = await read_all(client)
-                await asyncio.sleep(_AWAY_S)
-                late: list[Stream]
-                late, reading_late = await read_all(client)
-                await asyncio.gather(reading, reading_late)
-            assert streams == late == expected
-        _check_is_registered(redis)
+        engine = stack.enter_context(_engine(path / "engine", *options))
+        gateway = serve(*common, "--replicas", "0", "--discover", log=path / "log")
+        served = stack.enter_context(gateway)
+        yield Remote(redis, served, engine, _address(engine), options)
 
 
-def _streams(served: Served) -> dict[str, int]:
+def _engines(served: Served) -> dict[str, int]:
+    """Those that are ready, by name, and how many streams each has; a single one has no list."""
     health = httpx.get(f"{served.base_url}/health").json()
-    return {each["name"]: each["num_streams"] for each in health["engines"]}
+    told = health.get("engines", ())
+    return {each["name"]: each["num_streams"] for each in told if each["state"] == "ready"}
+
+
+def _num_registered(redis: RedisServer) -> int:
+    with redis.client() as client:
+        return len(client.keys("penstock:engines:*:127.0.0.1:*"))
+
+
+async def test_an_engine_elsewhere_is_found_and_serves(remote: Remote) -> None:
+    url = f"{remote.served.base_url}/ready"
+    await asyncio.to_thread(wait_until, lambda: httpx.get(url).status_code == 200)
+    assert _num_registered(remote.redis) == 1
+    _send_plainly(remote.address)
+    async with EndlessStreams(remote.served.base_url, 2) as streams:
+        await streams.grow(5)
+    await streams.check()
 
 
 def _send_plainly(address: str) -> None:
     """A peer without TLS is hung up on."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as peer:
+    with socket.create_connection((host, int(port)), timeout=END_S) as peer:
         peer.sendall(b"\x00\x00\x00\x09\x92\xa5hello\x0e")
         with contextlib.suppress(ConnectionError):
             assert peer.recv(4096)[:1] in (b"", b"\x15")  # TLS' alert
 
 
-def _check_is_registered(redis: RedisServer) -> None:
-    with redis.client() as client:
-        wait_until(lambda: len(client.keys("penstock:engines:*:127.0.0.1:*")) == 1)
+@pytest.mark.process_kills
+@pytest.mark.exhaustive
+async def test_known_engines_serve_while_redis_is_away(remote: Remote) -> None:
+    url = f"{remote.served.base_url}/ready"
+    await asyncio.to_thread(wait_until, lambda: httpx.get(url).status_code == 200)
+    with remote.redis.paused():
+        async with EndlessStreams(remote.served.base_url, 4) as streams:
+            await streams.grow(5)
+        await streams.check()
+
+
+@pytest.mark.process_kills
+@pytest.mark.exhaustive
+async def test_streams_leave_an_engine_that_is_told_to_end(remote: Remote, tmp_path: Path) -> None:
+    with _engine(tmp_path / "engine", *remote.options) as other:
+        _address(other)
+        await asyncio.to_thread(wait_until, lambda: len(_engines(remote.served)) == 2)
+        async with EndlessStreams(remote.served.base_url, 20) as streams:
+            await streams.grow(5)
+            assert all(_engines(remote.served).values())
+            remote.engine.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(remote.engine.wait, END_S) == 0
+            await streams.grow(5)
+        await asyncio.to_thread(wait_until, lambda: not _engines(remote.served))
+        await streams.check()
+        await asyncio.to_thread(wait_until, lambda: _num_registered(remote.redis) == 1)

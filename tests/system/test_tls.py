@@ -8,11 +8,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 import websockets
 
+from penstock.engine.errors import ConfigError
+from penstock.gateway.http.server import https_context
+from penstock.gateway.launch.cli import main
+
 from ..certificate import make_certificate
-from .processes import END_S, serve
-from .test_lifecycle import fail
+from .processes import END_S, launch, read_line, serve
 
 _PASSWORD = "of the key"
 
@@ -43,14 +47,32 @@ async def test_https_and_wss(certificate: tuple[Path, Path], tmp_path: Path) -> 
         assert _PASSWORD not in served.log.read_text()
 
 
-def test_a_key_that_cannot_be_used_is_said(certificate: tuple[Path, Path]) -> None:
+def test_a_server_whose_key_wants_a_password_does_not_start(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """It says so in one line, and asks nobody."""
     certfile, keyfile = map(str, certificate)
-    assert f"cannot use the certificate and key of {certfile} and {keyfile}" in fail(
-        "--ssl-certfile", certfile, "--ssl-keyfile", keyfile
+    log = tmp_path / "log"
+    with launch(["--ssl-certfile", certfile, "--ssl-keyfile", keyfile], log) as process:
+        assert read_line(process) == ""
+        assert process.wait(END_S) != 0
+    (line,) = log.read_text().splitlines()
+    assert line.startswith(
+        f"penstock: error: cannot use the certificate and key of {certfile} and {keyfile}"
     )
-    line = fail(
-        "--ssl-certfile", certfile, "--ssl-keyfile", keyfile, "--ssl-keyfile-password", "no"
+
+
+def test_files_that_cannot_be_used_are_said(certificate: tuple[Path, Path]) -> None:
+    certfile, keyfile = certificate
+    wrong = uvicorn.Config(
+        "none", ssl_certfile=certfile, ssl_keyfile=keyfile, ssl_keyfile_password="no"
     )
-    assert "cannot use the certificate" in line
-    assert "No such file" in fail("--ssl-certfile", "/no/such/file")
-    assert "--ssl-keyfile needs --ssl-certfile" in fail("--ssl-keyfile", keyfile)
+    with pytest.raises(ConfigError, match="cannot use the certificate and key of"):
+        https_context(wrong)
+    with pytest.raises(ConfigError, match="No such file"):
+        https_context(uvicorn.Config("none", ssl_certfile="/no/such/file"))
+
+
+def test_a_key_needs_its_certificate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--ssl-keyfile", "a.key"]) == 2
+    assert "--ssl-keyfile needs --ssl-certfile" in capsys.readouterr().err

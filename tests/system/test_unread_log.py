@@ -9,13 +9,13 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 
 import httpx
 import psutil
+import pytest
 
 from .processes import (
     END_S,
@@ -23,8 +23,9 @@ from .processes import (
     PENSTOCK,
     metric,
     wait_gone,
-    wait_until,
 )
+
+pytestmark = [pytest.mark.process_kills, pytest.mark.exhaustive]
 
 _NUM_REQUESTS = 2000
 _LONG_ID = {"x-request-id": "x" * 128}  # twice in a line of JSON: 2,000 are more than the queue
@@ -77,16 +78,29 @@ def _request(url: str) -> None:
             answer.read()
 
 
-async def test_nobody_waits_for_the_logs_reader(long_model: tuple[str, ...]) -> None:
+async def test_nobody_waits_for_the_logs_reader_who_is_told_what_is_missing(
+    long_model: tuple[str, ...],
+) -> None:
     with serve(*long_model) as (process, url):
-        [engine] = engines(process)
         async with httpx.AsyncClient(base_url=url, timeout=END_S) as client:
+            await fill(url)
+            num_dropped = await metric(client, "log_lines_dropped_total")
+            assert num_dropped > 0
+            *before, notice = await read_until(process, "dropped")
+            assert notice["message"] == f"{num_dropped:.0f} log lines were dropped"
+            assert len(before) == _NUM_REQUESTS - num_dropped
+            assert (await client.get("/v1/models", headers=_LONG_ID)).status_code == 200
+            [last] = await read_until(process, "/v1/models")
+            assert last["logger"] == "penstock.access"
+
+            # From here on nobody reads.
             events: list[str] = []
             story = asyncio.create_task(read_story(client, events))
             await fill(url)
             assert (await client.get("/health")).status_code == 200
             await grown(events)
             # The supervisor tells of this, and the next engine starts under the same full pipe.
+            [engine] = engines(process)
             engine.kill()
             await asyncio.to_thread(wait_gone, [engine])
             await grown(events)
@@ -99,6 +113,20 @@ async def test_nobody_waits_for_the_logs_reader(long_model: tuple[str, ...]) -> 
         assert events[-1] == "data: [DONE]"
         assert await asyncio.to_thread(process.wait, END_S) == 0
         wait_gone([after])
+
+
+async def read_until(process: subprocess.Popen[str], text: str) -> list[dict[str, str]]:
+    """The log's next lines up to one whose message has this text."""
+
+    def read() -> list[dict[str, str]]:
+        assert process.stdout is not None
+        lines: list[dict[str, str]] = []
+        while not lines or text not in lines[-1]["message"]:
+            lines.append(json.loads(process.stdout.readline()))
+        return lines
+
+    async with asyncio.timeout(END_S):
+        return await asyncio.to_thread(read)
 
 
 def engines(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -119,28 +147,3 @@ async def grown(events: list[str]) -> None:
     async with asyncio.timeout(END_S):
         while len(events) < num + 500:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def test_the_log_says_what_is_missing() -> None:
-    with serve() as (process, url):
-        await fill(url)
-        async with httpx.AsyncClient(base_url=url, timeout=END_S) as client:
-            num_dropped = await metric(client, "log_lines_dropped_total")
-            assert num_dropped > 0
-            lines: list[dict[str, object]] = []
-            assert process.stdout is not None
-            stdout = process.stdout
-            reader = threading.Thread(
-                target=lambda: lines.extend(json.loads(line) for line in stdout)
-            )
-            reader.start()
-            wait_until(lambda: any("dropped" in str(line["message"]) for line in lines))
-            assert (await client.get("/v1/models", headers=_LONG_ID)).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=END_S) == 0
-        reader.join()
-    gateway = [line for line in lines if line["logger"] != "penstock"]  # the supervisor's
-    *before, notice, last = gateway
-    assert notice["message"] == f"{num_dropped:.0f} log lines were dropped"
-    assert last["logger"] == "penstock.access"
-    assert len(before) == _NUM_REQUESTS - num_dropped

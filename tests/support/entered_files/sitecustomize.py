@@ -1,9 +1,9 @@
-"""Tells which files a process has entered, and when first.
+"""Tells which functions a process has entered, and when first.
 
 Python imports this at its start where the folder is on PYTHONPATH: so `tests.support.request_path`
-sees into the processes of a server that knows nothing of it. A file is entered when one of its
-functions is called or resumed; the body of a module, which runs at its import, does not count.
-Whoever connects to the process's socket gets what was entered since the last connection.
+sees into the processes of a server that knows nothing of it. A function is entered when it is
+called or resumed; the body of a module, which runs at its import, does not count. Whoever connects
+to the process's socket gets what was entered since the last connection.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import threading
 import time
 from types import FrameType
 
-_entered: dict[str, float] = {}  # file to the monotonic clock's time
+# Of file and function, to the monotonic clock's time.
+_entered: dict[tuple[str, str], float] = {}
 
 
 def _note(frame: FrameType, _event: str, _argument: object) -> None:
     """A trace function that traces no lines."""
     code = frame.f_code
-    if code.co_filename not in _entered and code.co_name != "<module>":
-        _entered[code.co_filename] = time.monotonic()
+    function = (code.co_filename, code.co_qualname)
+    if function not in _entered and code.co_name != "<module>":
+        _entered[function] = time.monotonic()
 
 
 def _tell(listener: socket.socket) -> None:
@@ -32,7 +34,8 @@ def _tell(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         entered, _entered = _entered, {}
         with connection, connection.makefile("w") as file:
-            json.dump({"command": sys.orig_argv[1:], "entered": entered}, file)
+            told = [(*function, at_s) for function, at_s in entered.items()]
+            json.dump({"command": sys.orig_argv[1:], "entered": told}, file)
 
 
 def _start(folder: str) -> None:

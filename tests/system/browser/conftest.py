@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,34 +12,23 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
+from ...support import fetched
 from ..processes import Served
 from .page_flow import ANSWER_TIMEOUT_MS, CHROMIUM_ARGS
 
 PAGE = Path(__file__).parents[3] / "clients" / "browser"
 _PACKAGES = Path(__file__).parent / "node"
-_CACHE = Path(__file__).parents[3] / "build" / "browser-tests"
 NewPage = Callable[..., Awaitable[Page]]
 expect.set_options(timeout=ANSWER_TIMEOUT_MS)  # much of what is waited for is an answer's end
 
 
 @pytest.fixture(scope="session")
 def packages() -> Path:
-    """`node_modules` with what the tests need, from the registry once and kept."""
-    npm = shutil.which("npm") or pytest.skip("npm is not installed")
-    lock = (_PACKAGES / "package-lock.json").read_bytes()
-    modules = _CACHE / "node_modules"
-    mark = modules / "installed"
-    if not mark.is_file() or mark.read_bytes() != lock:
-        _CACHE.mkdir(parents=True, exist_ok=True)
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(_PACKAGES / name, _CACHE)
-        command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-        subprocess.run(command, cwd=_CACHE, check=True, capture_output=True, timeout=240)
-        mark.write_bytes(lock)
-    return modules
+    """`node_modules` with what the tests need."""
+    return fetched.npm_packages(_PACKAGES)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
     """The system's; tests that need one are skipped where there is none."""
     path = shutil.which("chromium") or pytest.skip("chromium is not installed")
@@ -52,7 +40,7 @@ async def browser() -> AsyncIterator[Browser]:
         await started.close()
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def new_page(browser: Browser) -> AsyncIterator[NewPage]:
     """Makes pages of one browser profile. No script error, policy violation or request to
     elsewhere may happen in them."""
@@ -72,12 +60,12 @@ async def new_page(browser: Browser) -> AsyncIterator[NewPage]:
     assert wrong == []
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def page(new_page: NewPage) -> Page:
     return await new_page()
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def api(demo_server: Served) -> AsyncIterator[httpx.AsyncClient]:
     """Somebody else at the same server."""
     async with httpx.AsyncClient(base_url=f"{demo_server.base_url}/v1/", timeout=120) as client:

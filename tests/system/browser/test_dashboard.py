@@ -20,7 +20,7 @@ from penstock.gateway.api.status.stats_socket import series_of
 
 from ..processes import Served, serve, suspended
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 KEYS = """
 [[keys]]
@@ -52,7 +52,7 @@ def loaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(loaded_server: Served) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=loaded_server.base_url, timeout=60) as client:
         yield client
@@ -223,6 +223,8 @@ async def test_what_it_says_is_what_the_metrics_say(
     assert re.match(r"M\d", await page.locator("#tile-tokens-out .line").get_attribute("d") or "")
 
 
+@pytest.mark.process_kills
+@pytest.mark.exhaustive
 async def test_it_goes_on_after_gateway_and_engine_were_killed(
     page: Page, loaded_server: Served, client: httpx.AsyncClient
 ) -> None:
@@ -247,6 +249,7 @@ async def test_it_goes_on_after_gateway_and_engine_were_killed(
 
 
 @pytest.mark.node
+@pytest.mark.external
 async def test_axe_finds_nothing_on_a_narrow_screen(
     page: Page, loaded_server: Served, packages: Path
 ) -> None:

@@ -14,7 +14,11 @@ from tests.engine.vision_models import picture, save_model
 from ..processes import Served, serve
 from .page_flow import finished, open_page, say
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.exhaustive,
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 _GIVE = """([kind, file]) => {
   const bytes = Uint8Array.from(atob(file), (each) => each.charCodeAt(0));

@@ -12,7 +12,7 @@ from ..processes import Served
 from .conftest import make_conversation
 from .page_flow import STORY, finished, growing, open_page, stopped, stories
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 SAID = [("user", "I am Ada."), ("assistant", "Hello!")]
 
 
@@ -53,6 +53,7 @@ async def test_a_message_waits_for_what_was_said_before(
     await stopped(page, turn)
 
 
+@pytest.mark.exhaustive
 async def test_who_goes_elsewhere_meanwhile_finds_the_message_there(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -75,6 +76,7 @@ async def test_who_goes_elsewhere_meanwhile_finds_the_message_there(
     assert await finished(page.locator(".turn").nth(1))
 
 
+@pytest.mark.exhaustive
 async def test_a_conversation_that_cannot_be_loaded_gives_the_message_back(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

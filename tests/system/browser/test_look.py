@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -15,15 +14,15 @@ from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import make_conversation
 from .page_flow import STORY, connected, finished, growing, open_page, say, stopped, stories
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 _MAX_PAGE_BYTES = 100_000
 _NUM_TOKENS = 300
-_MAX_FRAME_MS = 100  # of half of all frames; more where a page at rest has no short ones either
+_SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 # What moves, and how often, while an answer comes.
 _WATCH = """() => {
-  window.seen = { shifts: [], changes: 0, frames: [] };
+  window.seen = { shifts: [], changes: 0, elsewhere: 0, frames: 0 };
   new PerformanceObserver((entries) => {
     for (const { value, hadRecentInput, sources } of entries.getEntries()) {
       if (hadRecentInput) continue;
@@ -31,14 +30,19 @@ _WATCH = """() => {
       window.seen.shifts.push([value, moved]);
     }
   }).observe({ type: "layout-shift" });
-  new MutationObserver(() => { window.seen.changes += 1; }).observe(
+  new MutationObserver((changes) => {
+    window.seen.changes += 1;
+    const last = [...document.querySelectorAll(".turn")].at(-1);
+    for (const { target, addedNodes } of changes) {
+      const isOfLast = last.contains(target) || [...addedNodes].includes(last);
+      window.seen.elsewhere += isOfLast ? 0 : 1;
+    }
+  }).observe(
     document.querySelector("#transcript"),
     { subtree: true, characterData: true, childList: true },
   );
-  let last = performance.now();
-  const tick = (now) => {
-    window.seen.frames.push(now - last);
-    last = now;
+  const tick = () => {
+    window.seen.frames += 1;
     requestAnimationFrame(tick);
   };
   requestAnimationFrame(tick);
@@ -51,39 +55,40 @@ def axe(packages: Path) -> str:
 
 
 async def _violations(page: Page, axe: str) -> list[tuple[str, list[Any]]]:
-    await page.evaluate(axe)
-    found = await page.evaluate("axe.run()")
+    """What is wrong with the page as it is, in light and dark."""
+    violations = []
+    for scheme in _SCHEMES:
+        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        await page.evaluate(axe)
+        violations += (await page.evaluate("axe.run()"))["violations"]
     return [
         (violation["id"], [node["target"] for node in violation["nodes"]])
-        for violation in found["violations"]
+        for violation in violations
         if violation["impact"] in ("serious", "critical")
     ]
 
 
-@pytest.mark.parametrize(
-    "size",
-    [(360, 640), (360, 380), (640, 360), (500, 320)],
-    ids=lambda size: f"{size[0]}x{size[1]}",
-)
-async def test_a_first_visit_begins_at_the_heading(
-    page: Page, demo_server: Served, size: tuple[int, int]
-) -> None:
+@pytest.mark.exhaustive
+async def test_a_first_visit_begins_at_the_heading(page: Page, demo_server: Served) -> None:
     """On small screens and, the same to a page, at 200 % zoom of larger ones."""
-    await page.set_viewport_size({"width": size[0], "height": size[1]})
     await open_page(page, demo_server.base_url, max_output_tokens=5)
     heading = page.get_by_role("heading", name="Open the gate.")
-    # There is something to scroll.
-    assert await page.evaluate("scroller.scrollHeight - scroller.clientHeight") > 24
-    await expect(heading).to_be_in_viewport(ratio=1)
-    await page.locator("#composer-text").fill("Hello")
-    await page.evaluate("new Promise(requestAnimationFrame)")
-    assert await page.evaluate("scroller.scrollTop") == 0
-    await expect(page.get_by_role("button", name="Latest")).to_be_hidden()
-    await page.keyboard.press("Enter")
-    await finished(page.locator(".turn"))
-    await page.keyboard.press("Alt+n")
-    await expect(heading).to_be_in_viewport(ratio=1)
-    assert await page.evaluate("scroller.scrollTop") == 0
+    for width, height in ((360, 640), (360, 380), (640, 360), (500, 320)):
+        await page.set_viewport_size({"width": width, "height": height})
+        await page.goto(demo_server.base_url)
+        await connected(page)
+        # There is something to scroll.
+        assert await page.evaluate("scroller.scrollHeight - scroller.clientHeight") > 24
+        await expect(heading).to_be_in_viewport(ratio=1)
+        await page.locator("#composer-text").fill("Hello")
+        await page.evaluate("new Promise(requestAnimationFrame)")
+        assert await page.evaluate("scroller.scrollTop") == 0
+        await expect(page.get_by_role("button", name="Latest")).to_be_hidden()
+        await page.keyboard.press("Enter")
+        await finished(page.locator(".turn"))
+        await page.keyboard.press("Alt+n")
+        await expect(heading).to_be_in_viewport(ratio=1)
+        assert await page.evaluate("scroller.scrollTop") == 0
 
 
 _TOO_SMALL = """() => [...document.querySelectorAll(
@@ -94,6 +99,7 @@ _TOO_SMALL = """() => [...document.querySelectorAll(
   .map(([name, { width, height }]) => `${name}: ${width} x ${height}`)"""
 
 
+@pytest.mark.exhaustive
 async def test_fingers_find_every_button(
     browser: Browser, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -128,6 +134,7 @@ async def test_fingers_find_every_button(
     await context.close()
 
 
+@pytest.mark.exhaustive
 async def test_headings_toggles_and_the_editor(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -153,12 +160,11 @@ async def test_headings_toggles_and_the_editor(
     await expect(edit).to_be_focused()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.external
 @pytest.mark.node
 async def test_axe_finds_nothing_serious(
-    page: Page, demo_server: Served, api: httpx.AsyncClient, axe: str, scheme: Any
+    page: Page, demo_server: Served, api: httpx.AsyncClient, axe: str
 ) -> None:
-    await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     await open_page(page, demo_server.base_url, max_output_tokens=5)
     assert await _violations(page, axe) == []
     text = "# Title\n\n- a\n- `b`\n\n```js\nlet x;\n```"
@@ -191,6 +197,7 @@ async def test_axe_finds_nothing_serious(
     assert await _violations(page, axe) == []
 
 
+@pytest.mark.exhaustive
 async def test_nothing_moves_while_an_answer_comes(page: Page, demo_server: Served) -> None:
     await stories(page, _NUM_TOKENS)
     await open_page(page, demo_server.base_url)
@@ -205,9 +212,10 @@ async def test_nothing_moves_while_an_answer_comes(page: Page, demo_server: Serv
     await turn.get_by_role("button", name="Figures").click()
     await expect(turn.locator(".stats")).to_contain_text(f"{_NUM_TOKENS} tokens")
     # Once per frame, however many tokens come.
-    assert seen["changes"] <= len(seen["frames"]) + 5
+    assert seen["changes"] <= seen["frames"] + 5
 
 
+@pytest.mark.exhaustive
 async def test_two_hundred_messages_stay_smooth(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -218,14 +226,14 @@ async def test_two_hundred_messages_stay_smooth(
     await expect(page.locator(".message")).to_have_count(200)
     await expect(page.locator(".message").last).to_be_in_viewport()
     await page.evaluate(_WATCH)
-    await page.wait_for_function("() => window.seen.frames.length > 30")
-    resting_ms = median(await page.evaluate("window.seen.frames.splice(0)"))
     turn = await say(page, STORY)
     await finished(turn)
     await expect(turn.locator(".prose")).to_be_in_viewport()
     seen = await page.evaluate("window.seen")
-    assert median(seen["frames"]) < max(_MAX_FRAME_MS, 3 * resting_ms)
     assert seen["shifts"] == []
+    # What an answer costs does not grow with what was said before it.
+    assert seen["changes"] > 0
+    assert seen["elsewhere"] == 0
     await page.mouse.move(500, 300)
     await page.mouse.wheel(0, -4_000)
     await expect(page.get_by_role("button", name="Latest")).to_be_visible()
@@ -233,6 +241,7 @@ async def test_two_hundred_messages_stay_smooth(
     await expect(turn.locator(".prose")).to_be_in_viewport()
 
 
+@pytest.mark.exhaustive
 async def test_scrolling_follows_until_the_reader_scrolls_up(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -261,6 +270,7 @@ async def test_scrolling_follows_until_the_reader_scrolls_up(
     await page.wait_for_function(f"() => {distance} < 2")
 
 
+@pytest.mark.exhaustive
 async def test_a_narrow_screen(page: Page, demo_server: Served, api: httpx.AsyncClient) -> None:
     conversation = await make_conversation(
         api, [("user", "x" * 400), ("assistant", f"```\n{'y' * 400}\n```")], title="Wide things"

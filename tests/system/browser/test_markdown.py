@@ -10,7 +10,7 @@ from ..processes import Served
 from .conftest import make_conversation
 from .page_flow import ask, open_page
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_markdown_and_copying(
@@ -48,6 +48,7 @@ async def test_markdown_and_copying(
     )
 
 
+@pytest.mark.exhaustive
 async def test_tables_read_from_the_right_where_their_letters_do(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -75,6 +76,7 @@ async def test_tables_read_from_the_right_where_their_letters_do(
     assert await english.locator("td").evaluate_all(gaps) == ["left", "right"]
 
 
+@pytest.mark.exhaustive
 async def test_markdown_piece_by_piece_equals_markdown_at_once(
     page: Page, demo_server: Served
 ) -> None:
@@ -125,6 +127,7 @@ async def test_markdown_piece_by_piece_equals_markdown_at_once(
     assert different == []
 
 
+@pytest.mark.exhaustive
 async def test_markdown_costs_as_much_as_it_is_long(page: Page, demo_server: Served) -> None:
     """Four times the text, whole or in pieces, takes about four times the work: characters that
     patterns look at, and changes of the page. (Six: the first 2,048 characters of a line may cost
@@ -236,6 +239,7 @@ async def test_a_link_says_where_it_leads(page: Page, demo_server: Served) -> No
     assert dict(zip(cases, drawn, strict=True)) == cases
 
 
+@pytest.mark.exhaustive
 async def test_hidden_characters_in_code_are_shown_and_copied(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

@@ -26,7 +26,7 @@ from .page_flow import (
     stories,
 )
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 HTML = (
     "<script>document.title = 'owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp;"
@@ -158,6 +158,7 @@ async def test_markup_and_unicode_are_text(
     assert refused  # the policy lets nobody write HTML, by mistake neither
 
 
+@pytest.mark.exhaustive
 async def test_an_answer_of_several_items(page: Page, demo_server: Served) -> None:
     """They are shown in order: text, a call, text; and copied as paragraphs."""
 
@@ -218,6 +219,7 @@ async def test_settings_and_figures(
     await expect(page.get_by_label("Dark")).to_be_checked()
 
 
+@pytest.mark.exhaustive
 async def test_figures_of_an_answer_with_drafts(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -277,6 +279,7 @@ async def test_keyboard(page: Page, demo_server: Served) -> None:
     await expect(page.get_by_role("button", name="Watch a long stream")).to_be_focused()
 
 
+@pytest.mark.exhaustive
 async def test_drafts_stay_with_their_conversations(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -308,6 +311,7 @@ async def test_drafts_stay_with_their_conversations(
         await expect(box).to_have_value(draft)
 
 
+@pytest.mark.exhaustive
 async def test_shortcuts_leave_the_characters_of_a_mac_alone(
     page: Page, demo_server: Served
 ) -> None:
@@ -331,6 +335,7 @@ async def test_shortcuts_leave_the_characters_of_a_mac_alone(
     await expect(page.get_by_title("Settings (Control+Option+S)")).to_be_attached()
 
 
+@pytest.mark.exhaustive
 async def test_two_tabs_on_one_conversation(
     new_page: NewPage, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

@@ -12,7 +12,7 @@ from ..processes import Served
 from .conftest import NewPage
 from .page_flow import connected, conversation_of, finished, open_page, say
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 ON: dict[str, Any] = {"tools": "on", "think": "on", "temperature": 0}
 
@@ -55,6 +55,7 @@ async def test_a_call_is_run_and_shown(new_page: NewPage, demo_server: Served) -
     assert "Called calculator" in shown
 
 
+@pytest.mark.exhaustive
 async def test_what_was_called_before_a_reload_is_run_after_it(
     new_page: NewPage, demo_server: Served
 ) -> None:
@@ -84,6 +85,7 @@ async def test_what_was_called_before_a_reload_is_run_after_it(
     assert notes == ["buy milk"]
 
 
+@pytest.mark.exhaustive
 async def test_without_the_switches_nothing_is_offered(
     new_page: NewPage, demo_server: Served
 ) -> None:
@@ -101,6 +103,7 @@ async def test_without_the_switches_nothing_is_offered(
     await expect(turn.locator(".block.reasoning")).not_to_have_count(0)
 
 
+@pytest.mark.exhaustive
 async def test_the_calculator(new_page: NewPage, demo_server: Served) -> None:
     page = await new_page()
     await open_page(page, demo_server.base_url)

@@ -11,6 +11,7 @@ from .conftest import PAGE
 
 
 @pytest.mark.node
+@pytest.mark.external
 def test_the_types_in_comments_are_right(packages: Path) -> None:
     command = [packages / ".bin" / "tsc", "--noEmit", "--allowJs", "--checkJs", "--strict"]
     command += ["--target", "es2022", "--module", "esnext", "--moduleResolution", "bundler"]
