@@ -20,6 +20,7 @@ export class ConversationList extends EventTarget {
   /** @type {Conversation[]} */ #shown = [];
   #conversations;
   #hasMore = false;
+  #numRefreshes = 0;
   /** @type {string | null} */ #current = null;
   /** @type {Conversation | null} */ #renamed = null;
 
@@ -34,8 +35,10 @@ export class ConversationList extends EventTarget {
   /** Reloads as much of the list as is shown; unchanged if the server cannot be reached. */
   async refresh() {
     await quietly(async () => {
+      const number = this.#numRefreshes += 1;
       const limit = Math.min(100, Math.max(30, this.#shown.length));
       const page = await this.#conversations.list({ limit });
+      if (number < this.#numRefreshes) return; // it may have what has been deleted since
       this.#shown = page.data;
       this.#hasMore = page.has_more;
       this.#render();

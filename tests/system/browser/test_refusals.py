@@ -8,7 +8,7 @@ import re
 
 import httpx
 import pytest
-from playwright.async_api import Page, Route, expect
+from playwright.async_api import Locator, Page, Route, expect
 
 from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import make_conversation
@@ -242,6 +242,20 @@ async def test_settings_that_are_none(page: Page, demo_server: Served) -> None:
         await connected(page)
 
 
+def row_of(page: Page, conversation: str) -> Locator:
+    """Its row in the list."""
+    link = page.locator(f"a[data-id={conversation}]")
+    return page.locator("#conversations li", has=link)
+
+
+async def listed(page: Page) -> list[str]:
+    """The conversations in the list, from its top."""
+    ids: list[str] = await page.locator("#conversations a").evaluate_all(
+        "nodes => nodes.map(node => node.dataset.id)"
+    )
+    return ids
+
+
 # So quickly that the page has not been told yet of the end of one question when it asks the next.
 _ASK_TWICE = """(node) => {
   node.click();
@@ -260,17 +274,12 @@ async def test_focus_after_deleting(
         for number in range(2)
     ]
     await open_page(page, demo_server.base_url)
-    links = page.locator("#conversations a")
     for conversation in made:
-        await expect(page.locator(f"#conversations a[data-id={conversation}]")).to_be_visible()
-    # Of those made in one second, any may be the first.
-    ids = await links.evaluate_all("nodes => nodes.map(node => node.dataset.id)")
-    place = min(map(ids.index, made))
-    rows = [
-        page.locator("#conversations li", has=page.locator(f"a[data-id={conversation}]"))
-        for conversation in ids[place : place + 2]
-    ]
-    delete = rows[0].get_by_role("button", name="Delete")
+        await expect(row_of(page, conversation)).to_be_visible()
+    # Of those that are made in one second, any may be the first.
+    ids = await listed(page)
+    deleted = min(made, key=ids.index)
+    delete = row_of(page, deleted).get_by_role("button", name="Delete")
     dialog = page.get_by_role("dialog")
     for refusal in ("Enter", "Escape"):  # the focus is on Cancel
         await delete.focus()
@@ -278,19 +287,21 @@ async def test_focus_after_deleting(
         await expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
         other = await make_conversation(api, [("user", "Hello")], title=f"Made before {refusal}")
         await page.evaluate("new BroadcastChannel('penstock').postMessage({})")  # as another tab
-        await expect(page.locator(f"#conversations a[data-id={other}]")).to_be_attached()
+        await expect(row_of(page, other)).to_be_attached()
         await page.keyboard.press(refusal)
         await expect(dialog).to_be_hidden()
         await expect(delete).to_be_focused()
+    ids = await listed(page)
+    neighbour = row_of(page, ids[ids.index(deleted) + 1])
     await delete.evaluate(_ASK_TWICE)
     await expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
     await page.keyboard.press("Tab")
     await expect(dialog.get_by_role("button", name="Delete")).to_be_focused()
     await page.keyboard.press("Enter")
-    await expect(rows[0]).to_have_count(0)
-    await expect(rows[1].get_by_role("link")).to_be_focused()
-    await rows[1].get_by_role("button", name="Rename").press("Enter")
+    await expect(row_of(page, deleted)).to_have_count(0)
+    await expect(neighbour.get_by_role("link")).to_be_focused()
+    await neighbour.get_by_role("button", name="Rename").press("Enter")
     await page.locator("#rename-input").fill("Renamed one")
     await page.keyboard.press("Enter")
-    renamed = rows[1].get_by_role("button", name="Rename “Renamed one”")
+    renamed = neighbour.get_by_role("button", name="Rename “Renamed one”")
     await expect(renamed).to_be_focused()
