@@ -182,7 +182,8 @@ class Scanner:
     # -- reading -----------------------------------------------------------------------------
 
     def read_until(self, markers: Sequence[str], write: Write) -> Steps[str]:
-        """Write the text before the first of some markers and return that marker; "" at the end."""
+        """Write the text before the first of some markers and return that marker; "" at the end,
+        where there is none."""
         while True:
             found = [(at, marker) for marker in markers if (at := self.text.find(marker)) >= 0]
             if found:
@@ -196,7 +197,7 @@ class Scanner:
             num_held = 0
             is_half = self.is_cut and write not in (self.say, self.think)  # a marker, probably
             if is_half or not self.is_over:
-                num_held = max(_overlap(self.text, marker) for marker in markers)
+                num_held = max((_overlap(self.text, marker) for marker in markers), default=0)
                 if found:
                     num_held = max(num_held, len(self.text) - found[0][0])
             end = len(self.text) - num_held

@@ -77,7 +77,7 @@ class OutputSyntax:
             yield from _thoughts(scanner, thoughts, is_open=self.begins_in_reasoning)
         if self.tools and (has_tools or self.tools == _HARMONY):
             yield from TOOL_FORMATS[self.tools].steps(scanner)
-        yield from scanner.read_until(["\0"], scanner.say)
+        yield from scanner.read_until([], scanner.say)
 
 
 def _thoughts(scanner: Scanner, thoughts: ReasoningFormat, *, is_open: bool) -> Steps[None]:

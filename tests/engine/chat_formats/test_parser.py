@@ -47,6 +47,11 @@ def read(syntax: OutputSyntax, parts: list[str]) -> list[OutputItem]:
     return items_of([*pieces, *parser.end()])
 
 
+def test_a_null_character_is_text() -> None:
+    for parts in (["a\0b"], ["a", "\0", "b"]):
+        assert [item.text for item in read(OutputSyntax(), parts)] == ["a\0b"]
+
+
 @given(SYNTAXES, st.lists(PARTS, max_size=25), st.data())
 def test_any_text_in_any_split(syntax: OutputSyntax, parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
