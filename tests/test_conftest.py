@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 INTERRUPTS = TESTS / "engine" / "test_deferred_interrupt.py"
 
 
+@pytest.mark.exhaustive
 def test_tests_run_where_sigint_is_ignored() -> None:
     """As a shell has it ignored for what it runs in the background."""
     done = subprocess.run(

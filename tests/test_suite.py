@@ -137,6 +137,7 @@ def test_arguments_go_to_pytest(project: Path) -> None:
     assert lines[-1] == "0 passed, 0 failed, 0 skipped"
 
 
+@pytest.mark.exhaustive
 def test_what_fails_has_failed(project: Path) -> None:
     fail(project, test_a=1)
     status, lines = suite(project, "first")
@@ -144,6 +145,7 @@ def test_what_fails_has_failed(project: Path) -> None:
     assert lines[-1] == "1 passed, 1 failed, 0 skipped"
 
 
+@pytest.mark.exhaustive
 def test_with_rerun_what_passes_by_itself_is_named(project: Path) -> None:
     fail(project, test_a=1)
     status, lines = suite(project, "all", "--rerun")
@@ -163,6 +165,7 @@ def test_what_fails_twice_has_failed(project: Path) -> None:
     assert lines[-1] == "2 passed, 1 failed, 0 skipped"
 
 
+@pytest.mark.exhaustive
 def test_a_system_test_has_to_pass_at_once(project: Path) -> None:
     fail(project, test_c=1)
     status, lines = suite(project, "all", "--rerun")
@@ -170,6 +173,7 @@ def test_a_system_test_has_to_pass_at_once(project: Path) -> None:
     assert "passed then, too late: tests/system/test_c.py::test_it" in lines
 
 
+@pytest.mark.exhaustive
 def test_a_failure_that_an_earlier_run_left_is_not_this_ones(project: Path) -> None:
     fail(project, test_c=9)
     suite(project, "first", "--rerun")

@@ -299,6 +299,15 @@ def test_penalties_apply_to_greedy_rows(sample):
     assert [result.token_id for result in results] == [3, 2, 3, 2, 3]
 
 
+def test_a_repetition_penalty_lowers_negative_logits_too(sample):
+    logits = logits_of([-1.0, -1.2, -2.0]).expand(2, -1).clone()
+    rows = [
+        row([0, 2], num_prompt=1, temperature=0.0, repetition_penalty=penalty)
+        for penalty in (1.0, 1.3)
+    ]
+    assert [result.token_id for result in sample(logits, rows)] == [0, 1]
+
+
 def test_penalties_follow_a_sequence_as_it_grows(sample):
     """Each token is punished from the step after it was sampled, a prompt's never."""
     logits = logits_of([0.0, 1.0, 2.0, 3.0])

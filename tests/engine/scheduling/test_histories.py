@@ -167,8 +167,12 @@ def test_any_history_keeps_blocks_and_tokens_right(data: st.DataObject) -> None:
             stack.check_blocks()
     stack.run()
     counters = stack.scheduler.drafting.counters
-    assert counters.num_draft_tokens == stack.device.num_drafts
-    assert counters.num_accepted_tokens == stack.device.num_right_drafts
+    if aborted:  # what the last step of an aborted sequence drafted is not counted
+        assert counters.num_draft_tokens <= stack.device.num_drafts
+        assert counters.num_accepted_tokens <= stack.device.num_right_drafts
+    else:
+        assert counters.num_draft_tokens == stack.device.num_drafts
+        assert counters.num_accepted_tokens == stack.device.num_right_drafts
     assert counters.num_accepted_tokens == sum(counters.accepted_by_position)
     for name, request in requests.items():
         assert name in stack.ended or name in aborted

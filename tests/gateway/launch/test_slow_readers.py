@@ -88,9 +88,16 @@ async def _gateway(
             assert b"ready" in await asyncio.to_thread(os.read, status_fd, 1000)
             made = await http.post("/v1/responses", json=_MUCH)
             assert made.status_code == 200, made.text
-            await until(lambda: engine.submitted and not engine.num_running)
+            response_id = made.json()["id"]
+            async with asyncio.timeout(PATIENCE_S):
+                while await _status(http, response_id) != "incomplete":  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
             of_process = psutil.Process(process.pid)
-            yield Gateway(of_process, port, http, made.json()["id"], clients)
+            yield Gateway(of_process, port, http, response_id, clients)
+
+
+async def _status(http: httpx.AsyncClient, response_id: str) -> str:
+    return str((await http.get(f"/v1/responses/{response_id}")).json()["status"])
 
 
 def _connected(port: int) -> socket.socket:

@@ -13,7 +13,7 @@ from penstock.gateway.storage.response_log.record import ResponseHeader
 
 from ....redis_server import RedisCluster, RedisServer
 from .conftest import Gateway, Gateways
-from .records import TENANT, add_delta, add_end, header, read_to_end, seen, until
+from .records import PATIENCE_S, TENANT, add_delta, add_end, header, read_to_end, seen, until
 from .stored import beats, is_broken, lease_key, log_key, owned, owned_key
 
 pytestmark = [pytest.mark.redis, pytest.mark.process_kills]
@@ -162,7 +162,7 @@ async def test_what_can_be_taken_over_waits_for_no_killed_node(
 async def test_a_gateway_whose_lease_cannot_be_looked_at_is_not_dead(
     cluster: RedisCluster, gateways: Gateways
 ) -> None:
-    """Its node comes back without what it knew, as a replica may that is promoted."""
+    """Its node comes back without the lease, as a replica may that is promoted."""
     while True:
         here, there = await gateways.make(cluster.url), await gateways.make(cluster.url)
         killed = cluster.node_of(lease_key(here.store))
@@ -173,13 +173,18 @@ async def test_a_gateway_whose_lease_cannot_be_looked_at_is_not_dead(
             await gateway.store.close()
     made = next(each for each in headers(cluster) if node_of(cluster, each) is not killed)
     log = await begun(here, made)
+    here.settings.beat_s = PATIENCE_S  # it renews its lease when it is told to look around
     with looking.client() as client:
         killed.kill()
-        await beats(client, there.store)  # it looks for dead gateways at each
-        for file in killed.directory.glob("appendonlydir/*"):
-            file.unlink()
+        await beats(client, there.store)  # there it looks for dead gateways at each
         killed.start()
         await asyncio.to_thread(cluster.wait_until_ok)
+        with killed.client() as its_client:
+            its_client.delete(lease_key(here.store))
+            await beats(client, there.store)
+            assert owned(its_client, here.store) == {log.header.response_id: 1}
+            assert not there.carried_on
+            its_client.xadd(f"penstock:control:{here.store.gateway_id}", {"look": ""})
         await here.is_known()
         await beats(client, there.store)
     assert not there.carried_on

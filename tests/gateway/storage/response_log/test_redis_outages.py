@@ -132,6 +132,7 @@ async def test_a_redis_that_comes_back_empty(own_server: RedisServer, gateways: 
     for file in own_server.directory.glob("appendonlydir/*"):
         file.unlink()
     own_server.start()
+    await here.is_known()  # without its lease the other would take over what it begins
     fresh = await up_again(here)
     with expired():
         await read_to_end(replica)
