@@ -296,6 +296,7 @@ class RanksExecutor:
         )
         self._adapters = RankAdapters(self._executor.adapters, self._tell)
         self._grammars = RankGrammars(self._executor.grammars, self._tell)
+        self._board.pulses[0] += 1  # it has started: from here on the ranks miss its pulse
         self._watcher = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
         self._watcher.start()
 
