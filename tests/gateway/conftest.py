@@ -80,9 +80,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 @pytest.fixture
 def redis_server(shared_server: RedisServer) -> RedisServer:
     """The same, empty."""
-    with shared_server.client() as client:
-        client.flushall()
-    return shared_server
+    return _emptied(shared_server)
 
 
 @pytest.fixture(scope="session")
@@ -95,9 +93,13 @@ def shared_cluster_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
 @pytest.fixture
 def cluster_node(shared_cluster_node: RedisServer) -> RedisServer:
     """The only node of a cluster, empty, which refuses what concerns keys of several slots."""
-    with shared_cluster_node.client() as client:
+    return _emptied(shared_cluster_node)
+
+
+def _emptied(server: RedisServer) -> RedisServer:
+    with server.client() as client:
         client.flushall()
-    return shared_cluster_node
+    return server
 
 
 @contextlib.contextmanager

@@ -27,11 +27,11 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support import durations
+from tests.support.tiers import GROUPS
 
 _REPORTS = Path("build/tests")
 _FAILED = Path(".pytest_cache/v/cache/lastfailed")  # pytest's own list, kept for --last-failed
 _TIERS = {"first": ("first",), "all": ("first", "second")}
-_GROUPS = ("beside", "alone")
 _NUM_WORKERS = 2
 _OF_GROUP = {
     "beside": ("-n", str(_NUM_WORKERS), "--dist", "loadfile", "--no-loadscope-reorder"),
@@ -51,7 +51,7 @@ def main() -> int:
     if options.rerun:
         _FAILED.unlink(missing_ok=True)  # of another run
     begin_s = time.monotonic()
-    statuses = {run(tier, group, arguments) for tier in tiers for group in _GROUPS}
+    statuses = {run(tier, group, arguments) for tier in tiers for group in GROUPS}
     if statuses != {_NONE_COLLECTED}:
         statuses.discard(_NONE_COLLECTED)  # of one group
     status = max(statuses)

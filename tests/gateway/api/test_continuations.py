@@ -12,6 +12,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -346,6 +347,12 @@ async def test_the_next_engine_is_given_all_of_it(
 # -- another gateway -----------------------------------------------------------------------------
 
 
+def _another(settings: dict[str, Any], folder: Path) -> AbstractAsyncContextManager[Any]:
+    """A gateway of the same model and settings."""
+    ours = {key: value for key, value in settings.items() if key not in ("info", "model")}
+    return another(Path(settings["model"].model), folder, **ours)
+
+
 @pytest.mark.redis
 @pytest.mark.usefixtures("patient_logs")
 async def test_another_gateway_goes_on_with_all_of_it(
@@ -353,12 +360,10 @@ async def test_another_gateway_goes_on_with_all_of_it(
 ) -> None:
     """From what Redis has of the request, and of its answer so far."""
     settings["redis_url"] = shared_server.patient_url
-    ours = {key: value for key, value in settings.items() if key not in ("info", "model")}
-    path = Path(settings["model"].model)
     body = {"stream": True, "model": "tuned", "input": SHOWN, "seed": 7, "priority": -3}
     body |= {"tools": TOOLS, "tool_choice": "required", "cache_salt": "salt"}
     body["prediction"] = {"type": "content", "content": "Let me see.\nNo."}
-    async with serve(**settings) as served, another(path, tmp_path, **ours) as other:
+    async with serve(**settings) as served, _another(settings, tmp_path) as other:
         engine = served.engine
         script = engine.script = served.tokenizer.encode(OUTPUT)
         engine.step_s = 0.01
@@ -400,9 +405,7 @@ async def test_a_turn_at_another_gateway_has_the_images_of_those_before(
 ) -> None:
     """Each of which Redis keeps once."""
     settings["redis_url"] = shared_server.patient_url
-    ours = {key: value for key, value in settings.items() if key not in ("info", "model")}
-    path = Path(settings["model"].model)
-    async with serve(**settings) as served, another(path, tmp_path, **ours) as other:
+    async with serve(**settings) as served, _another(settings, tmp_path) as other:
         made = await served.http.post("/v1/conversations", json={}, headers=HEADERS)
         for gateway, said in ((other.http, SHOWN), (served.http, USER), (other.http, USER)):
             body = {"input": said, "conversation": made.json()["id"]}
