@@ -55,7 +55,26 @@ class InvalidRequestError(EngineError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt leaves no room for a token of output within `max_model_len`."""
+    """The prompt leaves no room for a token of output within `max_model_len`.
+
+    By its message, not its code, most clients know that they have to shorten the conversation or to
+    ask another model: LiteLLM by OpenAI's first sentence, LangChain by the word at the end.
+
+    Args:
+        excess: what exceeds the context, as a sentence.
+        max_model_len: the model's context; None: whoever catches this error adds it.
+    """
+
+    def __init__(
+        self, excess: str, *, max_model_len: int | None = None, param: str | None = None
+    ) -> None:
+        message = excess
+        if max_model_len is not None:
+            message = (
+                f"This model's maximum context length is {max_model_len} tokens. However, {excess} "
+                "(context_length_exceeded)"
+            )
+        super().__init__(message, param=param)
 
 
 class EngineDeadError(EngineError):

@@ -471,8 +471,8 @@ class RequestLimits:
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         if num_tokens >= self.max_model_len + (params.max_tokens == 0):
             raise PromptTooLongError(
-                f"{num_tokens} tokens leave no room for output in a context of "
-                f"{self.max_model_len}",
+                f"your prompt resulted in {num_tokens} tokens, which leaves no room for output.",
+                max_model_len=self.max_model_len,
                 param="prompt",
             )
         if request.output_token_ids and len(request.output_token_ids) >= params.max_tokens:

@@ -88,19 +88,25 @@ def check_prompt_bytes(
         limit = max_bytes or default_prompt_bytes(max_model_len)
         if len(text) * 4 > limit and (num_bytes := _num_bytes(text)) > limit:
             raise PromptTooLongError(
-                f"the prompt has {num_bytes} bytes of text, but this server accepts at most "
-                f"{limit} (--max-prompt-bytes)",
+                f"your {param} resulted in {num_bytes} bytes of text, and this server accepts at "
+                f"most {limit} (--max-prompt-bytes). Please reduce the length of the {param}.",
+                max_model_len=max_model_len,
                 param=param,
             )
         return
     limit = max(max_model_len - num_known_tokens, 0) * longest_token_bytes
     if len(text) * 4 > limit and (num_bytes := _num_bytes(text)) > limit:
-        raise PromptTooLongError(
-            f"the prompt has at least {num_known_tokens + -(-num_bytes // longest_token_bytes)} "
-            f"tokens, which leaves no room for output in the model's context of {max_model_len} "
-            "tokens",
-            param=param,
-        )
+        least = num_known_tokens + -(-num_bytes // longest_token_bytes)
+        raise _too_long(f"at least {least}", max_model_len=max_model_len, param=param)
+
+
+def _too_long(num_tokens: object, *, max_model_len: int, param: str) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"your {param} resulted in {num_tokens} tokens, which leaves no room for output. "
+        f"Please reduce the length of the {param}.",
+        max_model_len=max_model_len,
+        param=param,
+    )
 
 
 def _num_bytes(text: str) -> int:
@@ -123,15 +129,13 @@ def output_limit(
     wanted, min_tokens = options.max_tokens, options.sampling_params.min_tokens
     room = max_model_len - num_prompt_tokens
     if room < (0 if wanted == 0 else 1):
-        raise PromptTooLongError(
-            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for output "
-            f"in the model's context of {max_model_len} tokens",
-            param=param,
-        )
+        raise _too_long(num_prompt_tokens, max_model_len=max_model_len, param=param)
     if min_tokens > room:
         raise PromptTooLongError(
-            f"min_tokens is {min_tokens}, but after the prompt's {num_prompt_tokens} "
-            f"tokens the model's context of {max_model_len} tokens has room for only {room}",
+            f"you requested at least {num_prompt_tokens + min_tokens} tokens ({num_prompt_tokens} "
+            f"in the {param}, {min_tokens} by min_tokens). Please reduce the length of the {param} "
+            "or min_tokens.",
+            max_model_len=max_model_len,
             param="min_tokens",
         )
     if wanted is not None and min_tokens > wanted:

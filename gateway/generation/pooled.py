@@ -133,9 +133,14 @@ class Embedder:
             for param, query in firsts:  # before it is tokenised with each of many documents
                 _check_length(PooledPrompt(encode(query, param=param), param), info)
             for (_, query), (param, text) in zip(queries, seconds, strict=True):
-                token_ids, num_first = make(
-                    query, text, instruction=instruction, max_tokens=max_tokens, param=param
-                )
+                try:
+                    token_ids, num_first = make(
+                        query, text, instruction=instruction, max_tokens=max_tokens, param=param
+                    )
+                except PromptTooLongError as error:  # the query leaves no room, cut off or not
+                    raise PromptTooLongError(
+                        str(error), max_model_len=info.max_model_len, param=param
+                    ) from None
                 yield PooledPrompt(token_ids, param, num_first)
 
         return await self._tokenise_all([*firsts, *seconds], prompts, truncate)
@@ -225,8 +230,9 @@ def _check_length(prompt: PooledPrompt, info: EngineInfo) -> PooledPrompt:
         raise InvalidRequestError("the text has no tokens", param=prompt.param)
     if num_tokens > info.max_model_len:
         raise PromptTooLongError(
-            f"the text has {num_tokens} tokens, more than the model's context of "
-            f"{info.max_model_len}; truncate_prompt_tokens cuts it off",
+            f"your {prompt.param} resulted in {num_tokens} tokens. Please reduce its length; "
+            "truncate_prompt_tokens cuts it off.",
+            max_model_len=info.max_model_len,
             param=prompt.param,
         )
     return prompt

@@ -54,14 +54,6 @@ async def test_body_over_the_limit(serve: Serve, is_chunked: bool) -> None:
         assert response.json()["error"]["code"] == "request_too_large"
 
 
-async def test_length_message_has_the_numbers(served: Served) -> None:
-    response = await served.http.post(CHAT, content=says(content="x" * 2000))
-    message = response.json()["error"]["message"]
-    num_tokens = len(served.tokenizer.encode("<user>" + "x" * 2000 + "\n<assistant>"))
-    assert str(num_tokens) in message
-    assert "1024" in message
-
-
 async def test_long_text_is_tokenised_off_the_loop(served: Served) -> None:
     response = await served.http.post(CHAT, content=says(content="word " * 40_000))
     assert response.json()["error"]["code"] == "context_length_exceeded"

@@ -51,9 +51,8 @@ async def test_what_cannot_fit_is_not_even_tokenised(
     error = response.json()["error"]
     assert response.status_code == 400
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    assert (
-        "which leaves no room for output in the model's context of 1024 tokens" in error["message"]
-    )
+    assert "maximum context length is 1024 tokens. However, your" in error["message"]
+    assert "tokens, which leaves no room for output" in error["message"]
     assert tokenised == []
     # Whatever might fit is tokenised: template and all.
     room = 1024 * longest - len("<user>\n<assistant>")
