@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
@@ -31,7 +32,7 @@ from penstock.gateway.api.completions.routes import Completions
 from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
 from penstock.gateway.api.embeddings.routes import Embeddings
 from penstock.gateway.api.idempotency import IdempotentAnswers
-from penstock.gateway.api.json_api import UpgradeRequired, refusing_others
+from penstock.gateway.api.json_api import UpgradeRequired
 from penstock.gateway.api.models import Models
 from penstock.gateway.api.operations import operations_of, routes_of
 from penstock.gateway.api.rerank.routes import Rerank
@@ -43,6 +44,7 @@ from penstock.gateway.api.status.routes import Description, Status
 from penstock.gateway.api.status.stats_socket import StatsSocket
 from penstock.gateway.api.tickets import TicketDesk
 from penstock.gateway.api.tokens.routes import Tokens
+from penstock.gateway.api.wrong_paths import NoSuchSocket, handle_wrong_path, refusing_others
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.auth.guard import Guard
 from penstock.gateway.auth.keys import KeyRing
@@ -66,7 +68,7 @@ from penstock.gateway.storage.conversations.memory_store import MemoryConversati
 from penstock.gateway.storage.conversations.store import ConversationStore
 from penstock.gateway.storage.response_log.log_store import LogStore, MemoryLogStore
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
-from penstock.gateway.telemetry.access_log import RequestLog, route_templates
+from penstock.gateway.telemetry.access_log import ANY_PATH, RequestLog, route_templates
 from penstock.gateway.telemetry.metrics import Metrics
 from penstock.gateway.telemetry.request_record import REQUEST_ID_HEADER
 from penstock.gateway.telemetry.worker_metrics import Workers
@@ -198,12 +200,16 @@ def create_app(
     apis += [TicketDesk(gate.tickets), status, Description(names)]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
-        WebSocketRoute("/responses", ResponsesSocket(service).serve),
-        WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
+        WebSocketRoute("/v1/responses", ResponsesSocket(service).serve),
+        WebSocketRoute("/v1/stats", StatsSocket(engine, metrics).serve),
     ]
-    below_v1 += [Route(each.path, UpgradeRequired(), methods=["GET"]) for each in sockets]
+    below_v1 += [
+        Route(each.path.removeprefix("/v1"), UpgradeRequired(), methods=["GET"]) for each in sockets
+    ]
     routes = [
-        Mount("/v1", routes=[*refusing_others(below_v1), *sockets]),
+        *sockets,
+        WebSocketRoute(ANY_PATH, NoSuchSocket([each.path for each in sockets])),
+        Mount("/v1", routes=refusing_others(below_v1)),
         *refusing_others(others),
         Mount("/", app=ChatPage()),
     ]
@@ -216,7 +222,7 @@ def create_app(
     app = Starlette(
         routes=routes,
         middleware=_middleware(config, gate, routes, request_log=request_log),
-        exception_handlers=EXCEPTION_HANDLERS,
+        exception_handlers={**EXCEPTION_HANDLERS, HTTPException: handle_wrong_path},
         lifespan=lifespan,
     )
     app.state.engine = engine

@@ -15,12 +15,10 @@ import random
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
 import orjson
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -183,16 +181,6 @@ def handle_exception(_: Request, error: Exception) -> Response:
     return failure_of(error).response()
 
 
-def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405 in the API's error format."""
-    assert isinstance(error, HTTPException)
-    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = refusal(error.status_code, code=code, message=message).response()
-    response.headers.update(error.headers or {})
-    return response
-
-
 def handle_client_gone(_: Request, __: Exception) -> Response:
     """The client disconnected while sending its body; nobody receives this answer."""
     return Response(status_code=499)
@@ -200,7 +188,6 @@ def handle_client_gone(_: Request, __: Exception) -> Response:
 
 EXCEPTION_HANDLERS = {
     ClientDisconnect: handle_client_gone,
-    HTTPException: handle_http_exception,
     InvalidRequestError: handle_exception,
     EngineDeadError: handle_exception,
     GenerationFailedError: handle_exception,

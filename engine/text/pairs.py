@@ -55,6 +55,8 @@ class PairPrompts:
         if max_tokens is not None:
             room = max_tokens - len(self._before) - len(self._after)
             if room < 1:
-                raise PromptTooLongError(f"{max_tokens} tokens leave no room for the texts", param=param)
+                raise PromptTooLongError(
+                    f"{max_tokens} tokens leave no room for the texts", param=param
+                )
         middle = self._tokenizer.encode(text + document, add_special_tokens=False, param=param)
         return [*self._before, *middle[:room], *self._after], 0

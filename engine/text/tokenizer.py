@@ -147,7 +147,8 @@ class Tokenizer:
             room = max_tokens - self._backend.num_special_tokens_to_add(True) - len(one)
             if room < 1:
                 raise PromptTooLongError(
-                    f"the first text has {len(one)} tokens, which leave no room for the second in {max_tokens}",
+                    f"the first text has {len(one)} tokens, which leave no room for the second in "
+                    f"{max_tokens}",
                     param=param,
                 )
             two.truncate(room)

@@ -1,20 +1,18 @@
 """Shared by all HTTP endpoints: reading a JSON body within its size limit, cancelling work when the
-client disconnects, 405 for a method that a path does not support, and 426 for a WebSocket's path.
+client disconnects, and 426 for a WebSocket's path.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.api.schema.parsing import parse_json
@@ -79,16 +77,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-class WrongMethod:
-    """An ASGI application that answers 405 and lists the allowed methods."""
-
-    def __init__(self, allowed: Sequence[str]) -> None:
-        self._headers = {"Allow": ", ".join(allowed)}
-
-    async def __call__(self, _: Scope, __: Receive, ___: Send) -> None:
-        raise HTTPException(status_code=405, headers=self._headers)
-
-
 class UpgradeRequired:
     """An ASGI application for a WebSocket's path that answers 426 to a plain request."""
 
@@ -101,17 +89,3 @@ class UpgradeRequired:
         )
         headers = {"Upgrade": "websocket", "Connection": "Upgrade"}
         await replace(failure, headers=headers).response()(scope, receive, send)
-
-
-def refusing_others(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """The routes, followed by one for each path that refuses every other method.
-
-    Starlette's router stops at a path's first route, so its `Allow` would name that route's methods
-    only; and the application mounted at `/` would receive the unmatched requests.
-    """
-    methods: dict[str, set[str]] = {}
-    for route in routes:
-        if isinstance(route, Route):
-            methods.setdefault(route.path, set()).update(route.methods or ())
-    others = [Route(path, WrongMethod(sorted(allowed))) for path, allowed in methods.items()]
-    return [*routes, *others]

@@ -488,6 +488,7 @@ ANSWERS: dict[str, Schema] = {
         truncation=STRING,
         service_tier=STRING,
     ),
+    "InputTokens": _object(object=_one_of("response.input_tokens"), input_tokens=INTEGER),
     "Items": _page(ref("Item")),
     "Conversation": _object(
         id=STRING, object=_one_of("conversation"), created_at=INTEGER, metadata=_map(STRING)
@@ -540,4 +541,6 @@ ANSWERS: dict[str, Schema] = {
     "Text": _object(prompt=STRING),
     "Status": _object({"redis": _object(state=STRING, message=STRING)}, status=STRING),
     "Version": _object(version=STRING),
+    "Load": _object(server_load=INTEGER),
+    "TokenizerInfo": {**_object(tokenizer_class=STRING), "additionalProperties": _ANYTHING},
 }

@@ -30,9 +30,6 @@ class ChatPage:
         self._files = GZipMiddleware(self._static)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})  # before accepting: 403
-            return
         if scope["method"] not in _METHODS:
             if not self._has(scope):
                 raise HTTPException(status_code=404)

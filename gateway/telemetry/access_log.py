@@ -30,7 +30,10 @@ from penstock.gateway.telemetry.request_record import (
 )
 
 _LOG = logging.getLogger("penstock.access")
-PROBES = frozenset({"/health", "/ready", "/metrics"})  # polled: logged at debug level
+PROBES = frozenset(
+    {"/health", "/ready", "/metrics", "/ping", "/load"}
+)  # polled: logged at debug level
+ANY_PATH = "/{path:path}"  # the template of a WebSocket that is not there
 _PAGE_ROUTE = "/"  # the template of the mount with the page's files
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
@@ -98,7 +101,7 @@ class RequestLog:
     def _end(self, record: RequestRecord) -> None:
         record.duration_s = time.perf_counter() - record.began_s
         route = self._routes.get(id(record.scope.get("endpoint")))
-        is_unknown = route == _PAGE_ROUTE and record.status == 404
+        is_unknown = route in (_PAGE_ROUTE, ANY_PATH) and record.status == 404
         record.route = None if is_unknown else route
         self._metrics.count_request(record)
         level = logging.DEBUG if _is_routine(record) else logging.INFO

@@ -94,12 +94,18 @@ class PromptBuilder:
         self._conversations = conversations
 
     async def build(
-        self, request: ResponsesRequest, caller: Caller, memory: LaneMemory | None
+        self,
+        request: ResponsesRequest,
+        caller: Caller,
+        memory: LaneMemory | None,
+        *,
+        must_fit: bool = True,
     ) -> Prompt:
         """The prompt of a request.
 
         Args:
             memory: the connection's turns that are not stored.
+            must_fit: it must fit the context.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or the turn to continue does not
@@ -153,7 +159,7 @@ class PromptBuilder:
             reused.rest,
             add_special_tokens=False,
             param="input",
-            must_fit=True,
+            must_fit=must_fit,
             num_known_tokens=len(reused.token_ids),
         )
         token_ids = [*reused.token_ids, *rest]

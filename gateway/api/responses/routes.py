@@ -1,4 +1,5 @@
-"""`/v1/responses`: create, retrieve, resume, cancel and delete responses, and list input items.
+"""`/v1/responses`: create, retrieve, resume, cancel and delete responses, list input items, and
+count input tokens.
 
 `events` makes the events, which are those that the WebSocket sends.
 """
@@ -94,6 +95,23 @@ class Responses:
         if task is None and whole["error"] is not None:
             raise as_exception(whole["error"]["code"], whole["error"]["message"])
         return json_response(whole)
+
+    @operation(
+        "POST /v1/responses/input_tokens",
+        "Count the tokens of a response's input.",
+        "InputTokens",
+        body=(ResponsesRequest,),
+        statuses=(404, 409),
+        example={"input": "Hello"},
+    )
+    async def input_tokens(self, request: Request) -> Response:
+        body = await read_json(request, max_bytes=self._max_body_bytes)
+        asked = parse_request(ResponsesRequest, body)
+        count = self._service.num_input_tokens(asked, caller_of(request.scope))
+        num_tokens = await unless_gone(request, count)
+        if num_tokens is None:
+            return Response(status_code=CLIENT_GONE)
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _started(
         self, request: Request, asked: ResponsesRequest, key: IdempotencyKey | None

@@ -154,6 +154,12 @@ class ResponseService:
         self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
         return task
 
+    async def num_input_tokens(self, request: ResponsesRequest, caller: Caller) -> int:
+        """How many tokens the prompt of a request would have. Raises as `create`."""
+        await self._generator.adapters.require(request.model, caller, task="generate")
+        prompt = await self._prompts.build(request, caller, None, must_fit=False)
+        return len(prompt.token_ids)
+
     async def answer(self, generation: Generation, header: ResponseHeader) -> ResponseLog:
         """Start an answer that is not a turn, in a task of its own; returns its log.
 

@@ -1,4 +1,4 @@
-"""`/health`, `/ready`, `/metrics`, `/version` and `/openapi.json`."""
+"""`/health`, `/ping`, `/ready`, `/load`, `/metrics`, `/version` and `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,21 @@ class Status:
             return json_response({"status": "degraded", "redis": redis, **self._engines()})
         is_whole = len(self._engine.links) < 2 or all(each.is_usable for each in self._engine.links)
         return json_response({"status": "ok" if is_whole else "degraded", **self._engines()})
+
+    @operation("GET /ping", "The same, as SageMaker asks.", "Status", needs_key=False)
+    async def ping(self, request: Request) -> Response:
+        return await self.health(request)
+
+    @operation("POST /ping", "The same, as SageMaker asks.", "Status", needs_key=False)
+    async def ping_by_post(self, request: Request) -> Response:
+        return await self.health(request)
+
+    @operation("GET /load", "The number of requests, as vLLM gives it.", "Load", needs_key=False)
+    async def load(self, _: Request) -> Response:
+        """What runs and waits in the engines, whichever of the server's gateways has it."""
+        stats = [link.stats for link in self._engine.links]
+        num_requests = sum(each.num_requests_running + each.num_requests_waiting for each in stats)
+        return json_response({"server_load": num_requests})
 
     def _engines(self) -> dict[str, list[dict[str, Any]]]:
         """What is said of several engines."""

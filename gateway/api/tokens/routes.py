@@ -1,7 +1,9 @@
-"""`POST /tokenize` and `/detokenize`, in vLLM's format: a text or a chat to token ids, and back."""
+"""`POST /tokenize` and `/detokenize`, in vLLM's format: a text or a chat to token ids, and back;
+`GET /tokenizer_info`: the tokenizer's configuration."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.json_file import is_present, read_json
 from penstock.gateway.api.chat.schema import chat_prompt, image_sources
 from penstock.gateway.api.json_api import json_response, read_fields
 from penstock.gateway.api.operations import operation
@@ -74,6 +77,19 @@ class Tokens:
             )
         text = await self._generator.detokenise(asked.tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
+
+    @operation("GET /tokenizer_info", "The tokenizer's configuration.", "TokenizerInfo")
+    async def tokenizer_info(self, _: Request) -> Response:
+        """`tokenizer_config.json`, with the chat template that is used."""
+        model = self._generator.model
+        file = model.directory / "tokenizer_config.json"
+        config = await asyncio.to_thread(read_json, file) if is_present(file) else {}
+        for name, value in (
+            ("tokenizer_class", config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+            ("chat_template", model.chat_template.source),
+        ):
+            config[name] = value
+        return json_response(config)
 
     async def _pieces(self, token_ids: Sequence[int]) -> list[str | None]:
         pieces = map(self._generator.model.tokenizer.token_piece, token_ids)

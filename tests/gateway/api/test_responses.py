@@ -38,6 +38,32 @@ async def test_whole_response(served: Served) -> None:
     Response.model_validate(response.model_dump())
 
 
+async def test_input_tokens_are_counted_as_a_response_would_have_them(served: Served) -> None:
+    first = await served.client.responses.create(model="tiny", input="hello")
+    conversation = await served.client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "hi"}]
+    )
+    asked: list[dict[str, Any]] = [
+        {"input": "hello", "instructions": "be kind"},
+        {"input": "more", "previous_response_id": first.id},
+        {"input": "more", "conversation": conversation.id},
+        {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+    ]
+    for body in asked:
+        count = await served.client.responses.input_tokens.count(model="tiny", **body)
+        assert count.object == "response.input_tokens"
+        response = await served.client.responses.create(model="tiny", **body)
+        assert response.usage is not None
+        assert count.input_tokens == response.usage.input_tokens
+    # What does not fit is counted too: that is what a caller wants to know.
+    count = await served.client.responses.input_tokens.count(model="tiny", input="x" * 2000)
+    assert count.input_tokens > 1024
+    assert len(served.engine.submitted) == 1 + len(asked)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await served.client.responses.input_tokens.count(input="x", previous_response_id="resp_1")
+    assert caught.value.code == "previous_response_not_found"
+
+
 async def test_stream_of_events(served: Served) -> None:
     stream = await served.client.responses.create(model="tiny", input="hello", stream=True)
     events = [event async for event in stream]

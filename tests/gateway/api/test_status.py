@@ -56,6 +56,17 @@ async def test_metrics(served: Served) -> None:
         assert line in text
 
 
+async def test_other_servers_names_of_the_same(served: Served) -> None:
+    health = (await served.http.get("/health")).json()
+    for method in ("GET", "POST"):
+        answer = await served.http.request(method, "/ping")
+        assert (answer.status_code, answer.json()) == (200, health)
+    assert (await served.http.get("/load")).json() == {"server_load": 0}
+    served.engine.stats = EngineStats(num_requests_running=3, num_requests_waiting=2)
+    await served.client.completions.create(model="tiny", prompt="x", max_tokens=1)
+    assert (await served.http.get("/load")).json() == {"server_load": 5}
+
+
 def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
     """What is exported of the engine, by name and labels."""
     engine = EngineClient("unused")
@@ -166,6 +177,7 @@ async def test_engine_death_and_return(serve: Serve) -> None:
         assert (await served.http.get("/ready")).status_code == 200
         await served.engine.die()
         await answers(served, "/health", 503)
+        assert (await served.http.post("/ping")).status_code == 503
         ready = await served.http.get("/ready")
         assert ready.status_code == 503
         assert ready.json()["error"]["code"] == "engine_unavailable"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ..conftest import ANSWER, Serve, Served
+from ..conftest import ANSWER, TEMPLATE, Serve, Served
 from .bad_requests import CHAT, COMPLETIONS, USER
 
 EOS = 0
@@ -16,6 +16,11 @@ EOS = 0
 def chunks_of(text: str) -> list[dict[str, Any]]:
     blocks = [block.removeprefix("data: ") for block in text.split("\n\n")[:-2]]
     return [json.loads(block) for block in blocks]
+
+
+async def test_the_tokenizers_configuration(served: Served) -> None:
+    info = (await served.http.get("/tokenizer_info")).json()
+    assert info == {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
 
 
 async def test_tokenize_and_back(served: Served) -> None:

@@ -108,29 +108,29 @@ _MISTAKES: dict[str, tuple[bytes, int, str, str]] = {
     **{
         f"{method.decode()} of an unknown path": (
             method + b" /nowhere HTTP/1.1\r\nHost: localhost\r\n" + _OVER,
-            404, "not_found", f"{method.decode()} /nowhere: Not Found",
+            404, "not_found", f"{method.decode()} /nowhere: there is no such path",
         )
         for method in (b"GET", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH")
     },
     "POST of an unknown file": (
         b"POST /nowhere.js HTTP/1.1\r\nHost: localhost\r\n" + _OVER, 404, "not_found",
-        "POST /nowhere.js: Not Found",
+        "POST /nowhere.js: there is no such path",
     ),
     "POST outside the page": (
         b"POST /../../app.py HTTP/1.1\r\nHost: localhost\r\n" + _OVER, 404, "not_found",
-        "Not Found",
+        "there is no such path",
     ),
     "POST of the page": (
         b"POST / HTTP/1.1\r\nHost: localhost\r\n" + _OVER, 405, "method_not_allowed",
-        "POST /: Method Not Allowed",
+        "POST /: the method is not allowed; this path allows GET, HEAD",
     ),
     "POST of an unknown path of the API": (
         b"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\n" + _OVER, 404, "not_found",
-        "POST /v1/nowhere: Not Found",
+        "POST /v1/nowhere: there is no such path",
     ),
     "PUT of a known path": (
         b"PUT /v1/models HTTP/1.1\r\nHost: localhost\r\n" + _OVER, 405, "method_not_allowed",
-        "PUT /v1/models: Method Not Allowed",
+        "PUT /v1/models: the method is not allowed; this path allows GET, HEAD",
     ),
     "a long path": (
         b"GET /%b HTTP/1.1\r\nHost: localhost\r\n%b" % (_LONG, _OVER), 404, "not_found",
@@ -145,6 +145,18 @@ _MISTAKES: dict[str, tuple[bytes, int, str, str]] = {
     "GET of the other WebSocket": (
         b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\n" + _OVER, 426, "upgrade_required",
         "/v1/stats is a WebSocket",
+    ),
+    "a WebSocket that is not there": (
+        upgrade(b"Host: localhost").replace(b"/v1/responses", b"/v1/realtime"), 404, "not_found",
+        "/v1/realtime is not a WebSocket here; /v1/responses and /v1/stats are",
+    ),
+    "a WebSocket outside the API": (
+        upgrade(b"Host: localhost").replace(b"/v1/responses", b"/"), 404, "not_found",
+        "/ is not a WebSocket here",
+    ),
+    "a WebSocket at a path for requests": (
+        upgrade(b"Host: localhost").replace(b"/v1/responses", b"/v1/chat/completions"),
+        404, "not_found", "/v1/chat/completions is not a WebSocket here",
     ),
     "a long model name": (
         b"GET /v1/models/%b HTTP/1.1\r\nHost: localhost\r\n%b" % (_LONG[:5000], _OVER),
