@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.api.schema.parsing import parse_json
 from penstock.gateway.errors import RequestRefusedError, refusal
+from penstock.gateway.http.content_encoding import codings_of, decoded
 from penstock.gateway.http.event_stream import wait_disconnect
 
 _Result = TypeVar("_Result")
@@ -34,9 +35,14 @@ def json_response(content: Any) -> Response:
 async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
     """The body as a JSON object.
 
+    Args:
+        max_bytes: of the body as it is sent, and without its `Content-Encoding`.
+
     Raises:
-        RequestRefusedError: the body is too large or not a JSON object.
+        RequestRefusedError: the body is too large, not a JSON object, or its coding is not known.
     """
+    encoding = request.headers.get("content-encoding")
+    codings = [] if encoding is None else codings_of(encoding)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
@@ -46,10 +52,16 @@ async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
         num_bytes += len(chunk)
         if num_bytes > max_bytes:  # the length was missing or wrong
             raise _too_large(max_bytes)
-    if num_bytes < _LARGE_BODY_BYTES:
+    if num_bytes < _LARGE_BODY_BYTES and not codings:
         return parse_json(b"".join(chunks))
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_LARGE_BODIES, lambda: parse_json(b"".join(chunks)))
+
+    def parsed() -> dict[str, Any]:
+        body = decoded(b"".join(chunks), codings, max_bytes)
+        if body is None:
+            raise _too_large(max_bytes)
+        return parse_json(body)
+
+    return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, parsed)
 
 
 async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:

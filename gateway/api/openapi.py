@@ -30,6 +30,7 @@ _STATUSES = {
     408: "The request's header or body took too long to arrive.",
     409: "Another turn is running on the conversation's head, or the head has moved.",
     413: "The request body is too large.",
+    415: "The body's Content-Encoding is not supported; Accept-Encoding says which are.",
     429: "The tenant's rate limit is reached; Retry-After says when to retry.",
     431: "The request header is too large.",
     500: "The engine failed on this request, or the server has a bug.",
@@ -38,7 +39,7 @@ _STATUSES = {
 }
 _ALWAYS = (400, 403, 405, 408, 431, 503)
 _KEYED = (401, 500)  # paths that need an API key
-_WITH_BODY = (413,)
+_WITH_BODY = (413, 415)
 Schema = dict[str, Any]
 
 STRING: Schema = {"type": "string"}

@@ -38,6 +38,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from penstock.gateway.errors import Failure, refusal
+from penstock.gateway.http.half_closed import Hangups, can_outlive_input, send_nothing
 from penstock.gateway.http.raw_writer import offer_raw_writer
 from penstock.gateway.wake_ups import WRITES
 
@@ -90,6 +91,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the latest parsed
         self._stall = StallTimer(self.loop)
         self._is_last = False  # the connection closes after its next answer
+        self._forget_hangup: Callable[[], None] | None = None  # the client has closed its side
 
     # -- the connection ---------------------------------------------------------------------
 
@@ -115,7 +117,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.flow = _PipelineFlow(transport, self.pipeline)
         self._start_timer()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more. Whether the connection stays open: until the last answer, if
+        there is any to wait for, and the client does not leave before."""
+        cycle = self._running
+        if self._forget_hangup is not None:
+            return True
+        if (
+            cycle is None
+            or cycle.response_complete
+            or self._due is not _Due.NOTHING
+            or not can_outlive_input(self.transport, cycle)
+        ):
+            return None
+        if self.cycle is not None:
+            self.cycle.keep_alive = False  # the latest request's
+        self._forget_hangup = Hangups.watch(self.loop, self.transport, self.transport.abort)
+        send_nothing(self.transport, cycle)
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._forget_hangup is not None:
+            self._forget_hangup()
         self._stop_timer()
         self._stall.stop()
         # Waiting requests are never run, and would form a reference cycle with this connection.
