@@ -328,16 +328,21 @@ class LaneMemory:
     """The responses with `store: false` that a WebSocket remembers, for one of its lanes.
 
     As in OpenAI's WebSocket mode, the connection keeps each lane's latest one in memory. Such a
-    turn stands alone: its items include all earlier ones.
+    turn stands alone: its items include all earlier ones. One that a failed turn was to continue
+    is forgotten, as Open Responses wants it: client and server might not agree on what was said.
 
     Args:
         turns: the connection's turns by lane.
         lane: the lane of the next turn.
+        continued: the id of the response that it continues, as the client says.
     """
 
-    def __init__(self, turns: dict[str | None, StoredTurn], lane: str | None) -> None:
+    def __init__(
+        self, turns: dict[str | None, StoredTurn], lane: str | None, continued: object = None
+    ) -> None:
         self._turns = turns
         self._lane = lane
+        self._continued = continued
 
     def turn(self, response_id: str | None) -> StoredTurn | None:
         """The remembered response of this id, on any lane."""
@@ -345,7 +350,15 @@ class LaneMemory:
 
     def keep(self, turn: StoredTurn) -> None:
         """Remember a turn that has ended, replacing the lane's previous one."""
+        if turn.status == "failed":
+            self.forget_continued()
         self._turns[self._lane] = dataclasses.replace(turn, response=b"")
+
+    def forget_continued(self) -> None:
+        """The next turn has failed."""
+        for lane, turn in list(self._turns.items()):
+            if turn.turn_id == self._continued:
+                del self._turns[lane]
 
 
 def all_items(path: Sequence[StoredTurn]) -> list[Item]:

@@ -159,9 +159,14 @@ class Connection:
         lane.add(lambda: self._begin(lane, body))
 
     async def _begin(self, lane: Lane, body: _Message) -> Subscriber:
-        request = parse_request(SocketRequest, body)
-        memory = LaneMemory(self._remembered_turns, lane.stream_id)
-        task = await self._service.create(request, self.caller, memory=memory)
+        continued = body.get("previous_response_id")
+        memory = LaneMemory(self._remembered_turns, lane.stream_id, continued)
+        try:
+            request = parse_request(SocketRequest, body)
+            task = await self._service.create(request, self.caller, memory=memory)
+        except Exception:
+            memory.forget_continued()
+            raise
         lane.log = task.log
         return self._subscriber(task.log, notices=request.penstock.events)
 

@@ -101,3 +101,50 @@ async def test_an_answer_that_was_cut_goes_on(serve: Serve) -> None:
         assert served.prompt_of() == (
             f"<user>one\n<assistant>{''.join(texts)}\n<user>two\n<assistant>"
         )
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"temperature": "hot"},
+        {"mood": "x"},
+        {"model": "other"},
+        {"input": [{"type": "function_call_output", "call_id": "call_1", "output": "x"}]},
+        {"input": "x" * 2000},
+    ],
+    ids=["type", "parameter", "model", "call", "context"],
+)
+async def test_what_a_failed_turn_was_to_continue_is_forgotten(
+    served: Served, broken: dict[str, Any]
+) -> None:
+    async with served.connect() as socket:
+        first = await answered(socket, input="one")
+        other = await answered(socket, input="else", stream_id="b")
+        continued = {"input": "two", "previous_response_id": first["id"]}
+        failed = await ask(socket, **{**continued, **broken}, stream_id="c")
+        assert failed["type"] == "error"
+        again = await ask(socket, **continued)
+        assert (again["status"], code_of(again)) == (400, "previous_response_not_found")
+        # Nothing else is.
+        await answered(socket, input="two", previous_response_id=other["id"], stream_id="b")
+
+
+async def test_so_is_that_of_a_turn_that_fails_in_the_engine(served: Served) -> None:
+    async with served.connect() as socket:
+        first = await answered(socket, input="one")
+        continued = {"input": "two", "previous_response_id": first["id"]}
+        served.engine.refusal = "no room"
+        failed = await ask(socket, **continued, stream_id="c")
+        assert failed["type"] == "response.failed"
+        served.engine.refusal = None
+        assert code_of(await ask(socket, **continued)) == "previous_response_not_found"
+
+
+async def test_a_stored_response_outlives_a_failed_turn(served: Served) -> None:
+    async with served.connect() as socket:
+        first = await answered(socket, input="one", store=True)
+        continued = {"input": "two", "previous_response_id": first["id"]}
+        failed = await ask(socket, **continued, temperature="hot")
+        assert failed["type"] == "error"
+        await answered(socket, **continued)
+        assert served.prompt_of() == SECOND
