@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 from tqdm import tqdm
@@ -43,7 +43,7 @@ from penstock.engine.llm_prompts import (
 )
 from penstock.engine.lora.request import AdapterFinder, LoRARequest, LoRARequests
 from penstock.engine.model_files import read_generation_defaults
-from penstock.engine.pooling import PoolingParams, cosine, read_pooling, shortened
+from penstock.engine.pooling import PoolingParams, PoolingTask, cosine, read_pooling, shortened
 from penstock.engine.request import (
     NO_OUTPUT,
     Adapter,
@@ -300,6 +300,15 @@ class LLM:
             vectors = [shortened(each, dimensions) for each in vectors]
         return [each.tolist() for each in vectors]
 
+    def classify(self, prompts: Prompts, *, use_tqdm: bool = True) -> list[list[float]]:
+        """Of each text, the probability of each label, by the labels' numbers.
+
+        Raises:
+            InvalidRequestError: as for `generate`; the model has no labels.
+        """
+        found = self._pool(self._tokenise(prompts), "classify", use_tqdm=use_tqdm)
+        return [each.tolist() for each in found]
+
     def score(
         self,
         query: str | Sequence[str],
@@ -342,7 +351,7 @@ class LLM:
     def _pool(
         self,
         prompts: Sequence[TokenPrompt],
-        task: Literal["embed", "score"],
+        task: PoolingTask,
         num_first_tokens: Sequence[int] = (),
         *,
         use_tqdm: bool,

@@ -1,5 +1,6 @@
-"""What a checkpoint says about vectors and scores: which hidden states become a text's vector, and
-how a pair of texts becomes a score. Torch-free; read by both processes.
+"""What a checkpoint says about vectors, scores and labels: which hidden states become a text's
+vector, how a pair of texts becomes a score, and which labels there are. Torch-free; read by both
+processes.
 
     modules.json, 1_Pooling/config.json    sentence-transformers' description of an embedding model
     modules.json, 1_LogitScore/config.json the same of a reranker that answers yes or no
@@ -23,7 +24,9 @@ from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.json_file import is_present, read_json_list
 
-Task = Literal["generate", "embed", "score"]
+Task = Literal["generate", "embed", "score", "classify"]
+PoolingTask = Literal["embed", "score", "classify"]
+Activation = Literal["sigmoid", "softmax", "identity"]
 PoolingKind = Literal["last", "mean", "cls"]
 PairFormat = Literal["pair", "judge"]
 
@@ -31,6 +34,7 @@ _DOES = {
     "generate": "generates text",
     "embed": "makes embeddings",
     "score": "scores pairs of texts",
+    "classify": "classifies texts",
 }
 _ST_KINDS = {
     "pooling_mode_lasttoken": "last",
@@ -44,17 +48,24 @@ ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet", "Electra", "
 _SIZES = ("dim", "hidden_size", "n_embd", "n_embed", "d_model")  # what families call it
 _ENCODER_TASKS = {"Model": "embed", "ForMaskedLM": "embed", "ForSequenceClassification": "score"}
 _IDENTITY = "Identity"
+# Of a head with a number for each label, what its training says (`transformers`' field).
+_OF_PROBLEMS: dict[str, Activation] = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "identity",
+}
+_DEFAULT_NUM_LABELS = 2  # of `transformers`, which then writes none into the config
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Of a request for a vector or a score, in place of output.
+    """Of a request for a vector, a score or labels, in place of output.
 
     Attributes:
         num_first_tokens: of a pair of texts, how many tokens the first one and what belongs to it
             have; 0: all.
     """
 
-    task: Literal["embed", "score"]
+    task: PoolingTask
     num_first_tokens: int = 0
 
 
@@ -70,7 +81,9 @@ class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
             question that is answered yes or no.
         answers, answer_tokens: what stands for yes and no; their ids, if the checkpoint has them.
         has_score_weight: the checkpoint has a head for scores; else they come from the answers.
-        has_sigmoid: a score is between 0 and 1; else it is the model's number.
+        labels: names of what the head's numbers stand for; a model that scores has one.
+        activation: what makes scores or probabilities of the model's numbers; a softmax is over
+            all labels.
         is_encoder: a bidirectional model, run by `transformers`.
     """
 
@@ -82,7 +95,8 @@ class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[str, str] = ("yes", "no")
     answer_tokens: tuple[int, int] | None = None
     has_score_weight: bool = False
-    has_sigmoid: bool = True
+    labels: tuple[str, ...] = ("",)
+    activation: Activation = "sigmoid"
     is_encoder: bool = False
 
     def check_dimensions(self, dimensions: int | None) -> None:
@@ -166,14 +180,17 @@ def read_pooling(path: Path, name: str = "") -> ModelPooling:
     modules = _read_modules(path)
     encoder = _encoder_task(architecture)
     if encoder is not None or architecture.endswith("ForSequenceClassification"):
+        labels = ("",) if encoder == "embed" else _labels(fields)
+        heads_task: Task = "score" if len(labels) == 1 else "classify"
         pooling = ModelPooling(
-            tasks=(encoder or "score",),
+            tasks=("embed" if encoder == "embed" else heads_task,),
             kind="mean" if encoder else "last",
             is_normalized=encoder is None,
             size=size,
             pair_format="pair" if encoder or not architecture.startswith("Qwen3") else "judge",
             has_score_weight=encoder != "embed",
-            has_sigmoid=_has_sigmoid(fields),
+            labels=labels,
+            activation=_activation(fields, len(labels)),
             is_encoder=encoder is not None,
         )
         return _as_modules_say(pooling, path, modules)
@@ -198,8 +215,26 @@ def _encoder_task(architecture: str) -> Literal["embed", "score"] | None:
     return None
 
 
-def _has_sigmoid(fields: ConfigFields) -> bool:
+def _labels(fields: ConfigFields) -> tuple[str, ...]:
+    """As `transformers` reads them.
+
+    Raises:
+        ModelLoadError: they are not numbered from 0 on.
+    """
+    if "id2label" not in fields:
+        num_labels = fields.integer("num_labels", _DEFAULT_NUM_LABELS)
+        return tuple(f"LABEL_{number}" for number in range(num_labels))
+    section = fields.section("id2label")
+    names = [str(number) for number in range(len(list(section)))]
+    if not names or set(section) != set(names):
+        raise fields.error("id2label", "expected labels that are numbered from 0 on")
+    return tuple(map(section.text, names))
+
+
+def _activation(fields: ConfigFields, num_labels: int) -> Activation:
     """As sentence-transformers and vLLM read it."""
+    if "problem_type" in fields and fields.text("problem_type") in _OF_PROBLEMS:
+        return _OF_PROBLEMS[fields.text("problem_type")]
     section = fields.section("sentence_transformers")
     names = [
         source.text(field)
@@ -209,7 +244,9 @@ def _has_sigmoid(fields: ConfigFields) -> bool:
         )
         if field in source
     ]
-    return not (names and names[0].endswith(_IDENTITY))
+    if names and names[0].endswith(_IDENTITY):
+        return "identity"
+    return "sigmoid" if num_labels == 1 else "softmax"
 
 
 def _read_modules(path: Path) -> list[ConfigFields]:

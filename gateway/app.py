@@ -28,8 +28,10 @@ from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas
 from penstock.gateway.api.adapters.routes import Adapters
 from penstock.gateway.api.chat.routes import ChatCompletions
+from penstock.gateway.api.classify.routes import Classify
 from penstock.gateway.api.completions.routes import Completions
 from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
+from penstock.gateway.api.embeddings.prompts import PooledPrompts
 from penstock.gateway.api.embeddings.routes import Embeddings
 from penstock.gateway.api.idempotency import IdempotentAnswers
 from penstock.gateway.api.json_api import UpgradeRequired
@@ -242,6 +244,7 @@ def _apis(
     """The objects whose methods serve the operations that take a body, and the models."""
     max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
     answers = IdempotentAnswers(service)
+    prompts = PooledPrompts(embedder, generator)
     of_adapters: list[object] = []
     if config.enable_lora:
         of_adapters = [
@@ -257,7 +260,8 @@ def _apis(
         ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Responses(service, answers, max_body_bytes=max_bytes, ping_s=ping_s),
-        Embeddings(embedder, max_body_bytes=max_bytes),
+        Embeddings(embedder, prompts, max_body_bytes=max_bytes),
+        Classify(embedder, prompts, max_body_bytes=max_bytes),
         Rerank(embedder, max_body_bytes=max_bytes),
         Models(engine, generator.model, generator.adapters),
         Conversations(stores.conversations, service, max_body_bytes=max_bytes),

@@ -38,7 +38,7 @@ class Encoder:
         path: the directory of its files; weights as safetensors.
 
     Raises:
-        ModelLoadError: the files are invalid, lack weights, or score for several labels.
+        ModelLoadError: the files are invalid, or lack weights.
         ConfigError: a setting that only models that generate have.
     """
 
@@ -58,7 +58,7 @@ class Encoder:
         self.device = device
         self.vocab_size = fields.integer("vocab_size")
         self.context_len = _context_len(fields, path)
-        self._scores = pooling.tasks == ("score",)
+        self._scores = "embed" not in pooling.tasks
         self._pad_token_id = fields.integer("pad_token_id", 0, minimum=0)
         self._has_types = fields.integer("type_vocab_size", 1, minimum=0) > 1
         self.module = _load(config, path, self.dtype, is_scorer=self._scores).to(device)
@@ -72,7 +72,8 @@ class Encoder:
         self, texts: Sequence[Sequence[int]], num_first_tokens: Sequence[int]
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Batches of texts, as their numbers, with their hidden states, one text after the other
-        [num_tokens, hidden_size]; of a model that scores, with their scores [num_texts, 1].
+        [num_tokens, hidden_size]; of a model that scores or classifies, with the numbers of its
+        head [num_texts, num_labels].
 
         Args:
             num_first_tokens: as in `PoolingParams`.
@@ -146,9 +147,4 @@ def _load(config: ModelConfig, path: Path, dtype: torch.dtype, *, is_scorer: boo
     missing = [each for each in sorted(about["missing_keys"]) if not each.startswith(_UNUSED)]
     if missing:
         raise ModelLoadError(f"{path}: the checkpoint has no tensor {missing[0]}")
-    if is_scorer and model.config.num_labels != 1:
-        raise ModelLoadError(
-            f"{path / 'config.json'}: a model that scores pairs has one label, not "
-            f"{model.config.num_labels}"
-        )
     return model.eval()

@@ -1,4 +1,4 @@
-"""The device's part of a step where the model is an encoder: texts in, vectors or scores out."""
+"""The device's part of a step where the model is an encoder: texts in, numbers out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.engine.request import FinishReason
 from penstock.engine.runner.device import resolve_max_model_len, select_device
 from penstock.engine.runner.kv_swap import NoBlockBytes
 from penstock.engine.runner.model_runner import Progress, RunnerInfo
-from penstock.engine.runner.pooler import PooledSpan, Pooler, Vectors
+from penstock.engine.runner.pooler import PooledSpan, Pooler, Vectors, activated
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 
@@ -77,9 +77,8 @@ class EncoderRunner:
         vectors: dict[int, bytes] = {}
         spoilt: list[int] = []
         for numbers, hidden in self._encoder(texts, [each.num_first_tokens for each in params]):
-            if self._pooling.tasks == ("score",):
-                scores = hidden.double()
-                scores = scores.sigmoid() if self._pooling.has_sigmoid else scores
+            if "embed" not in self._pooling.tasks:
+                scores = activated(hidden.double(), self._pooling.activation)
                 found = Vectors([seq_ids[number] for number in numbers], scores.float())
             else:
                 spans, first_row = [], 0

@@ -1,4 +1,4 @@
-"""Hidden states to vectors and scores, for the sequences that want no token.
+"""Hidden states to vectors, scores and probabilities, for the sequences that want no token.
 
 Everything is computed in float64 and rounded once: a sum's order, which depends on how a prompt was
 cut into chunks, does not show in the result.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.score_head import ScoreHead
-from penstock.engine.pooling import ModelPooling, PoolingParams
+from penstock.engine.pooling import Activation, ModelPooling, PoolingParams
 
 _MIN_LENGTH = 1e-12  # of a vector, before it is divided by it: as torch's `normalize`
 
@@ -58,10 +58,21 @@ class Vectors:
         return found, [seq_id for seq_id, is_fine in pairs if not is_fine]
 
 
+def activated(numbers: Tensor, activation: Activation) -> Tensor:
+    """Scores or probabilities.
+
+    Args:
+        numbers: float64 [num_texts, num_labels], as a head gives them.
+    """
+    if activation == "softmax":
+        return numbers.softmax(dim=1)
+    return numbers.sigmoid() if activation == "sigmoid" else numbers
+
+
 class Pooler:
     """
     Args:
-        head: of a model that scores; None: it has none.
+        head: of a model that scores or classifies; None: it has none.
     """
 
     def __init__(self, pooling: ModelPooling, head: ScoreHead | None = None) -> None:
@@ -88,7 +99,7 @@ class Pooler:
         if not ended:
             return None
         rows = torch.stack([each for each in pooled if each is not None])
-        if ended[0].params.task == "score":
+        if ended[0].params.task != "embed":
             rows = self._scores(rows)
         elif self._pooling.is_normalized:
             rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(_MIN_LENGTH)
@@ -114,5 +125,5 @@ class Pooler:
 
     def _scores(self, rows: Tensor) -> Tensor:
         assert self._head is not None, "the model has no score head"
-        scores = (rows * self._head.weight).sum(1, keepdim=True)
-        return scores.sigmoid() if self._pooling.has_sigmoid else scores
+        numbers = torch.stack([(rows * weight).sum(1) for weight in self._head.weight], dim=1)
+        return activated(numbers, self._pooling.activation)

@@ -130,6 +130,16 @@ class Tokenizer:
         encoding.truncate(max(0, max_tokens - num_special))
         return self._backend.post_process(encoding, None, add_special_tokens).ids
 
+    def first_text(self, text: str, num_tokens: int, *, param: str | None = None) -> str:
+        """The text that its first so many tokens stand for; all of it if it has no more.
+
+        Raises:
+            InvalidRequestError: as `encode`.
+        """
+        [encoding] = self._encodings([text], param, add_special_tokens=False, has_offsets=True)
+        offsets = encoding.offsets
+        return text if len(offsets) <= num_tokens else text[: offsets[num_tokens - 1][1]]
+
     def encode_pair(
         self, first: str, second: str, *, max_tokens: int | None = None, param: str | None = None
     ) -> tuple[list[int], int]:
@@ -156,13 +166,20 @@ class Tokenizer:
         return both.ids, len(both.type_ids) - sum(each == 1 for each in both.type_ids)
 
     def _encodings(
-        self, texts: list[str], param: str | None, *, add_special_tokens: bool
+        self,
+        texts: list[str],
+        param: str | None,
+        *,
+        add_special_tokens: bool,
+        has_offsets: bool = False,
     ) -> list[tokenizers.Encoding]:
         # The batch call releases the GIL; `encode` holds it, and other threads would stop for
         # seconds with a text of 4 MB.
         try:
             is_long = max(map(len, texts)) >= self._panics_from_chars
             with PANICS_HIDDEN if is_long else _NOTHING:
+                if has_offsets:
+                    return self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
                 return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except BaseException as error:
             message = next(filter(None, (_refusal(text, error) for text in texts)), None)

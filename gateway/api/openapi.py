@@ -333,13 +333,28 @@ ANSWERS: dict[str, Schema] = {
         model=STRING,
         usage=ref("PoolingUsage"),
     ),
-    "Ranking": _object(
+    "Ranking": {
+        "oneOf": [
+            _object(
+                id=STRING,
+                model=STRING,
+                usage=ref("PoolingUsage"),
+                results=_list(
+                    _object(
+                        {"document": _object(text=STRING)}, index=INTEGER, relevance_score=_NUMBER
+                    )
+                ),
+            ),
+            _list(_object({"text": STRING}, index=INTEGER, score=_NUMBER)),  # of `texts`
+        ]
+    },
+    "Classes": _object(
         id=STRING,
+        object=_one_of("list"),
+        created=INTEGER,
         model=STRING,
+        data=_list(_object(index=INTEGER, label=STRING, probs=_list(_NUMBER), num_classes=INTEGER)),
         usage=ref("PoolingUsage"),
-        results=_list(
-            _object({"document": _object(text=STRING)}, index=INTEGER, relevance_score=_NUMBER)
-        ),
     ),
     "Scores": _object(
         id=STRING,

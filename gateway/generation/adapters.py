@@ -118,10 +118,10 @@ class AdapterRegistry:
                 await self._refresh()  # another gateway may just have loaded it
             if name in self.of(caller):
                 self._model.require(None, task)
-                if task in ("embed", "score"):
+                if task in ("embed", "score", "classify"):
                     raise InvalidRequestError(
-                        f"{name!r} is an adapter, which generates: for vectors and scores there "
-                        f"is {self._model.name}",
+                        f"{name!r} is an adapter, which generates: for vectors, scores and labels "
+                        f"there is {self._model.name}",
                         param="model",
                     )
                 return name

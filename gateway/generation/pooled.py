@@ -1,5 +1,5 @@
-"""From texts to vectors or scores: several prompts that are computed beside each other, and beside
-streams, and answered together.
+"""From texts to vectors, scores or labels: several prompts that are computed beside each other, and
+beside streams, and answered together.
 
     texts → token ids → (each fits the context?) → Pooled
 """
@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
-from penstock.engine.pooling import PoolingParams
-from penstock.engine.request import NO_OUTPUT, FinishReason, Request, RequestOutput
+from penstock.engine.pooling import PoolingParams, PoolingTask
+from penstock.engine.request import NO_OUTPUT, FinishReason, ImageInput, Request, RequestOutput
 from penstock.engine.text.pairs import PairPrompts
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.admission.admission import Admission, Reservation
@@ -42,15 +41,18 @@ class PooledPrompt:
     Attributes:
         param: the parameter that it came from.
         num_first_tokens: as in `PoolingParams`.
+        images: in the ids.
     """
 
     token_ids: Sequence[int]
     param: str
     num_first_tokens: int = 0
+    images: tuple[ImageInput, ...] = ()
 
 
 class Embedder:
-    """Tokenises texts and plans their vectors or scores. What can be refused is refused here.
+    """Tokenises texts and plans their vectors, scores or labels. What can be refused is refused
+    here.
 
     Args:
         adapters: of this model; none of them makes vectors or scores.
@@ -145,6 +147,17 @@ class Embedder:
 
         return await self._tokenise_all([*firsts, *seconds], prompts, truncate)
 
+    async def cut_off(
+        self, texts: Sequence[tuple[str, str]], max_tokens: int
+    ) -> list[tuple[str, str]]:
+        """Texts, each after the name of its parameter, without what is beyond so many tokens."""
+        first = self.model.tokenizer.first_text
+        num_chars = sum(len(text) for _, text in texts)
+        return await self.long_work.run(
+            lambda: [(param, first(text, max_tokens, param=param)) for param, text in texts],
+            is_long=num_chars >= LONG_TEXT_CHARS,
+        )
+
     async def _tokenise_all(
         self,
         texts: Sequence[tuple[str, str]],
@@ -175,7 +188,7 @@ class Embedder:
         self,
         request_id: str,
         prompts: Sequence[PooledPrompt],
-        task: Literal["embed", "score"],
+        task: PoolingTask,
         *,
         caller: Caller = ANYBODY,
         deadline_s: float | None = None,
@@ -210,6 +223,7 @@ class Embedder:
                 priority=band,
                 cache_salt=caller.salt_of(None),
                 deadline_s=None if deadline_s is None else now_s + deadline_s,
+                images=prompt.images,
                 pooling=PoolingParams(task=task, num_first_tokens=prompt.num_first_tokens),
             )
             for number, prompt in enumerate(prompts)

@@ -30,7 +30,7 @@ Build = Callable[..., Path]
 def build(tmp_path: Path) -> Build:
     """Makes a tiny random encoder whose tokens are words."""
 
-    def make(kind: str, *, is_scorer: bool = False) -> Path:
+    def make(kind: str, *, is_scorer: bool = False, num_labels: int = 1, **fields: Any) -> Path:
         path = tmp_path / kind
         begin, end, pad = (
             ("[CLS]", "[SEP]", "[PAD]") if kind == "bert" else ("<s>", "</s>", "<pad>")
@@ -48,7 +48,9 @@ def build(tmp_path: Path) -> Build:
         )
         tokenizer.add_special_tokens(special)
         types = {"type_vocab_size": 2 if kind == "bert" else 1}
-        config = AutoConfig.for_model(kind, pad_token_id=1, num_labels=1, **SHAPE, **types)
+        config = AutoConfig.for_model(
+            kind, pad_token_id=1, num_labels=num_labels, **SHAPE, **types, **fields
+        )
         torch.manual_seed(1)
         model: Any = AutoModelForSequenceClassification if is_scorer else AutoModel
         model.from_config(config).save_pretrained(path)
@@ -104,6 +106,36 @@ def test_scores_are_those_of_transformers(build: Build, kind: str) -> None:
         wanted = model(torch.tensor([pair.ids]), token_type_ids=types).logits.sigmoid().item()
         assert score == pytest.approx(wanted, abs=1e-5)
     assert len({round(score, 3) for score in scores}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_labels", "problem"),
+    [
+        ("bert", 2, None),
+        ("distilbert", 3, "single_label_classification"),
+        ("xlm-roberta", 3, "multi_label_classification"),
+        ("bert", 4, "regression"),
+    ],
+)
+@torch.inference_mode()
+def test_labels_are_those_of_transformers(
+    build: Build, kind: str, num_labels: int, problem: str | None
+) -> None:
+    path = build(kind, is_scorer=True, num_labels=num_labels, problem_type=problem)
+    with LLM(str(path), max_num_batched_tokens=512) as llm:
+        together = torch.tensor(llm.classify(texts(), use_tqdm=False))
+        ids = [llm.tokenizer.encode(each) for each in texts()]
+        for refused in (lambda: llm.score("w1", "w2"), lambda: llm.embed("w1")):
+            with pytest.raises(InvalidRequestError, match="classifies texts"):
+                refused()
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    logits = torch.cat([model(torch.tensor([each])).logits for each in ids])
+    wanted = {
+        "multi_label_classification": logits.sigmoid(),
+        "regression": logits,
+    }.get(problem or "", logits.softmax(1))
+    torch.testing.assert_close(together, wanted, atol=1e-5, rtol=0)
+    assert together.std(0).min() > 1e-3
 
 
 def test_what_an_encoder_cannot_do_is_said_at_start(build: Build) -> None:

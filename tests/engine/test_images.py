@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from transformers import AutoImageProcessor, GenerationConfig, PreTrainedModel
 
 from penstock.engine import LLM, SamplingParams
@@ -26,6 +27,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from penstock.engine.pooling import PoolingParams
 from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
@@ -93,10 +95,9 @@ class Model:
             **options,
         )
 
-    @torch.no_grad()
-    def expected(self, parts: Sequence[Part]) -> list[int]:
-        request = self.request(parts, "")
-        ids = torch.tensor([request.prompt_token_ids])
+    def given(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """What `transformers` takes of a prompt."""
+        ids = torch.tensor([self.request(parts, "").prompt_token_ids])
         files = [Image.open(io.BytesIO(part)) for part in parts if isinstance(part, bytes)]
         given: dict[str, Any] = {}
         if files:
@@ -107,14 +108,22 @@ class Model:
             given["token_type_ids"] = (ids == self.tokens.token_id).int()
         if self.kind.startswith("qwen2"):
             given["mm_token_type_ids"] = (ids == self.tokens.token_id).int()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
+
+    @torch.no_grad()
+    def expected(self, parts: Sequence[Part]) -> list[int]:
+        given = self.given(parts)
         options = GenerationConfig(
             max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=0
         )
         model: PreTrainedModel = self.reference
-        found = model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), generation_config=options, **given
-        )
-        return found[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+        found = model.generate(generation_config=options, **given)  # type: ignore[operator]
+        return found[0, given["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+
+    def hidden(self, parts: Sequence[Part]) -> Tensor:
+        """The last layer's, as the head gets them."""
+        found = self.reference(**self.given(parts), output_hidden_states=True)
+        return found.hidden_states[-1]  # type: ignore[no-any-return]
 
     def core(
         self, *, num_blocks: int, preemption: Any = "swap", max_num_seqs: int = 8, **cache: Any
@@ -439,3 +448,23 @@ def test_features_and_tokens_agree_for_every_shape(kind: str, tmp_path: Path) ->
             found = model.reference.model.get_image_features(**given).pooler_output
         num_features = sum(each.shape[:-1].numel() for each in found)
         assert model.request([data], "").images[0].num_features == num_features, (width, height)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@torch.no_grad()
+def test_a_prompt_with_images_is_embedded(kind: str, tmp_path: Path) -> None:
+    """As the hidden state of its last token, with the images beside each other and alone."""
+    model = Model(kind, tmp_path)
+    no_output = {"params": {"max_tokens": 0, "ignore_eos": False, "speculation": False}}
+    requests = [
+        model.request(parts, str(number), pooling=PoolingParams(task="embed"), **no_output)
+        for number, parts in enumerate(PROMPTS)
+    ]
+    core = model.core(num_blocks=100)
+    found = run(core, *requests)
+    for request, parts in zip(requests, PROMPTS, strict=True):
+        [output] = [each for each in found[request.request_id] if each.vector is not None]
+        vector = torch.frombuffer(bytearray(output.vector or b""), dtype=torch.float32)
+        wanted = model.hidden(parts)[0, -1]
+        wanted = torch.nn.functional.normalize(wanted.double(), dim=0).float()
+        torch.testing.assert_close(vector, wanted, atol=2e-5, rtol=2e-5)

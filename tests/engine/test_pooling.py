@@ -249,6 +249,35 @@ def test_a_head_for_scores(judge: Path) -> None:
     assert scores == pytest.approx([float(each) for each in wanted], abs=1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3", "Llama", "Qwen2"])
+@torch.inference_mode()
+def test_labels_are_those_of_transformers(
+    architecture: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = lettered(tiny_checkpoint(f"{architecture}ForCausalLM"), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    names = {"0": "good", "1": "bad", "2": "ugly"}
+    config |= {"architectures": [f"{architecture}ForSequenceClassification"], "id2label": names}
+    (path / "config.json").write_text(json.dumps(config | {"pad_token_id": 0}))
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    model.score.weight.normal_(std=0.3)
+    model.save_pretrained(path)
+    settings = {"max_num_batched_tokens": 32, "block_size": 4, "num_blocks": 300, "swap_space": 0}
+    with LLM(str(path), dtype="float32", **settings) as llm:
+        together = llm.classify(prompts(), use_tqdm=False)
+        assert together == [llm.classify(each, use_tqdm=False)[0] for each in prompts()]
+        with pytest.raises(InvalidRequestError, match="classifies texts"):
+            llm.score("a", "b")
+        with pytest.raises(InvalidRequestError, match="classifies texts"):
+            llm.generate([5, 6], use_tqdm=False)
+    assert read_pooling(path).labels == ("good", "bad", "ugly")
+    for each, found in zip(prompts(), together, strict=True):
+        mask = torch.ones(1, len(each))
+        wanted = model(torch.tensor([each]), attention_mask=mask).logits[0].softmax(0)
+        assert found == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
 # -- what checkpoints say ----------------------------------------------------------------------
 
 
@@ -267,8 +296,16 @@ def test_what_checkpoints_say(tmp_path: Path) -> None:
     bert = read_pooling(_directory(tmp_path, "BertModel"))
     assert (bert.kind, bert.is_normalized, bert.is_encoder) == ("mean", False, True)
     linear = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
-    cross = read_pooling(_directory(tmp_path, "BertForSequenceClassification", **linear))
-    assert (cross.tasks, cross.has_sigmoid, cross.pair_format) == (("score",), False, "pair")
+    one = {"num_labels": 1, **linear}
+    cross = read_pooling(_directory(tmp_path, "BertForSequenceClassification", **one))
+    assert (cross.tasks, cross.activation, cross.pair_format) == (("score",), "identity", "pair")
+    # Two are `transformers`' default, which it does not write.
+    binary = read_pooling(_directory(tmp_path, "LlamaForSequenceClassification"))
+    assert (binary.tasks, binary.labels) == (("classify",), ("LABEL_0", "LABEL_1"))
+    assert (binary.activation, binary.kind) == ("softmax", "last")
+    gaps = {"id2label": {"0": "a", "2": "b"}}
+    with pytest.raises(ModelLoadError, match="id2label: expected labels"):
+        read_pooling(_directory(tmp_path, "BertForSequenceClassification", **gaps))
     write_modules(tmp_path, [("LogitScore", {"true_token_id": 5, "false_token_id": 6})])
     judge = read_pooling(_directory(tmp_path, QWEN3))
     assert (judge.tasks, judge.answer_tokens) == (("score",), (5, 6))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import socket
 import types
 import unittest.mock
@@ -39,6 +40,8 @@ from ..support.toxic_proxy import ToxicProxy
 from .fake_engine import INFO, FakeEngine
 
 ANSWER = "Hello, wörld! 😀 This is the fake engine speaking."
+IMAGE = "<image>"
+SIDE = 2  # image tokens of a row
 PATIENCE_S = 60.0  # what has not happened by then never will
 _LIMITS = HttpLimits(max_connections=10_000, header_timeout_s=60.0, body_timeout_s=60.0)
 TEMPLATE = (
@@ -67,6 +70,32 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def vision_path(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model's directory, of a model that takes images."""
+    path = tmp_path_factory.mktemp("vision") / "model"
+    shutil.copytree(model_path, path)
+    words = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    words.add_special_tokens([IMAGE])
+    words.save(str(path / "tokenizer.json"))
+    config = {
+        "model_type": "llava",
+        "eos_token_id": 0,
+        "image_token_id": words.token_to_id(IMAGE),
+        "vision_config": {"image_size": 7 * SIDE, "patch_size": 7},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    parts = (
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}{% if part.type == 'image' %}"
+        f"{IMAGE}{{% else %}}{{{{ part.text }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
+    )
+    template = TEMPLATE.replace("{{ message.content }}", parts)
+    assert template != TEMPLATE
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return path
 
 

@@ -26,7 +26,7 @@ from penstock.gateway.api.schema.tools import (
     offered,
     reasoning_kwargs,
 )
-from penstock.gateway.api.tokens.schema import TokenizeChat
+from penstock.gateway.api.tokens.schema import TemplatedChat
 from penstock.gateway.generation.generator import ChatPrompt
 from penstock.gateway.generation.images import ImageSource
 
@@ -100,7 +100,7 @@ def image_sources(messages: Sequence[ChatMessage]) -> list[ImageSource]:
 
 
 def chat_prompt(
-    asked: ChatRequest | TokenizeChat, images: Sequence[LoadedImage] = ()
+    asked: ChatRequest | TemplatedChat, images: Sequence[LoadedImage] = ()
 ) -> ChatPrompt:
     """The conversation of a request, with its images."""
     return ChatPrompt(

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: texts to vectors."""
+"""`POST /v1/embeddings`: texts or a conversation to vectors."""
 
 from __future__ import annotations
 
@@ -11,43 +11,51 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.pooling import bytes_of, numbers_of, shortened
-from penstock.gateway.api.embeddings.schema import EmbeddingRequest
+from penstock.gateway.api.embeddings.prompts import PooledPrompts
+from penstock.gateway.api.embeddings.schema import EmbeddingChatRequest, EmbeddingRequest
 from penstock.gateway.api.json_api import CLIENT_GONE, read_fields, unless_gone
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.auth.callers import caller_of, deadline_of
-from penstock.gateway.generation.pooled import MANY_NUMBERS, Embedder, PooledPrompt
+from penstock.gateway.generation.pooled import MANY_NUMBERS, Embedder
+
+_Asked = EmbeddingRequest | EmbeddingChatRequest
 
 
 class Embeddings:
     """The endpoint."""
 
-    def __init__(self, embedder: Embedder, *, max_body_bytes: int) -> None:
+    def __init__(self, embedder: Embedder, prompts: PooledPrompts, *, max_body_bytes: int) -> None:
         self._embedder = embedder
+        self._prompts = prompts
         self._max_body_bytes = max_body_bytes
 
     @operation(
         "POST /v1/embeddings",
         "Make a vector of each text.",
         "Embeddings",
-        body=(EmbeddingRequest,),
+        body=(EmbeddingRequest, EmbeddingChatRequest),
         statuses=(404, 429),
         example={"input": ["Once upon a time", "There was"], "encoding_format": "base64"},
     )
     async def create(self, request: Request) -> Response:
         body = await read_fields(request, max_bytes=self._max_body_bytes)
-        asked = parse_fields(EmbeddingRequest, body)
+        asked: _Asked
+        if "messages" in body:
+            asked = parse_fields(EmbeddingChatRequest, body)
+        else:
+            asked = parse_fields(EmbeddingRequest, body)
         adapters, caller = self._embedder.adapters, caller_of(request.scope)
         await adapters.require(asked.model, caller, task="embed")
         self._embedder.model.pooling.check_dimensions(asked.dimensions)
         answer = await unless_gone(request, self._answer(request, asked))
         return Response(status_code=CLIENT_GONE) if answer is None else answer
 
-    async def _answer(self, request: Request, asked: EmbeddingRequest) -> Response:
+    async def _answer(self, request: Request, asked: _Asked) -> Response:
         embedder = self._embedder
         pooled = await embedder.pool(
             f"embd-{uuid.uuid4().hex}",
-            await self._prompts(asked),
+            await self._prompts.of(asked),
             "embed",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),
@@ -66,26 +74,8 @@ class Embeddings:
         content = await embedder.long_work.run(write, is_long=num_numbers >= MANY_NUMBERS)
         return Response(content, media_type="application/json")
 
-    async def _prompts(self, asked: EmbeddingRequest) -> list[PooledPrompt]:
-        inputs = asked.inputs
-        texts = [(name, text) for name, text in inputs if isinstance(text, str)]
-        if texts:
-            return await self._embedder.tokenise_each(
-                texts,
-                add_special_tokens=asked.add_special_tokens,
-                truncate=asked.max_tokens,
-            )
-        max_tokens = asked.max_tokens(self._embedder.max_model_len())
-        return [
-            PooledPrompt(token_ids[:max_tokens], param=name)
-            for name, token_ids in inputs
-            if not isinstance(token_ids, str)
-        ]
 
-
-def _written(
-    asked: EmbeddingRequest, vectors: list[bytes], *, model: str, num_tokens: int
-) -> bytes:
+def _written(asked: _Asked, vectors: list[bytes], *, model: str, num_tokens: int) -> bytes:
     """The answer as JSON."""
     return orjson.dumps(
         {
@@ -100,7 +90,7 @@ def _written(
     )
 
 
-def _embedding(asked: EmbeddingRequest, vector: bytes) -> str | list[float]:
+def _embedding(asked: _Asked, vector: bytes) -> str | list[float]:
     if asked.dimensions is None:
         if asked.encoding_format == "base64":
             return base64.b64encode(vector).decode()

@@ -1,4 +1,5 @@
-"""The request of `POST /v1/embeddings`: OpenAI's, and some of vLLM's extras."""
+"""The requests of `POST /v1/embeddings`: OpenAI's, with some of vLLM's extras, and vLLM's of a
+conversation."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 
 from penstock.gateway.api.schema.fields import TokenIds
 from penstock.gateway.api.schema.model import Model, invalid
+from penstock.gateway.api.tokens.schema import TemplatedChat
 
 MAX_INPUTS = 2048  # in one request, as OpenAI's
 Text = Annotated[str, Field(min_length=1)]
@@ -33,19 +35,19 @@ class PoolingRequest(Model):
         return max_model_len if asked == -1 else asked
 
 
-class EmbeddingRequest(PoolingRequest):
+class PooledTexts(PoolingRequest):
+    """One text or several, or their token ids."""
+
     input: (
         Text
         | TokenIds
         | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _check_inputs(self) -> EmbeddingRequest:
+    def _check_inputs(self) -> PooledTexts:
         if len(self.inputs) > MAX_INPUTS:
             raise invalid("input", f"must have at most {MAX_INPUTS} texts")
         return self
@@ -60,3 +62,30 @@ class EmbeddingRequest(PoolingRequest):
             return [("input", given)]
         several = cast("Sequence[str | Sequence[int]]", given)
         return [(f"input[{number}]", each) for number, each in enumerate(several)]
+
+
+class PooledChat(TemplatedChat, PoolingRequest):
+    """One conversation, as the chat template writes it; nothing follows it."""
+
+    add_generation_prompt: bool = False
+
+    @model_validator(mode="after")
+    def _check_images(self) -> PooledChat:
+        if self.truncate_prompt_tokens is not None and any(each.images for each in self.messages):
+            raise invalid("truncate_prompt_tokens", "is not allowed with images")
+        return self
+
+
+class _VectorOptions(Model):
+    """How vectors are written."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class EmbeddingRequest(_VectorOptions, PooledTexts):
+    """Of texts."""
+
+
+class EmbeddingChatRequest(_VectorOptions, PooledChat):
+    """Of a conversation."""

@@ -16,7 +16,12 @@ from starlette.responses import Response
 from penstock.engine.pooling import cosine, numbers_of
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_fields, unless_gone
 from penstock.gateway.api.operations import operation
-from penstock.gateway.api.rerank.schema import RerankRequest, ScoreRequest, ScoringRequest
+from penstock.gateway.api.rerank.schema import (
+    RerankRequest,
+    RerankTextsRequest,
+    ScoreRequest,
+    ScoringRequest,
+)
 from penstock.gateway.api.schema.model import invalid
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.auth.callers import caller_of, deadline_of
@@ -24,7 +29,7 @@ from penstock.gateway.generation.pooled import MANY_NUMBERS, Embedder
 
 _SUMMARY = "Order documents by how well they answer a query."
 _SCORE_SUMMARY = "Score pairs of texts."
-_RERANK: dict[str, Any] = {"body": (RerankRequest,), "statuses": (404, 429)}
+_RERANK: dict[str, Any] = {"body": (RerankRequest, RerankTextsRequest), "statuses": (404, 429)}
 _SCORE: dict[str, Any] = {"body": (ScoreRequest,), "statuses": (404, 429)}
 
 
@@ -37,7 +42,11 @@ class Rerank:
 
     @operation("POST /v1/rerank", _SUMMARY, "Ranking", **_RERANK)
     async def rerank(self, request: Request) -> Response:
-        asked = parse_fields(RerankRequest, await self._body(request))
+        body = await self._body(request)
+        if "texts" in body:
+            texts = parse_fields(RerankTextsRequest, body)
+            return await _answered(request, self._ranking_as_tei(request, texts))
+        asked = parse_fields(RerankRequest, body)
         return await _answered(request, self._ranking(request, asked))
 
     @operation("POST /rerank", _SUMMARY, "Ranking", **_RERANK)
@@ -62,14 +71,15 @@ class Rerank:
 
     async def _ranking(self, request: Request, asked: RerankRequest) -> dict[str, Any]:
         texts = asked.texts
-        names = [f"documents[{number}]" for number in range(len(texts))]
         identity = f"rerank-{uuid.uuid4().hex}"
+        named = [(f"documents[{number}]", text) for number, text in enumerate(texts)]
+        if asked.max_tokens_per_doc is not None:
+            named = await self._embedder.cut_off(named, asked.max_tokens_per_doc)
         scores, num_tokens = await self._scored(
-            request, asked, identity, [("query", asked.query)], list(zip(names, texts, strict=True))
+            request, asked, identity, [("query", asked.query)], named
         )
-        ranked = sorted(range(len(texts)), key=lambda index: -scores[index])
         results = []
-        for index in ranked[: asked.top_n or None]:
+        for index in _ranked(scores)[: asked.top_n or None]:
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
             if asked.return_documents:
                 result["document"] = {"text": texts[index]}
@@ -80,6 +90,19 @@ class Rerank:
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             "results": results,
         }
+
+    async def _ranking_as_tei(
+        self, request: Request, asked: RerankTextsRequest
+    ) -> list[dict[str, Any]]:
+        """In the form of TEI, whose clients alone send `texts`."""
+        identity = f"rerank-{uuid.uuid4().hex}"
+        named = [(f"texts[{number}]", text) for number, text in enumerate(asked.texts)]
+        scores, _ = await self._scored(request, asked, identity, [("query", asked.query)], named)
+        return [
+            {"index": index, "score": scores[index]}
+            | ({"text": asked.texts[index]} if asked.return_text else {})
+            for index in _ranked(scores)
+        ]
 
     async def _scores(self, request: Request, asked: ScoreRequest) -> dict[str, Any]:
         identity = f"score-{uuid.uuid4().hex}"
@@ -153,6 +176,11 @@ class Rerank:
         return scores, pooled.num_prompt_tokens
 
 
-async def _answered(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+def _ranked(scores: Sequence[float]) -> list[int]:
+    """The numbers of documents, the best first."""
+    return sorted(range(len(scores)), key=lambda index: -scores[index])
+
+
+async def _answered(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
     answer = await unless_gone(request, work)
     return Response(status_code=CLIENT_GONE) if answer is None else json_response(answer)

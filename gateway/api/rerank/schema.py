@@ -1,9 +1,10 @@
-"""The requests of `/rerank`, as Jina, Cohere and vLLM write them, and of `/score`, vLLM's."""
+"""The requests of `/rerank`, as Jina, Cohere and vLLM write them, and as TEI does, and of `/score`,
+vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,6 +31,7 @@ class RerankRequest(ScoringRequest):
     """
     Attributes:
         top_n: answer with the best so many; 0: with all.
+        max_tokens_per_doc: cut off the end of a document beyond so many tokens.
     """
 
     query: Text
@@ -38,10 +40,28 @@ class RerankRequest(ScoringRequest):
     ]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def texts(self) -> list[str]:
         return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class RerankTextsRequest(ScoringRequest):
+    """
+    Attributes:
+        truncate: cut off the end of a text beyond the model's context.
+    """
+
+    query: Text
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    truncate: bool = False
+    truncation_direction: Literal["Right", "right"] = "Right"
+    raw_scores: Literal[False] = False
+    return_text: bool = False
+
+    def max_tokens(self, max_model_len: int) -> int | None:
+        return max_model_len if self.truncate else super().max_tokens(max_model_len)
 
 
 class ScoreRequest(ScoringRequest):

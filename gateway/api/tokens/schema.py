@@ -23,8 +23,9 @@ class TokenizePrompt(Model):
     return_token_strs: bool = False
 
 
-class TokenizeChat(Model):
-    model: str | None = None
+class TemplatedChat(Model):
+    """A conversation that is rendered, whatever for."""
+
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
     ]
@@ -33,11 +34,10 @@ class TokenizeChat(Model):
     add_special_tokens: bool = False  # templates write their own
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    return_token_strs: bool = False
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_continue(self) -> TokenizeChat:
+    def _check_continue(self) -> TemplatedChat:
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid("continue_final_message", "needs add_generation_prompt to be false")
         return self
@@ -50,6 +50,11 @@ class TokenizeChat(Model):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         return self.chat_template_kwargs
+
+
+class TokenizeChat(TemplatedChat):
+    model: str | None = None
+    return_token_strs: bool = False
 
 
 class Detokenize(Model):

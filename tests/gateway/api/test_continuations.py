@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import tokenizers
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.request import Adapter, Request
@@ -28,7 +26,7 @@ from penstock.gateway.engines import engine_link
 from penstock.gateway.storage.conversations.ids import tree_of
 
 from ...redis_server import RedisServer
-from ..conftest import ANSWER, TEMPLATE, Serve, Served
+from ..conftest import ANSWER, SIDE, Serve, Served
 from ..generation.test_images import data_url, file_of, small
 from ..sockets import send, until_end
 from .keyed import CHAT, COMPLETIONS
@@ -36,8 +34,6 @@ from .test_idempotency_redis import another
 from .test_tools import CHAT_TOOLS, OUTPUT, PARSERS, TOOLS
 
 RESPONSES = "/v1/responses"
-IMAGE = "<image>"
-SIDE = 2  # image tokens of a row
 ADAPTER = Adapter(name="tuned", path="/tuned", digest="1")
 KEYS = """
 keys = [{ key = "of-one", tenant = "one" }]
@@ -176,32 +172,6 @@ KINDS: dict[str, Kind] = {
         carried=lambda request: request.sampling_params.logprobs == 1,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def vision_path(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model's directory, of a model that takes images."""
-    path = tmp_path_factory.mktemp("vision") / "model"
-    shutil.copytree(model_path, path)
-    words = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    words.add_special_tokens([IMAGE])
-    words.save(str(path / "tokenizer.json"))
-    config = {
-        "model_type": "llava",
-        "eos_token_id": 0,
-        "image_token_id": words.token_to_id(IMAGE),
-        "vision_config": {"image_size": 7 * SIDE, "patch_size": 7},
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    parts = (
-        "{% if message.content is string %}{{ message.content }}{% else %}"
-        "{% for part in message.content %}{% if part.type == 'image' %}"
-        f"{IMAGE}{{% else %}}{{{{ part.text }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
-    )
-    template = TEMPLATE.replace("{{ message.content }}", parts)
-    assert template != TEMPLATE
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return path
 
 
 @pytest.fixture

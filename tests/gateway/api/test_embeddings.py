@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/rerank` and `/score`: forms of requests and answers, and what is refused."""
+"""Embeddings, rankings, scores and labels: forms of requests and answers, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ from penstock.engine.transport.messages import EngineStats
 
 from ..conftest import Serve, Served, until
 from ..fake_engine import VECTOR
+from ..generation.test_images import data_url, file_of, small
 from .bad_requests import CHAT, COMPLETIONS, RESPONSES, USER
 
 EMBEDDINGS = "/v1/embeddings"
 RANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
 RANKED = {"query": "q", "documents": ["a", {"text": "b"}]}
+TEXTS = {"query": "q", "texts": ["a", "b"]}
+LONG = [{"role": "user", "content": "x" * 1025}]
+PICTURE = [
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(b"x")}}]}
+]
 SCORED = {"text_1": "q", "text_2": ["a", "b"]}
 
 
-def other_model(model_path: Path, tmp_path: Path, architecture: str) -> Path:
+def other_model(model_path: Path, tmp_path: Path, architecture: str, **fields: Any) -> Path:
     """The directory of a model of this architecture."""
     path = tmp_path / "other"
     shutil.copytree(model_path, path)
-    config = {"architectures": [architecture], "hidden_size": 2}
+    config = {"architectures": [architecture], "hidden_size": 2, "num_labels": 1, **fields}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -59,6 +65,36 @@ async def test_texts_are_cut_off_if_asked(served: Served) -> None:
     ids = served.tokenizer.encode(text)
     found = [list(each.prompt_token_ids) for each in served.engine.submitted.values()]
     assert found == [ids[:5], ids[:1024]]
+
+
+async def test_a_conversation_is_embedded_as_its_template_writes_it(served: Served) -> None:
+    body = {"messages": [*USER, {"role": "assistant", "content": "yes"}]}
+    answer = (await served.http.post(EMBEDDINGS, json=body)).json()
+    assert served.prompt_of() == "<user>hello\n<assistant>yes\n"
+    [vector] = answer["data"]
+    assert vector["embedding"] == pytest.approx([0.6, -0.8])
+    [request] = served.engine.submitted.values()
+    assert answer["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
+    await served.http.post(EMBEDDINGS, json={**body, "add_generation_prompt": True})
+    assert served.prompt_of() == "<user>hello\n<assistant>yes\n<assistant>"
+    await served.http.post(EMBEDDINGS, json={"messages": LONG, "truncate_prompt_tokens": 3})
+    assert len(list(served.engine.submitted.values())[-1].prompt_token_ids) == 3
+
+
+async def test_so_is_one_with_a_picture(serve: Serve, vision_path: Path) -> None:
+    async with serve(model=ModelConfig(model=str(vision_path))) as served:
+        picture = {"type": "image_url", "image_url": {"url": data_url(file_of(small()))}}
+        said = [{"role": "user", "content": [picture, {"type": "text", "text": "this"}]}]
+        answer = await served.http.post(EMBEDDINGS, json={"messages": said})
+        assert answer.status_code == 200, answer.text
+        [request] = served.engine.submitted.values()
+        [image] = request.images
+        assert request.pooling is not None
+        place = request.prompt_token_ids[image.offset : image.offset + image.num_tokens]
+        assert len(set(place)) == 1
+        cut = {"messages": said, "truncate_prompt_tokens": 3}
+        error = (await served.http.post(EMBEDDINGS, json=cut)).json()["error"]
+        assert error["param"] == "truncate_prompt_tokens"
 
 
 BAD_REQUESTS: list[tuple[str, dict[str, Any], int, str, str]] = [
@@ -96,6 +132,23 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], int, str, str]] = [
         "documents[1]",
     ),
     ("/rerank", RANKED | {"instruction": "x"}, 400, "invalid_value", "instruction"),
+    ("/rerank", RANKED | {"max_tokens_per_doc": 0}, 400, "invalid_value", "max_tokens_per_doc"),
+    ("/rerank", RANKED | {"texts": ["a"]}, 400, "unknown_parameter", "documents"),
+    ("/rerank", TEXTS | {"raw_scores": True}, 400, "invalid_value", "raw_scores"),
+    ("/rerank", TEXTS | {"texts": ["a", ""]}, 400, "invalid_value", "texts[1]"),
+    ("/rerank", TEXTS | {"texts": ["x" * 1025]}, 400, "context_length_exceeded", "texts[0]"),
+    (EMBEDDINGS, {"messages": []}, 400, "invalid_value", "messages"),
+    (EMBEDDINGS, {"messages": USER, "input": "a"}, 400, "unknown_parameter", "input"),
+    (EMBEDDINGS, {"messages": USER, "dimensions": 3}, 400, "invalid_value", "dimensions"),
+    (EMBEDDINGS, {"messages": LONG}, 400, "context_length_exceeded", "messages"),
+    (
+        EMBEDDINGS,
+        {"messages": PICTURE},
+        400,
+        "unsupported_parameter",
+        "messages[0].content[0].image_url",
+    ),
+    ("/classify", {"input": "a"}, 400, "invalid_value", "model"),
     ("/score", {"text_1": "q"}, 400, "invalid_value", "text_2"),
     ("/score", SCORED | {"queries": "q"}, 400, "invalid_value", "text_1"),
     ("/score", SCORED | {"text_1": ["a", "b", "c"]}, 400, "invalid_value", "text_1"),
@@ -123,6 +176,71 @@ async def test_documents_are_ranked(served: Served, path: str) -> None:
     assert best["relevance_score"] == pytest.approx(1.0)
     bare = (await served.http.post(path, json={**RANKED, "return_documents": False})).json()
     assert [each.keys() for each in bare["results"]] == [{"index", "relevance_score"}] * 2
+
+
+async def test_documents_are_cut_off_if_asked(served: Served) -> None:
+    documents = ["hello " * 100, "short", {"text": "wörld " * 100}]
+    body = {"query": "q " * 20, "documents": documents, "max_tokens_per_doc": 7}
+    answer = (await served.http.post("/v2/rerank", json=body)).json()
+    encode = served.tokenizer.encode
+    found = [list(each.prompt_token_ids) for each in served.engine.submitted.values()]
+    assert found == [
+        encode("q " * 20), encode("hello " * 100)[:7], encode("short"), encode("wörld " * 100)[:7]
+    ]  # fmt: skip
+    # What is answered is whole.
+    texts = {each["index"]: each["document"]["text"] for each in answer["results"]}
+    assert texts == {0: documents[0], 1: documents[1], 2: "wörld " * 100}
+
+
+@pytest.mark.parametrize("path", RANKS)
+async def test_texts_are_ranked_in_the_form_of_their_clients(served: Served, path: str) -> None:
+    """Hugging Face's text-embeddings-inference."""
+    answer = (await served.http.post(path, json={**TEXTS, "return_text": True})).json()
+    assert [each["index"] for each in answer] == [0, 1]
+    assert [each["text"] for each in answer] == ["a", "b"]
+    assert [each["score"] for each in answer] == pytest.approx([1.0, 1.0])
+    bare = {**TEXTS, "raw_scores": False, "return_text": False, "truncate": False}
+    assert [each.keys() for each in (await served.http.post(path, json=bare)).json()] == [
+        {"index", "score"}
+    ] * 2
+    long = {**TEXTS, "texts": ["x" * 1025], "truncate": True, "truncation_direction": "Right"}
+    assert (await served.http.post(path, json=long)).status_code == 200
+    assert len(list(served.engine.submitted.values())[-1].prompt_token_ids) == 1024
+
+
+async def test_texts_are_classified(serve: Serve, model_path: Path, tmp_path: Path) -> None:
+    labels = {"0": "joy", "1": "anger"}
+    architecture = "BertForSequenceClassification"
+    path = other_model(model_path, tmp_path, architecture, id2label=labels)
+    async with serve(model=ModelConfig(model=str(path))) as served:
+        bodies: list[dict[str, Any]] = [
+            {"input": "hello"},
+            {"input": ["hello", "w"], "model": "tiny", "truncate_prompt_tokens": -1},
+            {"input": [[5, 6], [7]]},
+            {"messages": USER},
+        ]
+        for body in bodies:
+            answer = (await served.http.post("/classify", json=body)).json()
+            several = body.get("input", "")
+            num = len(several) if isinstance(several, list) else 1
+            assert answer["object"] == "list"
+            assert answer["data"] == [
+                {
+                    "index": index,
+                    "label": "joy",
+                    "probs": pytest.approx([0.6, -0.8]),
+                    "num_classes": 2,
+                }
+                for index in range(num)
+            ]
+            requests = list(served.engine.submitted.values())[-num:]
+            assert all(each.pooling and each.pooling.task == "classify" for each in requests)
+            num_tokens = sum(len(each.prompt_token_ids) for each in requests)
+            assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        for route, other in ((EMBEDDINGS, {"input": "a"}), ("/rerank", RANKED), ("/score", SCORED)):
+            error = (await served.http.post(route, json=other)).json()["error"]
+            assert error["param"] == "model"
+            assert "classifies texts" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
