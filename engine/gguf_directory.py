@@ -18,10 +18,11 @@ from typing import Any
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.json_file import GGUF_MAGIC, check_file, is_present, weight_samples
+from penstock.engine.text.fill_in_middle import GGUF_FIELD
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
-_VERSION = 2  # of what is written; a change makes other directories
+_VERSION = 3  # of what is written; a change makes other directories
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields of experts that transformers leaves at their defaults, and the file's names for them.
 _EXPERT_SIZES = {
@@ -29,6 +30,16 @@ _EXPERT_SIZES = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 _EOS_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+# Of `FillInMiddle`, and the file's names for them, the older one last.
+_FIM_IDS = {
+    "pre": ("fim_pre", "prefix"),
+    "suf": ("fim_suf", "suffix"),
+    "mid": ("fim_mid", "middle"),
+    "pad": ("fim_pad",),
+    "rep": ("fim_rep",),
+    "sep": ("fim_sep",),
+    "eot": ("eot",),
+}
 
 
 def gguf_directory(file: Path) -> Path:
@@ -122,9 +133,22 @@ def _write(file: Path, folder: Path) -> None:
     index = {"architecture": fields["general.architecture"], "tensors": tensors}
     eos_token_ids = sorted({fields[name] for name in _EOS_IDS if name in fields})
     tokenizer.save_pretrained(folder)
+    _add_fim_ids(folder / "tokenizer_config.json", fields)
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids})
     _write_json(folder / "config.json", config)
     _write_json(folder / GGUF_INDEX, index)
+
+
+def _add_fim_ids(file: Path, fields: dict[str, Any]) -> None:
+    """Adds the tokens that fill in the middle, if the GGUF file names them."""
+    found = {
+        name: fields[key]
+        for name, keys in _FIM_IDS.items()
+        for key in [f"tokenizer.ggml.{each}_token_id" for each in reversed(keys)]
+        if key in fields
+    }
+    if found.keys() >= {"pre", "suf"}:
+        _write_json(file, {**json.loads(file.read_text()), GGUF_FIELD: found})
 
 
 def _rope_scaling(file: Path, config: dict[str, Any], factors: list[float]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from penstock.gateway.api.conversations.routes import ConversationItems, Convers
 from penstock.gateway.api.embeddings.prompts import PooledPrompts
 from penstock.gateway.api.embeddings.routes import Embeddings
 from penstock.gateway.api.idempotency import IdempotentAnswers
+from penstock.gateway.api.infill.routes import Infill
 from penstock.gateway.api.json_api import UpgradeRequired
 from penstock.gateway.api.models import Models
 from penstock.gateway.api.operations import operations_of, routes_of
@@ -259,6 +260,7 @@ def _apis(
     return [
         ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
+        Infill(generator, max_body_bytes=max_bytes, ping_s=ping_s),
         Responses(service, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Embeddings(embedder, prompts, max_body_bytes=max_bytes),
         Classify(embedder, prompts, max_body_bytes=max_bytes),

@@ -412,6 +412,24 @@ ANSWERS: dict[str, Schema] = {
         ),
         usage=ref("Usage"),
     ),
+    "Infill": {
+        **_object(
+            index=INTEGER,
+            content=STRING,
+            tokens=_list(INTEGER),
+            stop=_BOOLEAN,
+            model=STRING,
+            tokens_predicted=INTEGER,
+            tokens_evaluated=INTEGER,
+            tokens_cached=INTEGER,
+            truncated=_BOOLEAN,
+            stop_type=_one_of("none", "eos", "limit", "word"),
+            stopping_word=STRING,
+            timings=_map(_NUMBER),
+        ),
+        "required": [],  # `response_fields` asks for some of them, or of their fields
+        "additionalProperties": _ANYTHING,
+    },
     # responses and conversations
     "Part": {
         "oneOf": [

@@ -48,6 +48,7 @@ from penstock.gateway.generation.context_limits import (
     fit_branches,
     output_limit,
 )
+from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images import ImageLoader
@@ -106,6 +107,9 @@ class Generator:
         self.images = images
         self.long_work = LongWork()
         self.grammars = GrammarCheck(model.directory, metrics)
+        self.gaps = GapPrompts(
+            model.fill_in_middle, self.tokenise, lambda: engine.info_for_running().max_model_len
+        )
         self._engine = engine
         self._metrics = metrics
         self._admission = admission

@@ -19,6 +19,7 @@ from penstock.engine.model_files import (
 from penstock.engine.pooling import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
+from penstock.engine.text.fill_in_middle import FillInMiddle
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
 from penstock.engine.vision.message_parts import MessageParts, parts_of
 from penstock.gateway.config import GatewayConfig
@@ -37,6 +38,7 @@ class ServedModel:
     pooling: ModelPooling
     images: ImageTokens | None  # how it takes them; None: it takes none
     message_parts: MessageParts
+    fill_in_middle: FillInMiddle | None  # how it does; None: it does not
 
     @property
     def name(self) -> str:
@@ -106,6 +108,7 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
     return ServedModel(
         images=images,
         message_parts=parts_of(template, images),
+        fill_in_middle=FillInMiddle.read(path, tokenizer),
         names=config.model_names,
         directory=path,
         tokenizer=tokenizer,

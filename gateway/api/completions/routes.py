@@ -21,6 +21,7 @@ from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.branch import Delta
+from penstock.gateway.generation.fill_in_middle import ending_there
 from penstock.gateway.generation.generation import DeltaSource, Generation, Output
 from penstock.gateway.generation.generator import NUM_CONTEXT_TOKENS, Generator
 from penstock.gateway.http.event_stream import EventStream
@@ -107,10 +108,13 @@ class Completions:
         request_id: str,
     ) -> Generation:
         token_ids = await self._token_ids(prompt, completion)
+        options = completion.options(self._generator.model.defaults.sampling)
+        if completion.suffix:
+            options = ending_there(options, self._generator.gaps.require(param="suffix"))
         return await self._generator.plan(
             request_id,
             completion.kept(token_ids),
-            completion.options(self._generator.model.defaults.sampling),
+            options,
             param="prompt",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),
@@ -119,6 +123,11 @@ class Completions:
     async def _token_ids(
         self, prompt: str | Sequence[int], completion: CompletionRequest
     ) -> Sequence[int]:
+        if completion.suffix:
+            has_start = completion.add_special_tokens and isinstance(prompt, str)
+            return await self._generator.gaps.whole(
+                prompt, completion.suffix, add_special_tokens=has_start
+            )
         if not isinstance(prompt, str):
             return prompt
         return await self._generator.tokenise(

@@ -22,6 +22,11 @@ MAX_OUTPUTS = 1024  # computed for all prompts of a request
 
 
 class CompletionRequest(ChoicesRequest):
+    """
+    Attributes:
+        suffix: what comes after the output: the model fills in the middle.
+    """
+
     endpoint: ClassVar = Endpoint.COMPLETIONS
     default_output_limit: ClassVar[int | None] = 16  # OpenAI's, and vLLM's
 
@@ -34,6 +39,7 @@ class CompletionRequest(ChoicesRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     best_of: NumBranches | None = None
+    suffix: str | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
@@ -45,6 +51,9 @@ class CompletionRequest(ChoicesRequest):
             raise invalid("best_of", "must equal n with stream: the best are only known at the end")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise invalid("truncate_prompt_tokens", "cannot be used with echo")
+        for name in ("echo", "truncate_prompt_tokens") if self.suffix else ():
+            if getattr(self, name):
+                raise invalid(name, "cannot be used with suffix")
         if self.prediction is not None and len(self.prompts) > 1:
             raise invalid("prediction", "cannot be used with several prompts")
         if len(self.prompts) * max(self.n, self.best_of or 1) > MAX_OUTPUTS:

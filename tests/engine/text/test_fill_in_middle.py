@@ -1,0 +1,106 @@
+"""The tokens around a gap, by the names that families give them or by a GGUF file's metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.gguf_directory import _add_fim_ids
+from penstock.engine.text import Tokenizer
+from penstock.engine.text.fill_in_middle import GGUF_FIELD, FillInMiddle
+
+BEFORE, AFTER = [1, 2], [3]
+
+
+def tokenizer_with(*added: str, begins: bool = False) -> Tokenizer:
+    """Ten words, and after them the added tokens."""
+    words = {"<s>": 0, **{chr(ord("a") + number): number + 1 for number in range(9)}}
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(list(added))
+    if begins:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("added", "prompt", "ends"),
+    [
+        (
+            ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>",
+             "<|file_sep|>"],
+            [10, 1, 2, 12, 3, 11], {10, 11, 12, 13, 14, 15},
+        ),
+        (["<fim_prefix>", "<fim_middle>", "<fim_suffix>"], [10, 1, 2, 12, 3, 11], {10, 11, 12}),
+        (
+            ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"],
+            [11, 1, 2, 10, 3, 12], {10, 11, 12},
+        ),
+        (
+            ["▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"],
+            [10, 1, 2, 12, 3, 11], {10, 11, 12, 13},
+        ),
+        (["[SUFFIX]", "[PREFIX]", "[MIDDLE]"], [10, 3, 11, 1, 2], {10, 11}),
+    ],
+    ids=["Qwen", "StarCoder", "DeepSeek", "CodeLlama", "Codestral"],
+)  # fmt: skip
+def test_the_tokens_of_a_family(
+    added: list[str], prompt: list[int], ends: set[int], tmp_path: Path
+) -> None:
+    found = FillInMiddle.read(tmp_path, tokenizer_with(*added))
+    assert found is not None
+    assert found.prompt(BEFORE, AFTER) == prompt
+    assert set(found.ends) == ends
+    assert found.num_tokens == len(prompt) - 3
+
+
+def test_a_prompt_begins_as_every_text_does(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with("<fim_prefix>", "<fim_middle>", "<fim_suffix>", begins=True)
+    found = FillInMiddle.read(tmp_path, tokenizer)
+    assert found is not None
+    assert found.prompt(BEFORE, AFTER) == [0, 10, 1, 2, 12, 3, 11]
+    assert found.prompt(BEFORE, AFTER, has_start=False) == [10, 1, 2, 12, 3, 11]
+    assert found.prompt(BEFORE, AFTER, context=[7])[:2] == [7, 0]
+
+
+@pytest.mark.parametrize("added", [[], ["<fim_prefix>", "<|fim_middle|>", "<fim_suffix>"]])
+def test_a_model_without_them(added: list[str], tmp_path: Path) -> None:
+    assert FillInMiddle.read(tmp_path, tokenizer_with(*added)) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fim_pre": 5, "fim_suf": 6, "fim_mid": 7, "fim_pad": 8, "fim_sep": 9, "fim_rep": 4},
+        {"prefix": 5, "suffix": 6, "middle": 7, "fim_pad": 8, "fim_sep": 9, "fim_rep": 4},
+    ],
+)
+def test_a_gguf_file_names_them(fields: dict[str, Any], tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"a": 1}')
+    keys = {f"tokenizer.ggml.{name}_token_id": number for name, number in fields.items()}
+    _add_fim_ids(config, {**keys, "tokenizer.ggml.eot_token_id": 3})
+    assert json.loads(config.read_text())["a"] == 1
+    found = FillInMiddle.read(tmp_path, tokenizer_with())
+    assert found is not None
+    assert found.prompt(BEFORE, AFTER) == [5, 1, 2, 6, 3, 7]
+    assert (found.repository, found.file) == (4, 9)
+    assert set(found.ends) == {3, 4, 5, 6, 7, 8, 9}
+    config.write_text(json.dumps({GGUF_FIELD: {"pre": -1}}))
+    with pytest.raises(ModelLoadError, match=r"fim_token_ids\.pre"):
+        FillInMiddle.read(tmp_path, tokenizer_with())
+
+
+def test_a_gguf_file_without_them(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text("{}")
+    _add_fim_ids(config, {"tokenizer.ggml.eot_token_id": 3})
+    assert config.read_text() == "{}"
