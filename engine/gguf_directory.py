@@ -18,10 +18,10 @@ from typing import Any
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.json_file import GGUF_MAGIC, check_file, is_present, weight_samples
-from penstock.engine.text.fill_in_middle import GGUF_FIELD
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
+FIM_FIELD = "fim_token_ids"  # of tokenizer_config.json
 _VERSION = 3  # of what is written; a change makes other directories
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields of experts that transformers leaves at their defaults, and the file's names for them.
@@ -148,7 +148,7 @@ def _add_fim_ids(file: Path, fields: dict[str, Any]) -> None:
         if key in fields
     }
     if found.keys() >= {"pre", "suf"}:
-        _write_json(file, {**json.loads(file.read_text()), GGUF_FIELD: found})
+        _write_json(file, {**json.loads(file.read_text()), FIM_FIELD: found})
 
 
 def _rope_scaling(file: Path, config: dict[str, Any], factors: list[float]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.config_fields import ConfigFields
+from penstock.engine.gguf_directory import FIM_FIELD
 from penstock.engine.json_file import is_present, read_json
 from penstock.engine.text.tokenizer import Tokenizer
 
-GGUF_FIELD = "fim_token_ids"  # of tokenizer_config.json, where it is made of a GGUF file
 # Before what is before the gap, before what is after it, and before what fills it.
 _NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
@@ -67,7 +67,7 @@ class FillInMiddle:
         ids = tokenizer.added_tokens
         file = path / "tokenizer_config.json"
         given = ConfigFields(read_json(file) if is_present(file) else {}, path=file).section(
-            GGUF_FIELD
+            FIM_FIELD
         )
         known = {name: given.integer(name, minimum=0) for name in given}
         names = next((names for names in _NAMES if all(n in ids for n in names if n)), None)

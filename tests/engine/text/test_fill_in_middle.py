@@ -11,9 +11,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf_directory import _add_fim_ids
+from penstock.engine.gguf_directory import FIM_FIELD, _add_fim_ids
 from penstock.engine.text import Tokenizer
-from penstock.engine.text.fill_in_middle import GGUF_FIELD, FillInMiddle
+from penstock.engine.text.fill_in_middle import FillInMiddle
 
 BEFORE, AFTER = [1, 2], [3]
 
@@ -94,7 +94,7 @@ def test_a_gguf_file_names_them(fields: dict[str, Any], tmp_path: Path) -> None:
     assert found.prompt(BEFORE, AFTER) == [5, 1, 2, 6, 3, 7]
     assert (found.repository, found.file) == (4, 9)
     assert set(found.ends) == {3, 4, 5, 6, 7, 8, 9}
-    config.write_text(json.dumps({GGUF_FIELD: {"pre": -1}}))
+    config.write_text(json.dumps({FIM_FIELD: {"pre": -1}}))
     with pytest.raises(ModelLoadError, match=r"fim_token_ids\.pre"):
         FillInMiddle.read(tmp_path, tokenizer_with())
 
