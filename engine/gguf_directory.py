@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import GGUF_MAGIC, check_file, is_present, weight_samples
+from penstock.engine.json_file import FIM_FIELD, GGUF_MAGIC, check_file, is_present, weight_samples
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
-FIM_FIELD = "fim_token_ids"  # of tokenizer_config.json
 _VERSION = 3  # of what is written; a change makes other directories
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields of experts that transformers leaves at their defaults, and the file's names for them.

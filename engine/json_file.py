@@ -13,6 +13,7 @@ from penstock.engine.errors import ModelLoadError
 
 MAX_TEXT_BYTES = 512 << 20  # the largest tokenizers have a tenth of it
 GGUF_MAGIC = b"GGUF"
+FIM_FIELD = "fim_token_ids"  # of tokenizer_config.json, where it is made of a GGUF file
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BEGINNING_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.config_fields import ConfigFields
-from penstock.engine.gguf_directory import FIM_FIELD
-from penstock.engine.json_file import is_present, read_json
+from penstock.engine.json_file import FIM_FIELD, is_present, read_json
 from penstock.engine.text.tokenizer import Tokenizer
 
 # Before what is before the gap, before what is after it, and before what fills it.
