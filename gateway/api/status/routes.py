@@ -62,9 +62,15 @@ class Status:
 
     @operation("GET /load", "The number of requests, as vLLM gives it.", "Load", needs_key=False)
     async def load(self, _: Request) -> Response:
-        """What runs and waits in the engines, whichever of the server's gateways has it."""
-        stats = [link.stats for link in self._engine.links]
-        num_requests = sum(each.num_requests_running + each.num_requests_waiting for each in stats)
+        """What runs and waits in the engines, whichever of the server's gateways has it: as they
+        last said, and at least what this gateway knows."""
+        num_requests = sum(
+            max(
+                link.stats.num_requests_running + link.stats.num_requests_waiting,
+                link.load.num_streams,
+            )
+            for link in self._engine.links
+        )
         return json_response({"server_load": num_requests})
 
     def _engines(self) -> dict[str, list[dict[str, Any]]]:

@@ -65,6 +65,15 @@ async def test_other_servers_names_of_the_same(served: Served) -> None:
     served.engine.stats = EngineStats(num_requests_running=3, num_requests_waiting=2)
     await served.client.completions.create(model="tiny", prompt="x", max_tokens=1)
     assert (await served.http.get("/load")).json() == {"server_load": 5}
+    served.engine.may_speak.clear()
+    asking = [
+        asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "x"}))
+        for _ in range(7)
+    ]
+    await served.submitted(8)
+    assert (await served.http.get("/load")).json() == {"server_load": 7}
+    served.engine.may_speak.set()
+    await asyncio.gather(*asking)
 
 
 def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
