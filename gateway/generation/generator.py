@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,12 +29,20 @@ from penstock.engine.chat_formats import (
     Piece,
     template_messages,
 )
-from penstock.engine.request import ImageInput, Request, Retention, SamplingParams, check_choice
+from penstock.engine.request import (
+    Adapter,
+    ImageInput,
+    Request,
+    Retention,
+    SamplingParams,
+    check_choice,
+)
 from penstock.engine.text import OutputText
 from penstock.engine.text.chat_template import SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import with_parts
+from penstock.gateway import installed_version
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_client import EngineClient
@@ -63,6 +72,7 @@ _MAX_SHORT_S = 0.05  # of a template on the event loop; ordinary ones take a ten
 NUM_CONTEXT_TOKENS = 64  # last tokens of a prompt on which the continuing text can depend
 _MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
 _MAX_OPEN = 64  # running and waiting; each keeps its text in memory
+_NAME_CHARS = 12  # of a digest in a fingerprint
 _Result = TypeVar("_Result")
 
 
@@ -112,6 +122,18 @@ class Generator:
         self._memory = PromptMemory(model.tokenizer)
         self._templates = templates
         self._max_prompt_bytes = max_prompt_bytes
+        self._weights = b""
+
+    async def max_model_len(self) -> int:
+        """Tokens of the context. Raises: EngineDeadError."""
+        return (await self._engine.require_info()).max_model_len
+
+    def fingerprint(self, adapter: Adapter | None = None) -> str:
+        """Names the server's version and the weights."""
+        info = self._engine.info
+        if info is not None:  # else an engine is being started again, with the same weights
+            self._weights = info.cache_root
+        return _fingerprint(self._weights, "" if adapter is None else adapter.digest)
 
     async def close(self) -> None:
         """Stop the threads and the processes."""
@@ -295,6 +317,7 @@ class Generator:
             continues_prompt=options.continues_prompt,
             reservation=reservation,
             output_format=options.output_format,
+            has_end_logprobs=options.has_end_logprobs,
         )
 
     async def _tokenise_prediction(self, text: str, info: EngineInfo) -> tuple[int, ...]:
@@ -344,6 +367,7 @@ class Generator:
         epoch: int = 1,
         reservation: Reservation | None = None,
         output_format: OutputFormat | None = None,
+        has_end_logprobs: bool = False,
     ) -> Generation:
         params = request.sampling_params
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
@@ -363,12 +387,19 @@ class Generator:
             output_format=output_format,
             epoch=epoch,
             reservation=reservation,
+            has_end_logprobs=has_end_logprobs,
         )
         if reservation is not None:
             # A client may disconnect before the generation is entered or discarded.
             loop = asyncio.get_running_loop()
             weakref.finalize(generation, _release, reservation, loop).atexit = False
         return generation
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(weights: bytes, adapter: str) -> str:
+    digest = hashlib.sha256(weights).hexdigest()[:_NAME_CHARS]
+    return "-".join(filter(None, ("penstock", installed_version(), digest, adapter[:_NAME_CHARS])))
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:

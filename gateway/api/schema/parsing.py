@@ -27,8 +27,6 @@ _MAX_DIAGNOSED_BYTES = 64 << 10
 MAX_JSON_PARTS = 200_000  # objects, lists, and strings, keys among them
 MAX_JSON_NUMBERS = 1 << 20
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))
-# OpenAI's fields of messages and items that are not implemented here; others are unknown.
-_UNSUPPORTED_FIELDS = frozenset({"tool_calls", "function_call", "tool_call_id", "audio", "refusal"})
 _Request = TypeVar("_Request", bound=SamplingRequest)
 _Model = TypeVar("_Model", bound=Model)
 
@@ -101,11 +99,17 @@ def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
     Raises:
         RequestRefusedError: a parameter is unknown, unsupported, missing or wrong.
     """
-    return parse_fields(kind, honoured(kind.endpoint, kind.model_fields, body))
+    parameters = honoured(kind.endpoint, kind.model_fields, body)
+    return parse_fields(kind, parameters.values, parameters.names)
 
 
-def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
+def parse_fields(
+    kind: type[_Model], values: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> _Model:
     """A model of any schema from the fields that are given.
+
+    Args:
+        names: what the caller calls fields, where that is not their name.
 
     Raises:
         RequestRefusedError: a field is unknown, missing or wrong.
@@ -113,7 +117,9 @@ def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _refusal(_most_telling(error.errors(include_url=False))) from error
+        detail = _most_telling(error.errors(include_url=False))
+        field, *rest = detail["loc"] or ("",)
+        raise _refusal(detail, _path(((names or {}).get(str(field), field), *rest))) from error
 
 
 def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
@@ -130,11 +136,10 @@ def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
     )
 
 
-def _refusal(detail: ErrorDetails) -> RequestRefusedError:
-    param = _path(detail["loc"])
+def _refusal(detail: ErrorDetails, param: str) -> RequestRefusedError:
     kind = detail["type"]
-    if kind == "extra_forbidden":
-        is_known = detail["loc"][-1] in _UNSUPPORTED_FIELDS
+    if kind in ("extra_forbidden", "none_required"):  # a field that is none here, or is known
+        is_known = kind == "none_required"
         code = "unsupported_parameter" if is_known else "unknown_parameter"
         message = f"{'unsupported' if is_known else 'unknown'} parameter: {param!r}"
         return RequestRefusedError(message, code=code, param=param)

@@ -19,7 +19,7 @@ from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.responses.schema import ResponsesRequest, SocketRequest
 from penstock.gateway.api.schema.fields import SamplingRequest
-from penstock.gateway.api.schema.parameters import UNREAD
+from penstock.gateway.api.schema.parameters import ALIASES, UNREAD
 from penstock.gateway.api.schema.parsing import parse_json, parse_request
 from penstock.gateway.errors import RequestRefusedError
 
@@ -32,7 +32,7 @@ _SCHEMAS: tuple[type[SamplingRequest], ...] = (
 
 
 def known(schema: type[SamplingRequest]) -> set[str]:
-    return set(schema.model_fields) | set(UNREAD[schema.endpoint])
+    return set(schema.model_fields) | set(UNREAD[schema.endpoint]) | set(ALIASES[schema.endpoint])
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,9 @@ def test_every_parameter_of_the_websocket_mode_is_classified() -> None:
 
 
 @pytest.mark.parametrize("schema", _SCHEMAS)
-def test_no_parameter_is_both_read_and_unread(schema: type[SamplingRequest]) -> None:
-    assert set(schema.model_fields) & set(UNREAD[schema.endpoint]) == set()
+def test_no_parameter_is_treated_in_two_ways(schema: type[SamplingRequest]) -> None:
+    ways = (set(schema.model_fields), set(UNREAD[schema.endpoint]), set(ALIASES[schema.endpoint]))
+    assert sum(map(len, ways)) == len(set().union(*ways))
 
 
 _VALUES_OF_COMMON = [
