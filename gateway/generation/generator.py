@@ -399,7 +399,7 @@ class Generator:
 @lru_cache(maxsize=64)
 def _fingerprint(weights: bytes, adapter: str) -> str:
     digest = hashlib.sha256(weights).hexdigest()[:_NAME_CHARS]
-    return "-".join(filter(None, ("penstock", installed_version(), digest, adapter[:_NAME_CHARS])))
+    return "_".join(filter(None, ("fp", installed_version(), digest, adapter[:_NAME_CHARS])))
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:

@@ -338,7 +338,7 @@ async def test_fingerprint(serve: Serve, path: str, is_streamed: bool) -> None:
             names.append(await fingerprint(served))
     assert names[0] == names[1] != names[2]
     version = (await _version(serve)).json()["version"]
-    assert all(name.startswith(f"penstock-{version}-") for name in names)
+    assert all(name.startswith(f"fp_{version}_") for name in names)
 
 
 async def _version(serve: Serve) -> Any:
