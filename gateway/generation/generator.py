@@ -41,7 +41,7 @@ from penstock.engine.text import OutputText
 from penstock.engine.text.chat_template import SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
-from penstock.engine.vision.message_parts import with_parts
+from penstock.engine.vision.message_parts import MessageParts, with_parts
 from penstock.gateway import installed_version
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
@@ -62,6 +62,7 @@ from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images import ImageLoader
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
+from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 
@@ -123,6 +124,8 @@ class Generator:
         self._templates = templates
         self._max_prompt_bytes = max_prompt_bytes
         self._weights = b""
+        takes_parts = model.images is None or model.message_parts is not MessageParts.PLAIN
+        self._reads_part = reads_of(model.chat_template) if takes_parts else names_parts_of(None)
 
     async def max_model_len(self) -> int:
         """Tokens of the context. Raises: EngineDeadError."""
@@ -178,16 +181,18 @@ class Generator:
     async def _rendered(self, prompt: ChatPrompt) -> str:
         template = self.model.chat_template
         source = template.source if prompt.template is None else prompt.template
+        reads = self._reads_part if prompt.template is None else names_parts_of(prompt.template)
+        messages = as_read(prompt.messages, reads)
         arguments: dict[str, Any] = {
             "messages": template_messages(
-                with_parts(prompt.messages, self.model.message_parts, self.model.images), source
+                with_parts(messages, self.model.message_parts, self.model.images), source
             ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
             "kwargs": {"tools": prompt.tools, **prompt.kwargs},
         }
         if prompt.template is None:
-            num_chars = sum(map(_num_chars, prompt.messages))
+            num_chars = sum(map(_num_chars, messages))
             num_chars += 0 if prompt.tools is None else len(orjson.dumps(prompt.tools))
             is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
             render = partial(template.render, **arguments)

@@ -128,7 +128,7 @@ def test_an_ended_stream_replays_from_any_event(client: httpx.Client, seen: dict
 
 
 def _told(event: str) -> Any:
-    """What a chunk tells: later versions have null fields of thoughts besides, and a fingerprint."""
+    """What a chunk tells: later versions have null fields of thoughts, too, and a fingerprint."""
     if event == "[DONE]":
         return event
     chunk = json.loads(event)

@@ -32,7 +32,7 @@ _MAX_ID_CHARS = 128
 _MAX_ROLE_CHARS = 64
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image")
-_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
+_MEDIA = ("image", "audio", "video", "file")  # in the names of parts that need more than a template
 _DETAILS = ("auto", "low", "high", "original")
 
 
@@ -45,6 +45,17 @@ class ImagePart:
     """
 
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class TemplatePart:
+    """A part with fields that only a chat template may know.
+
+    Attributes:
+        fields: as they were sent.
+    """
+
+    fields: dict[str, Any]
 
 
 def _parts_of(content: Any) -> Any:
@@ -117,22 +128,25 @@ def _part_text(part: Any) -> str:
     return text
 
 
-def _without_thoughts(content: list[Any]) -> tuple[list[Any], str]:
-    """A content without its parts of thoughts, and these as one text."""
-    thoughts: list[str] = []
-    others: list[Any] = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in _THOUGHT_PARTS:
-            others.append(part)
-            continue
-        for field in ("thinking", "reasoning", "text"):
-            thought = part.get(field)
-            if isinstance(thought, list):  # Mistral's: text parts
-                thought = "".join(map(_part_text, thought))
-            if isinstance(thought, str) and thought:
-                thoughts.append(thought)
-                break
-    return others, "\n".join(thoughts)
+def _chat_parts_of(content: Any) -> Any:
+    """As `_parts_of`, where a chat template may read further fields and kinds of parts."""
+    if not isinstance(content, list):
+        return _texts_of(content)
+    return tuple(
+        _template_part(part) or _image_part(part) or _part_text(part)
+        for part in map(_typed, content)
+    )
+
+
+def _template_part(part: Any) -> TemplatePart | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind == "refusal" or any(each in kind for each in _MEDIA):
+        return None
+    if kind in _TEXT_PARTS:
+        if part.keys() <= {"type", "text"} or not isinstance(part.get("text"), str):
+            return None
+        kind = "text"
+    return TemplatePart({**part, "type": kind})
 
 
 class ImageUrlPart(Model):
@@ -175,6 +189,13 @@ Parts = Annotated[
     tuple[str | ImagePart, ...],
     BeforeValidator(_parts_of, json_schema_input_type=str | list[TextPart | ImageUrlPart]),
 ]
+_ChatParts = Annotated[
+    tuple[str | ImagePart | TemplatePart, ...],
+    BeforeValidator(
+        _chat_parts_of,
+        json_schema_input_type=str | list[str | TextPart | ImageUrlPart | dict[str, Any]],
+    ),
+]
 Role = Literal["system", "developer", "user", "assistant"]
 # The template decides which other roles there are.
 _ChatRole = Annotated[
@@ -212,7 +233,7 @@ class Message(Model):
     @field_validator("content")
     @classmethod
     def _check_images(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("role", "user") != "user" and not all(isinstance(p, str) for p in value):
+        if info.data.get("role", "user") != "user" and any(isinstance(p, ImagePart) for p in value):
             raise PydanticCustomError("value_error", "only a user's message may have images")
         return value
 
@@ -286,6 +307,7 @@ class ChatMessage(Message):
 
     # Wider than those of a message of responses.
     role: _ChatRole  # type: ignore[assignment]
+    content: _ChatParts  # type: ignore[assignment]
     tool_calls: _ToolCalls = Field(default_factory=list)  # type: ignore[assignment]
     tool_call_id: _CallId | None = None  # type: ignore[assignment]
     reasoning: str | None = None
@@ -300,15 +322,12 @@ class ChatMessage(Message):
         fields = {name: item for name, item in value.items() if name not in _OF_RESPONSES}
         content = fields.get("content")
         thought = fields.pop("reasoning_content", None)
-        if isinstance(content, list):
-            fields["content"], thinking = _without_thoughts(content)
-            thought = thought or thinking
         if fields.get("role") != "assistant":
             fields.pop("reasoning", None)
             fields.pop("refusal", None)
         elif not fields.get("reasoning"):
             fields["reasoning"] = thought
-        if content == [] or fields.get("content") in (None, []):
+        if content in (None, []):
             if fields.get("role") == "assistant":
                 fields["content"] = fields.get("refusal") or ""
             elif content is not None or fields.get("role") == "tool":
@@ -338,20 +357,23 @@ class ChatMessage(Message):
 
 
 def template_message(
-    role: str, parts: Sequence[str | ImagePart], name: str | None = None
+    role: str, parts: Sequence[str | ImagePart | TemplatePart], name: str | None = None
 ) -> dict[str, Any]:
-    """A message as chat templates expect it: one text, or the parts where there are images, and
-    `system` instead of `developer`."""
+    """A message as chat templates expect it: one text, or the parts where some are more than text,
+    and `system` instead of `developer`."""
     named = {} if name is None else {"name": name}
     known_role = "system" if role == "developer" else role
     texts = [part for part in parts if isinstance(part, str)]
-    content: str | list[dict[str, str]] = "\n".join(texts)
+    content: str | list[dict[str, Any]] = "\n".join(texts)
     if len(texts) < len(parts):
-        content = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-            for part in parts
-        ]
+        content = [_for_template(part) for part in parts]
     return {"role": known_role, "content": content, **named}
+
+
+def _for_template(part: str | ImagePart | TemplatePart) -> dict[str, Any]:
+    if isinstance(part, TemplatePart):
+        return part.fields
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
