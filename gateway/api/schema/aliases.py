@@ -155,6 +155,28 @@ FORMAT = Alias("`json`, or a JSON Schema: a `response_format`.", _response_forma
 TEXT_FORMAT = Alias("`json`, or a JSON Schema: a `text.format`.", _text_format)
 
 
+_SAMPLERS = ["top_k", "top_p", "min_p", "temperature"]  # in llama.cpp's usual order
+_IDLE_SAMPLERS = ("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "tfs_z", "xtc", "infill")
+
+
+def _samplers(value: Any) -> Mapping[str, Any]:
+    """llama.cpp's. The usual order is what a request without them asks for; samplers that have
+    parameters of their own do nothing without these, wherever they stand."""
+    names = value.split(";") if isinstance(value, str) else value
+    if not isinstance(names, list):
+        raise invalid("samplers", "must be a list of names")
+    if value and [name for name in names if name not in _IDLE_SAMPLERS] != _SAMPLERS:
+        raise RequestRefusedError(
+            f"this server does not support another order of samplers than {', '.join(_SAMPLERS)}",
+            code="unsupported_parameter",
+            param="samplers",
+        )
+    return {}
+
+
+SAMPLERS = Alias("Without effect: only the usual order is supported.", _samplers)
+
+
 def _chat_probs(value: Any) -> Mapping[str, Any]:
     return {"logprobs": True, "top_logprobs": value} if value else {}
 

@@ -60,11 +60,6 @@ _RESPONSES = (Endpoint.RESPONSES, Endpoint.RESPONSES_SOCKET)
 _MESSAGES = (*_CHAT, *_RESPONSES)
 _ALL = tuple(Endpoint)
 
-# llama.cpp's default order, which a request without `samplers` asks for.
-_USUAL_SAMPLERS = (
-    ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-    ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-)
 _Row = tuple[tuple[Endpoint, ...], Use, str, tuple[Any, ...]]
 _ROWS: tuple[_Row, ...] = (
     # OpenAI's
@@ -73,6 +68,7 @@ _ROWS: tuple[_Row, ...] = (
     (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_key prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store", ()),
     (_RESPONSES, Use.NEUTRAL, "client_metadata", ()),  # Codex sends it
+    (_RESPONSES, Use.NEUTRAL, "background_options", ()),
     (_COMPLETIONS, Use.REFUSED, "suffix", ("",)),
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
     (_MESSAGES, Use.REFUSED, "moderation", ()),
@@ -91,17 +87,21 @@ _ROWS: tuple[_Row, ...] = (
     (_BOTH, Use.REFUSED, "prompt_embeds logprob_token_ids", ()),
     (_ALL, Use.REFUSED, "vllm_xargs", ()),
     (_CHAT, Use.REFUSED, "documents mm_processor_kwargs", ()),
-    (_ALL, Use.NEUTRAL, "session_id stream_interval background_options", ()),
+    (_ALL, Use.NEUTRAL, "session_id stream_interval", ()),
     # of llama.cpp, SGLang, OpenRouter and others
-    (_ALL, Use.NEUTRAL, "cache_prompt verbose rid trace speculative speculative.n_max", ()),
-    (_ALL, Use.NEUTRAL, "speculative.n_min speculative.p_min speculative.type", ()),
+    (_ALL, Use.NEUTRAL, "cache_prompt verbose rid trace backend_sampling", ()),
+    (
+        _ALL,
+        Use.NEUTRAL,
+        "speculative speculative.n_max speculative.n_min speculative.p_min speculative.type",
+        (),
+    ),
     (_ALL, Use.REFUSED, "typical_p typ_p tfs_z", (1,)),
     (_ALL, Use.REFUSED, "top_a epsilon_cutoff eta_cutoff smoothing_factor", (0,)),
     (_ALL, Use.REFUSED, "no_repeat_ngram_size n_indent", (0,)),
     (_ALL, Use.REFUSED, "mirostat xtc_probability dynatemp_range", (0,)),
     (_ALL, Use.REFUSED, "dry_multiplier adaptive_target", (0, -1)),
     (_ALL, Use.REFUSED, "min_keep", (0, 1)),
-    (_ALL, Use.REFUSED, "samplers", _USUAL_SAMPLERS),
     (_ALL, Use.REFUSED, "t_max_predict_ms", (0, -1)),
     (_BOTH, Use.REFUSED, "reasoning_budget thinking_budget thinking_budget_tokens", (-1,)),
     (_BOTH, Use.REFUSED, "thinking_token_budget", (-1,)),
@@ -164,6 +164,7 @@ def _alias_table() -> dict[Endpoint, dict[str, Alias]]:
         "n_predict": limit("max_tokens"),
         "return_tokens": same_as("return_token_ids"),
         "no_stop_trim": same_as("include_stop_str_in_output"),
+        "samplers": aliases.SAMPLERS,
         "format": aliases.FORMAT,
         "usage": aliases.USAGE,
     }
@@ -183,6 +184,7 @@ def _alias_table() -> dict[Endpoint, dict[str, Alias]]:
         "thinking": aliases.thinking_of_responses("thinking"),
         "reasoning_effort": same_as("reasoning.effort"),
         "verbosity": same_as("text.verbosity"),
+        "samplers": aliases.SAMPLERS,
         "format": aliases.TEXT_FORMAT,
     }
     return {

@@ -259,6 +259,7 @@ _NEUTRAL: list[dict[str, Any]] = [
     {"provider": {"sort": "price"}, "models": ["a", "b"], "route": "fallback", "plugins": []},
     {"transforms": ["middle-out"], "stop_regex": None, "return_progress": True},
     {"samplers": ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]},
+    {"samplers": "top_k;typ_p;top_p;min_p;temperature", "backend_sampling": False},
     {"mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0, "adaptive_target": -1},
     {"post_sampling_probs": False, "reasoning_budget": -1, "top_n_sigma": -1.0},
 ]
@@ -285,6 +286,7 @@ def test_what_changes_no_token_is_accepted(sent: dict[str, Any]) -> None:
         ("dynatemp_range", 0.5),
         ("dynatemp_exponent", 2),
         ("samplers", ["top_k"]),
+        ("samplers", ["temperature", "top_k", "top_p", "min_p"]),
         ("min_keep", 3),
         ("t_max_predict_ms", 100),
         ("post_sampling_probs", True),
