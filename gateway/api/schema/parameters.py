@@ -256,12 +256,10 @@ def honoured(endpoint: Endpoint, fields: Container[str], body: Mapping[str, Any]
                 meant[name] = ALIASES[endpoint][name].convert(value)
         else:
             _check_unread(endpoint, name, value, body, is_given=is_given)
-    return _with_aliases(kept, meant, body) if meant else Honoured(kept, {})
+    return _with_aliases(kept, meant) if meant else Honoured(kept, {})
 
 
-def _with_aliases(
-    kept: dict[str, Any], meant: Mapping[str, Mapping[str, Any]], body: Mapping[str, Any]
-) -> Honoured:
+def _with_aliases(kept: dict[str, Any], meant: Mapping[str, Mapping[str, Any]]) -> Honoured:
     """
     Raises:
         RequestRefusedError: two names of a parameter have different values.
@@ -279,8 +277,7 @@ def _with_aliases(
                 kept[target] = both
             elif kept[target] != value:
                 raise _contradiction(name, names.get(target, target))
-    # An error in what a conversion has made is not one at the same place of the request.
-    return Honoured(kept, {t: name for t, name in names.items() if kept[t] == body[name]})
+    return Honoured(kept, names)
 
 
 def _contradiction(name: str, other: str) -> RequestRefusedError:

@@ -100,16 +100,32 @@ def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
         RequestRefusedError: a parameter is unknown, unsupported, missing or wrong.
     """
     parameters = honoured(kind.endpoint, kind.model_fields, body)
-    return parse_fields(kind, parameters.values, parameters.names)
+    try:
+        return parse_fields(kind, parameters.values)
+    except RequestRefusedError as error:
+        if not parameters.names:
+            raise
+        raise _as_sent(error, parameters.names) from error
 
 
-def parse_fields(
-    kind: type[_Model], values: Mapping[str, Any], names: Mapping[str, str] | None = None
-) -> _Model:
-    """A model of any schema from the fields that are given.
+def _as_sent(error: RequestRefusedError, names: Mapping[str, str]) -> RequestRefusedError:
+    """An error that says what the request calls the parameters in it.
 
     Args:
-        names: what the caller calls fields, where that is not their name.
+        names: by our names.
+    """
+    message = str(error)
+    sent = [f"{name} was sent as {alias}" for name, alias in names.items() if name in message]
+    return RequestRefusedError(
+        f"{message} ({', '.join(sent)})" if sent else message,
+        code=error.code,
+        param=names.get(error.param or "", error.param),
+        status=error.status,
+    )
+
+
+def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
+    """A model of any schema from the fields that are given.
 
     Raises:
         RequestRefusedError: a field is unknown, missing or wrong.
@@ -117,9 +133,7 @@ def parse_fields(
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        detail = _most_telling(error.errors(include_url=False))
-        field, *rest = detail["loc"] or ("",)
-        raise _refusal(detail, _path(((names or {}).get(str(field), field), *rest))) from error
+        raise _refusal(_most_telling(error.errors(include_url=False))) from error
 
 
 def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
@@ -136,7 +150,8 @@ def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
     )
 
 
-def _refusal(detail: ErrorDetails, param: str) -> RequestRefusedError:
+def _refusal(detail: ErrorDetails) -> RequestRefusedError:
+    param = _path(detail["loc"])
     kind = detail["type"]
     if kind in ("extra_forbidden", "none_required"):  # a field that is none here, or is known
         is_known = kind == "none_required"

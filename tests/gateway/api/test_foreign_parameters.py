@@ -213,6 +213,9 @@ def test_reasoning_as_openrouter_has_it(
     [
         ({"reasoning": {"mood": 1}}, "reasoning.mood"),
         ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning"),
+        ({"n_probs": 21}, "n_probs"),
+        ({"n_predict": 0}, "n_predict"),
         ({"reasoning": "high"}, "reasoning"),
         ({"thinking": {"type": "perhaps"}}, "thinking"),
         ({"thinking": 7}, "thinking"),
@@ -237,6 +240,8 @@ def test_a_mistake_has_the_name_that_was_sent(sent: dict[str, Any], param: str) 
         {"think": True, "thinking": {"type": "disabled"}},
         {"think": "low", "reasoning_effort": "high"},
         {"reasoning_effort": "none", "enable_thinking": True},
+        {"reasoning_effort": "none", "think": True},
+        {"reasoning_effort": "low", "thinking": {"type": "disabled"}},
         {"format": "json", "response_format": {"type": "text"}},
         {"usage": {"include": True}, "stream_options": {"include_usage": False}},
     ],
