@@ -156,7 +156,10 @@ TEXT_FORMAT = Alias("`json`, or a JSON Schema: a `text.format`.", _text_format)
 
 
 _SAMPLERS = ["top_k", "top_p", "min_p", "temperature"]  # in llama.cpp's usual order
-_IDLE_SAMPLERS = ("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "tfs_z", "xtc", "infill")
+_IDLE_SAMPLERS = (
+    *("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "tfs_z", "xtc", "infill"),
+    "adaptive_p",
+)
 
 
 def _samplers(value: Any) -> Mapping[str, Any]:

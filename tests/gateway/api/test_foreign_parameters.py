@@ -266,6 +266,7 @@ _NEUTRAL: list[dict[str, Any]] = [
     {"samplers": ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]},
     {"samplers": "top_k;typ_p;top_p;min_p;temperature", "backend_sampling": False},
     {"mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0, "adaptive_target": -1},
+    {"watermarking": False, "return_routed_experts": False, "extra_key": "k", "lora_path": None},
     {"post_sampling_probs": False, "reasoning_budget": -1, "top_n_sigma": -1.0},
 ]
 
@@ -296,6 +297,8 @@ def test_what_changes_no_token_is_accepted(sent: dict[str, Any]) -> None:
         ("t_max_predict_ms", 100),
         ("post_sampling_probs", True),
         ("stop_regex", "a+"),
+        ("watermarking", True),
+        ("custom_logit_processor", "x"),
         ("plugins", [{"id": "web"}]),
         ("reasoning_budget", 100),
     ],
