@@ -186,10 +186,13 @@ class ConversationHead(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """The client adds `parsed` where a `response_format` was to be parsed."""
+    """The client adds `parsed` where a `response_format` was to be parsed. Thoughts are there where
+    the model has any."""
 
     role: Role
     content: str
+    reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
     parsed: NotRequired[Any]
 
 
@@ -227,6 +230,8 @@ class ChatCompletion(TypedDict):
 class ChatDelta(TypedDict, total=False):
     role: Role
     content: str | None
+    reasoning_content: str | None
+    reasoning: str | None
 
 
 class ChatChunkChoice(TypedDict):

@@ -50,6 +50,7 @@ class Answer(abc.ABC):
     Args:
         generations: one per prompt, each with the same number of choices.
         model: the model name in the answer.
+        fingerprint: names the server's version and the weights.
         returns_token_ids: whether choices and chunks list their token ids.
     """
 
@@ -62,6 +63,7 @@ class Answer(abc.ABC):
         generations: Sequence[DeltaSource],
         *,
         model: str,
+        fingerprint: str,
         options: StreamOptions,
         returns_token_ids: bool,
     ) -> None:
@@ -72,7 +74,7 @@ class Answer(abc.ABC):
             "id": f"{self.id_prefix}-{_ID.split(first.request_id)[1]}",
             "created": int(first.arrival_s),
             "model": model,
-            "system_fingerprint": None,
+            "system_fingerprint": fingerprint,
         }
         self._usage = StreamUsage(options)
         self._prompts_seen: set[int] = set()
@@ -186,8 +188,8 @@ class Answer(abc.ABC):
 
     def _pieces(self, index: int, delta: Delta) -> list[Choice]:
         pieces = self.pieces(index, delta)
-        if pieces:
-            pieces[-1] |= self._next_token_ids(index)
+        if pieces and self._returns_token_ids:
+            _carrier(pieces, delta).update(self._next_token_ids(index))
         return pieces
 
     def _next_token_ids(self, index: int) -> dict[str, list[int]]:
@@ -239,6 +241,15 @@ class Answer(abc.ABC):
                 rejected_prediction_tokens=num_predicted - num_right,
             )
         return usage
+
+
+def _carrier(pieces: Sequence[Choice], delta: Delta) -> Choice:
+    """The piece that a delta's token ids go with: that with the tokens' logprobs, else with their
+    text."""
+    if delta.text or delta.pieces or delta.logprobs:
+        told = [piece for piece in pieces if piece["finish_reason"] is None]
+        return next((piece for piece in told if piece["logprobs"]), [*pieces[-1:], *told][-1])
+    return pieces[-1]
 
 
 def error_events(error: Exception) -> bytes:

@@ -37,10 +37,10 @@ from penstock.gateway.generation.images import shown_url, stored_image, stored_u
 from penstock.gateway.storage.conversations.records import Item, StoredTurn
 
 _MAX_LISTED = 100  # OpenAI's limit
-_CALLS = ("function_call", "custom_tool_call")
+CALLS = ("function_call", "custom_tool_call")
 _IMAGE_TYPE = "input_image"
 _IMAGE = ImagePart("")  # of a stored item, in a template
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _ID_PREFIXES = {
     "function_call": "fc_",
     "custom_tool_call": "ctc_",
@@ -164,12 +164,12 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             messages.append(template_message(item["role"], parts, item.get("name")))
             done = None
             continue
-        if kind in _OUTPUTS:
+        if kind in OUTPUTS:
             message = template_message("tool", [item["output"]])
             messages.append(message | {"tool_call_id": item["call_id"]})
             done = None
             continue
-        if done is None or (kind not in _CALLS and done - {"reasoning"} | done & {kind}):
+        if done is None or (kind not in CALLS and done - {"reasoning"} | done & {kind}):
             messages.append({"role": "assistant", "content": ""})
             done = set()
         _add(item, messages[-1])

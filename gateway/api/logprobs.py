@@ -100,19 +100,18 @@ class TokenLists:
         return {
             "tokens": [name(entry.token_id) for entry in entries],
             "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
-            # As with OpenAI, the token itself is always among them.
-            "top_logprobs": [
-                {
-                    name(token_id): max(logprob, _LEAST)
-                    for token_id, logprob in (
-                        *entry.top[: self._num_top],
-                        (entry.token_id, entry.logprob),
-                    )
-                }
-                for entry in entries
-            ],
+            "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": [self._offset(entry.token_id) for entry in entries],
         }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The alternatives by name; of several with the same text, the likeliest. As with OpenAI,
+        the token itself is always among them."""
+        likeliest: dict[str, float] = {}
+        for token_id, logprob in (*entry.top[: self._num_top], (entry.token_id, entry.logprob)):
+            name, logprob = self._name(token_id), max(logprob, _LEAST)
+            likeliest[name] = max(logprob, likeliest.get(name, logprob))
+        return likeliest
 
     def add_prompt(self, first_token_id: int, entries: Sequence[TokenLogprobs]) -> Lists:
         """The lists of a prompt, whose first token has no logprobs."""

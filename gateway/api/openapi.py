@@ -18,7 +18,7 @@ from penstock.engine.request import FinishReason
 from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.model import Model
-from penstock.gateway.api.schema.parameters import UNREAD, Unread, Use
+from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Unread, Use
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 
 _STATUSES = {
@@ -212,7 +212,11 @@ def _request_schemas(
             properties = schemas[model.__name__]["properties"]
             honoured = {name: _or_null(schema) for name, schema in properties.items()}
             unread = {name: _as_accepted(each) for name, each in UNREAD[model.endpoint].items()}
-            schemas[model.__name__]["properties"] = {**honoured, **unread}
+            others = {
+                name: {"description": each.meaning}
+                for name, each in ALIASES[model.endpoint].items()
+            }
+            schemas[model.__name__]["properties"] = {**honoured, **others, **unread}
     return schemas
 
 
@@ -222,8 +226,11 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _as_accepted(parameter: Unread) -> Schema:
-    if parameter.use is Use.NEUTRAL:
-        return {"description": "Accepted without effect."}
+    if parameter.use is not Use.REFUSED:
+        because = f": {parameter.reason}" if parameter.reason else ""
+        return {"description": f"Accepted without effect{because}."}
+    if parameter.switch:
+        return {"description": f"Not supported; without effect where `{parameter.switch}` is 0."}
     return {"description": "Not supported.", "enum": [*parameter.defaults, None, []]}
 
 
@@ -286,7 +293,7 @@ _HEAD = {
     "id": STRING,
     "created": INTEGER,
     "model": STRING,
-    "system_fingerprint": _NULL,
+    "system_fingerprint": STRING,
 }
 
 _ITEM = {"id": STRING, "status": _one_of("in_progress", "completed", "incomplete")}
@@ -385,8 +392,8 @@ ANSWERS: dict[str, Schema] = {
                 message=_object(
                     {
                         "tool_calls": _list(ref("ToolCall")),
-                        "reasoning_content": STRING,
-                        "reasoning": STRING,
+                        "reasoning_content": nullable(STRING),
+                        "reasoning": nullable(STRING),
                     },
                     role=_one_of("assistant"),
                     content=nullable(STRING),

@@ -24,7 +24,8 @@ class Delta(msgspec.Struct, gc=False):
         index: the branch.
         text: of the message that the output is, or that it already writes; may be empty while a
             character or a stop string is incomplete.
-        logprobs: one entry per token that has text; empty unless asked for.
+        logprobs: one entry per token that has text, and for the one that ends the output if that is
+            wanted; empty unless asked for.
         finish_reason: set only on the branch's last delta.
         notice: an event of the branch before this text.
         queue_position: for a waiting request that asked for it: how many are served before it.
@@ -53,6 +54,7 @@ class Branch:
 
     Args:
         reader: finds thoughts and tool calls; None: the output is one message.
+        has_end_logprobs: see `GenerationOptions`.
 
     Attributes:
         finish_reason: None until the end.
@@ -61,6 +63,7 @@ class Branch:
     """
 
     __slots__ = (
+        "_has_end_logprobs",
         "_index",
         "_params",
         "_plain_push",
@@ -78,6 +81,8 @@ class Branch:
         text: OutputText,
         params: SamplingParams,
         reader: OutputReader | None = None,
+        *,
+        has_end_logprobs: bool = False,
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.token_ids: list[int] = []
@@ -86,6 +91,7 @@ class Branch:
         self._text = text
         self._params = params
         self._reader = reader
+        self._has_end_logprobs = has_end_logprobs
         self._plain_push = text.plain_push if reader is None else None
         self._sum_logprobs = 0.0
 
@@ -124,7 +130,8 @@ class Branch:
         logprobs = output.logprobs
         if logprobs:
             self._sum_logprobs += sum(entry.logprob for entry in logprobs[: len(counted)])
-            logprobs = () if params.logprobs is None else logprobs[: pushed.num_tokens]
+            num_told = len(counted) if self._has_end_logprobs else pushed.num_tokens
+            logprobs = () if params.logprobs is None else logprobs[:num_told]
         if self._reader is not None and (text or reason is not None or self._reader.is_reasoning):
             if self._reader.is_reasoning:
                 self.num_reasoning_tokens += len(counted)

@@ -41,6 +41,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
         output_format: how thoughts and tool calls are found in it; None: it is one message.
         prediction: what it may be.
         model: the name of the model, or of an adapter.
+        has_end_logprobs: logprobs are reported of the token that ends it, too, which has no text.
     """
 
     sampling_params: SamplingParams
@@ -54,6 +55,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     output_format: OutputFormat | None = None
     prediction: str = ""
     model: str | None = None
+    has_end_logprobs: bool = False
 
 
 def default_prompt_bytes(max_model_len: int) -> int:

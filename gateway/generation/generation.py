@@ -73,6 +73,7 @@ class Generation:
         output_format: how thoughts and tool calls are found in it; None: it is one message.
         epoch: see `EngineClient.submit`.
         reservation: released when the generation is left or discarded; None: nothing is reserved.
+        has_end_logprobs: see `GenerationOptions`.
 
     Attributes:
         prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; complete
@@ -92,6 +93,7 @@ class Generation:
         output_format: OutputFormat | None = None,
         epoch: int = 1,
         reservation: Reservation | None = None,
+        has_end_logprobs: bool = False,
     ) -> None:
         self.request = request
         self.output_format = output_format
@@ -103,6 +105,7 @@ class Generation:
                 text,
                 request.sampling_params,
                 None if output_format is None else OutputReader(output_format),
+                has_end_logprobs=has_end_logprobs,
             )
             for index, text in enumerate(texts)
         ]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,12 +29,20 @@ from penstock.engine.chat_formats import (
     Piece,
     template_messages,
 )
-from penstock.engine.request import ImageInput, Request, Retention, SamplingParams, check_choice
+from penstock.engine.request import (
+    Adapter,
+    ImageInput,
+    Request,
+    Retention,
+    SamplingParams,
+    check_choice,
+)
 from penstock.engine.text import OutputText
 from penstock.engine.text.chat_template import SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
-from penstock.engine.vision.message_parts import with_parts
+from penstock.engine.vision.message_parts import MessageParts, with_parts
+from penstock.gateway import installed_version
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_client import EngineClient
@@ -54,6 +63,7 @@ from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images import ImageLoader
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
+from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 
@@ -64,6 +74,7 @@ _MAX_SHORT_S = 0.05  # of a template on the event loop; ordinary ones take a ten
 NUM_CONTEXT_TOKENS = 64  # last tokens of a prompt on which the continuing text can depend
 _MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
 _MAX_OPEN = 64  # running and waiting; each keeps its text in memory
+_NAME_CHARS = 12  # of a digest in a fingerprint
 _Result = TypeVar("_Result")
 
 
@@ -116,6 +127,20 @@ class Generator:
         self._memory = PromptMemory(model.tokenizer)
         self._templates = templates
         self._max_prompt_bytes = max_prompt_bytes
+        self._weights = b""
+        takes_parts = model.images is None or model.message_parts is not MessageParts.PLAIN
+        self._reads_part = reads_of(model.chat_template) if takes_parts else names_parts_of(None)
+
+    async def max_model_len(self) -> int:
+        """Tokens of the context. Raises: EngineDeadError."""
+        return (await self._engine.require_info()).max_model_len
+
+    def fingerprint(self, adapter: Adapter | None = None) -> str:
+        """Names the server's version and the weights."""
+        info = self._engine.info
+        if info is not None:  # else an engine is being started again, with the same weights
+            self._weights = info.cache_root
+        return _fingerprint(self._weights, "" if adapter is None else adapter.digest)
 
     async def close(self) -> None:
         """Stop the threads and the processes."""
@@ -160,16 +185,18 @@ class Generator:
     async def _rendered(self, prompt: ChatPrompt) -> str:
         template = self.model.chat_template
         source = template.source if prompt.template is None else prompt.template
+        reads = self._reads_part if prompt.template is None else names_parts_of(prompt.template)
+        messages = as_read(prompt.messages, reads)
         arguments: dict[str, Any] = {
             "messages": template_messages(
-                with_parts(prompt.messages, self.model.message_parts, self.model.images), source
+                with_parts(messages, self.model.message_parts, self.model.images), source
             ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
             "kwargs": {"tools": prompt.tools, **prompt.kwargs},
         }
         if prompt.template is None:
-            num_chars = sum(map(_num_chars, prompt.messages))
+            num_chars = sum(map(_num_chars, messages))
             num_chars += 0 if prompt.tools is None else len(orjson.dumps(prompt.tools))
             is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
             render = partial(template.render, **arguments)
@@ -299,6 +326,7 @@ class Generator:
             continues_prompt=options.continues_prompt,
             reservation=reservation,
             output_format=options.output_format,
+            has_end_logprobs=options.has_end_logprobs,
         )
 
     async def _tokenise_prediction(self, text: str, info: EngineInfo) -> tuple[int, ...]:
@@ -348,6 +376,7 @@ class Generator:
         epoch: int = 1,
         reservation: Reservation | None = None,
         output_format: OutputFormat | None = None,
+        has_end_logprobs: bool = False,
     ) -> Generation:
         params = request.sampling_params
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
@@ -367,12 +396,19 @@ class Generator:
             output_format=output_format,
             epoch=epoch,
             reservation=reservation,
+            has_end_logprobs=has_end_logprobs,
         )
         if reservation is not None:
             # A client may disconnect before the generation is entered or discarded.
             loop = asyncio.get_running_loop()
             weakref.finalize(generation, _release, reservation, loop).atexit = False
         return generation
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(weights: bytes, adapter: str) -> str:
+    digest = hashlib.sha256(weights).hexdigest()[:_NAME_CHARS]
+    return "_".join(filter(None, ("fp", installed_version(), digest, adapter[:_NAME_CHARS])))
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:

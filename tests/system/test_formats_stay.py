@@ -127,13 +127,24 @@ def test_an_ended_stream_replays_from_any_event(client: httpx.Client, seen: dict
         assert rest == events[number + 1 :]
 
 
+def _told(event: str) -> Any:
+    """What a chunk tells: later versions have null fields of thoughts, too, and a fingerprint."""
+    if event == "[DONE]":
+        return event
+    chunk = json.loads(event)
+    for choice in chunk["choices"]:
+        choice["delta"] = {name: value for name, value in choice["delta"].items() if value}
+    return chunk | {"system_fingerprint": None}
+
+
 def test_an_idempotent_chat_replays(client: httpx.Client, seen: dict[str, Any]) -> None:
     body = {**_FIELDS, "messages": [{"role": "user", "content": "Once."}]}
     body |= {"stream": True, "max_tokens": 24}
     headers = {"Idempotency-Key": "old-key"}
     answer = client.post("/v1/chat/completions", json=body, headers=headers)
     lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert [line.removeprefix("data: ") for line in lines] == seen["chat_events"]
+    events = [line.removeprefix("data: ") for line in lines]
+    assert list(map(_told, events)) == list(map(_told, seen["chat_events"]))
 
 
 def test_a_stream_that_was_cut_goes_on(client: httpx.Client, seen: dict[str, Any]) -> None:

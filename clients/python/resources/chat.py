@@ -212,6 +212,10 @@ class ChatStream(Resource[R], Generic[R]):
                 }
             choice = self._choices[index]
             choice["message"]["content"] += content
+            for name in ("reasoning_content", "reasoning"):
+                if name in piece["delta"]:
+                    told = (choice["message"].get(name) or "") + (piece["delta"][name] or "")
+                    choice["message"][name] = told or None
             choice["finish_reason"] = choice["finish_reason"] or piece["finish_reason"]
             logprobs = piece.get("logprobs")
             if logprobs and choice["logprobs"]:

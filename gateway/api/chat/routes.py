@@ -74,7 +74,16 @@ class ChatCompletions:
                 key, caller, plan, continues_prompt=chat.continues_prompt
             )
             is_resumed = logged.is_resumed
-        answer = _Answer(chat, source, model=model, tokenizer=self._generator.model.tokenizer)
+        served = self._generator.model
+        syntax = None if source.output_format is None else source.output_format.syntax
+        answer = _Answer(
+            chat,
+            source,
+            model=model,
+            fingerprint=self._generator.fingerprint(source.request.adapter),
+            tokenizer=served.tokenizer,
+            has_thoughts=bool(served.formats.reasoning or (syntax and syntax.reasoning)),
+        )
         if chat.stream:
             return answer.event_stream(is_resumed=is_resumed, ping_s=self._ping_s)
         whole = await unless_gone(request, answer.whole())
@@ -112,23 +121,40 @@ _THOUGHTS = ("reasoning_content", "reasoning")  # OpenRouter's and vLLM's newer 
 
 
 class _Answer(Answer):
-    """One answer in chat's format."""
+    """One answer in chat's format.
+
+    Args:
+        has_thoughts: the model has any, so that every delta and message has their fields, null
+            where there are none: DeepSeek's documented loop reads them of each.
+    """
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
     def __init__(
-        self, chat: ChatRequest, source: DeltaSource, *, model: str, tokenizer: Tokenizer
+        self,
+        chat: ChatRequest,
+        source: DeltaSource,
+        *,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        has_thoughts: bool,
     ) -> None:
         super().__init__(
             [source],
             model=model,
+            fingerprint=fingerprint,
             options=chat.stream_options,
             returns_token_ids=chat.return_token_ids,
         )
         self._chat = chat
         self._tokenizer = tokenizer
+        tells_thoughts = has_thoughts and chat.include_reasoning
+        self._no_thoughts: dict[str, None] = dict.fromkeys(_THOUGHTS) if tells_thoughts else {}
+        # As at OpenAI: an empty text before a call would be a part of its own.
+        self._silence: dict[str, Any] = {} if chat.offered.callable else {"content": ""}
         self._begun: set[int] = set()  # choices whose first chunk was sent
         self._callers: set[int] = set()  # choices with a tool call
         self._num_calls: dict[int, int] = {}  # sent in chunks, by choice
@@ -157,6 +183,7 @@ class _Answer(Answer):
     def choice(self, index: int, output: Output) -> Choice:
         tokens = self._token_objects(output.logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        message |= self._no_thoughts
         calls = [
             _call(self._call_id(index, number), item)
             for number, item in enumerate(i for i in output.items if i.kind in _CALLS)
@@ -175,26 +202,46 @@ class _Answer(Answer):
         }
 
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
-        has_content = bool(delta.text or delta.logprobs or delta.pieces)
         pieces: list[Choice] = []
+        tokens = self._token_objects(delta.logprobs)
+        changes = [change for piece in delta.pieces if (change := self._change(index, piece))]
+        if delta.text:
+            changes = [{"content": delta.text}]
+        has_content = bool(changes or tokens or delta.pieces)
         if index not in self._begun and (has_content or delta.finish_reason):
             self._begun.add(index)  # not before the first text: the first event means progress
-            pieces.append(_piece(index, {"role": "assistant", "content": ""}))
-        if has_content:
-            changes = [self._change(index, piece) for piece in delta.pieces]
-            changes = [change for change in changes if change]
-            if not delta.pieces:
-                changes = [{"content": delta.text}]
-            tokens = self._token_objects(delta.logprobs)
-            for change in changes:
-                pieces.append(_piece(index, change, tokens=tokens))
-                tokens = []
-            if tokens:  # of text that is held back, or not shown
-                pieces.append(_piece(index, {"content": ""}, tokens=tokens))
+            opening = {"role": "assistant", "content": None}
+            if changes and "content" not in changes[0]:
+                changes[0] = opening | changes[0]
+            else:
+                opening |= {"content": ""} if changes or delta.finish_reason else self._silence
+                pieces.append(self._piece(index, opening))
+        if tokens and not changes:  # of text that is held back, or not shown
+            changes = [self._silence]
+        for change in changes:
+            pieces.append(self._piece(index, change, tokens=tokens))
+            tokens = []
         if delta.finish_reason is not None:
             reason = self._finish_reason(index, delta.finish_reason)
-            pieces.append(_piece(index, {}, finish_reason=reason))
+            # What reads a delta without thoughts as text (DeepSeek's loop) does not expect null.
+            last = {"content": ""} if self._no_thoughts and index not in self._callers else {}
+            pieces.append(self._piece(index, last, finish_reason=reason))
         return pieces
+
+    def _piece(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        tokens: list[dict[str, Any]] | None = None,
+        finish_reason: str | None = None,
+    ) -> Choice:
+        return {
+            "index": index,
+            "delta": {**self._no_thoughts, **delta},
+            "logprobs": {"content": tokens, "refusal": None} if tokens else None,
+            "finish_reason": finish_reason,
+        }
 
     def _change(self, index: int, piece: Piece) -> dict[str, Any]:
         """A part of an item as the `delta` of a chunk; empty if it is not shown."""
@@ -232,18 +279,3 @@ class _Answer(Answer):
 def _call(call_id: str, said: Piece | OutputItem) -> dict[str, Any]:
     key, text_key = _CALLS[said.kind]
     return {"id": call_id, "type": key, key: {"name": said.name, text_key: said.text}}
-
-
-def _piece(
-    index: int,
-    delta: dict[str, Any],
-    *,
-    tokens: list[dict[str, Any]] | None = None,
-    finish_reason: str | None = None,
-) -> Choice:
-    return {
-        "index": index,
-        "delta": delta,
-        "logprobs": {"content": tokens, "refusal": None} if tokens else None,
-        "finish_reason": finish_reason,
-    }

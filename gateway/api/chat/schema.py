@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -19,14 +19,16 @@ from penstock.gateway.api.schema.messages import MAX_ITEMS, ChatMessage
 from penstock.gateway.api.schema.model import invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.tools import (
-    ChatChoice,
     ChatTool,
+    ChatToolChoice,
     Effort,
+    Verbosity,
+    check_thinking,
     choice_of,
     offered,
-    reasoning_kwargs,
+    template_kwargs,
 )
-from penstock.gateway.api.tokens.schema import TemplatedChat
+from penstock.gateway.api.tokens.schema import TemplatedChat, check_continuation
 from penstock.gateway.generation.generator import ChatPrompt
 from penstock.gateway.generation.images import ImageSource
 
@@ -37,8 +39,8 @@ class ChatRequest(ChoicesRequest):
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
     ]
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
     chat_template: str | None = None
@@ -47,17 +49,19 @@ class ChatRequest(ChoicesRequest):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | ChatChoice | None = None
+    tool_choice: ChatToolChoice = None
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    verbosity: Verbosity | None = None
     include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs to be true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise invalid("continue_final_message", "needs add_generation_prompt to be false")
+        check_continuation(self)
+        check_thinking(self.enable_thinking, self.reasoning_effort, "reasoning_effort")
         if self.truncate_prompt_tokens is not None and any(each.images for each in self.messages):
             raise invalid("truncate_prompt_tokens", "is not allowed with images")
         _ = self.offered
@@ -79,7 +83,10 @@ class ChatRequest(ChoicesRequest):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        return {**reasoning_kwargs(self.reasoning_effort), **self.chat_template_kwargs}
+        asked = template_kwargs(
+            self.reasoning_effort, thinks=self.enable_thinking, verbosity=self.verbosity
+        )
+        return {**asked, **self.chat_template_kwargs}
 
     @property
     def output_limit(self) -> int | None:
@@ -106,7 +113,7 @@ def chat_prompt(
     return ChatPrompt(
         images=images,
         messages=[message.for_template() for message in asked.messages],
-        add_generation_prompt=asked.add_generation_prompt,
+        add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
         continue_final_message=asked.continue_final_message,
         add_special_tokens=asked.add_special_tokens,
         template=asked.chat_template,

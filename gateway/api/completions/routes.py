@@ -78,6 +78,7 @@ class Completions:
             completion,
             sources,
             model=model,
+            fingerprint=self._generator.fingerprint(sources[0].request.adapter),
             tokenizer=self._generator.model.tokenizer,
             echoes=[await self._echo(prompt, completion) for prompt in completion.prompts],
         )
@@ -163,12 +164,14 @@ class _Answer(Answer):
         generations: Sequence[DeltaSource],
         *,
         model: str,
+        fingerprint: str,
         tokenizer: Tokenizer,
         echoes: Sequence[str],
     ) -> None:
         super().__init__(
             generations,
             model=model,
+            fingerprint=fingerprint,
             options=completion.stream_options,
             returns_token_ids=completion.return_token_ids,
         )

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from penstock.gateway.api.schema.aliases import NO_LIMIT
 from penstock.gateway.api.schema.fields import (
     Branching,
     ChoicesRequest,
@@ -19,6 +20,7 @@ from penstock.gateway.api.schema.parameters import Endpoint
 
 MAX_PROMPTS = 128  # in one request
 MAX_OUTPUTS = 1024  # computed for all prompts of a request
+_DEFAULT_LIMIT = 16  # of output tokens; OpenAI's, and vLLM's
 
 
 class CompletionRequest(ChoicesRequest):
@@ -28,7 +30,6 @@ class CompletionRequest(ChoicesRequest):
     """
 
     endpoint: ClassVar = Endpoint.COMPLETIONS
-    default_output_limit: ClassVar[int | None] = 16  # OpenAI's, and vLLM's
 
     prompt: (
         str
@@ -36,7 +37,7 @@ class CompletionRequest(ChoicesRequest):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=NO_LIMIT)] | None = None
     logprobs: NumLogprobs | None = None
     best_of: NumBranches | None = None
     suffix: str | None = None
@@ -74,7 +75,11 @@ class CompletionRequest(ChoicesRequest):
 
     @property
     def output_limit(self) -> int | None:
-        return self.max_tokens
+        return None if self.max_tokens == NO_LIMIT else self.max_tokens
+
+    @property
+    def default_output_limit(self) -> int | None:
+        return None if self.max_tokens == NO_LIMIT else _DEFAULT_LIMIT
 
     @property
     def num_logprobs(self) -> int | None:

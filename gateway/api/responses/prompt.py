@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from penstock.engine.chat_formats import TOOL_FORMATS, OutputFormat
+from penstock.engine.errors import PromptTooLongError
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.gateway.api.items import item_object, messages_of, shown_items, stored_images
 from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.responses.truncation import droppable, room_for_output, without
 from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
@@ -86,6 +89,14 @@ class Prompt:
         return None if self.text is None else rendering_of(self.text)
 
 
+class _Rendered(NamedTuple):
+    """A prompt's text and ids, and the images in it."""
+
+    text: str
+    token_ids: Sequence[int]
+    images: Sequence[LoadedImage]
+
+
 class PromptBuilder:
     """Finds a turn's position and renders its prompt."""
 
@@ -121,7 +132,8 @@ class PromptBuilder:
         if request.penstock.continues:
             model = self._generator.model
             token_ids = _token_ids_to_continue(position, model)
-            images = self._images(position, new, loaded)
+            images = stored_images([*all_items(position.path), *new], _files(position, loaded))
+            self._generator.images.check_number(len(images), param="input")
             return Prompt(
                 images=self._generator.images.located(token_ids, images, param="input"),
                 position=position,
@@ -130,14 +142,83 @@ class PromptBuilder:
                 text=None,
                 output_format=request.offered.format_within_message(model.formats),
             )
-        images = self._images(position, new, loaded)
+        shown = [*all_items(position.path), *new]
+        files = _files(position, loaded)
+        rendered = await self._fitting(request, position, shown, files)
+        output_format = None
+        if request.generates:
+            output_format = request.offered.output_format(
+                self._generator.model.formats, rendered.text, template=request.chat_template
+            )
+        located = self._generator.images.located(rendered.token_ids, rendered.images, param="input")
+        return Prompt(
+            position=position,
+            items=items,
+            token_ids=rendered.token_ids,
+            text=rendered.text,
+            output_format=output_format,
+            images=located,
+        )
+
+    async def _fitting(
+        self,
+        request: ResponsesRequest,
+        position: TurnPosition,
+        items: Sequence[Item],
+        files: Mapping[str, bytes],
+    ) -> _Rendered:
+        """The rendering of a conversation: with `truncation: "auto"`, of the most of it that fits.
+
+        Raises as `build`.
+        """
+        if request.truncation == "disabled":
+            return await self._rendered(request, position, items, files)
+        max_model_len = await self._generator.max_model_len()
+        groups = droppable(items)
+
+        async def attempt(num_dropped: int, room: int) -> _Rendered | None:
+            kept = without(items, groups[:num_dropped])
+            try:
+                rendered = await self._rendered(request, position, kept, files)
+            except PromptTooLongError:
+                if num_dropped == len(groups):
+                    raise
+                return None
+            fits = len(rendered.token_ids) + room <= max_model_len
+            return rendered if fits or num_dropped == len(groups) else None
+
+        whole = await attempt(0, 1 if request.generates else 0)
+        if whole is not None:
+            return whole
+        room = room_for_output(request.output_limit, max_model_len)
+        found: _Rendered | None = None
+        least, most = 1, len(groups)
+        while found is None or least < most:
+            middle = (least + most) // 2
+            rendered = await attempt(middle, room)
+            if rendered is None:
+                least = middle + 1
+            else:
+                most, found = middle, rendered
+        return found
+
+    async def _rendered(
+        self,
+        request: ResponsesRequest,
+        position: TurnPosition,
+        items: Sequence[Item],
+        files: Mapping[str, bytes],
+    ) -> _Rendered:
+        """The prompt of these items. Raises as `build`."""
+        images = stored_images(items, files)
+        self._generator.images.check_number(len(images), param="input")
         # Instructions apply to this request only: they are not inherited.
         instructions = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
         text = await self._generator.render_chat(
             ChatPrompt(
-                messages=[*instructions, *messages_of([*all_items(position.path), *new])],
+                messages=[*instructions, *messages_of(items)],
                 # A prepared prompt may be extended, so it must not end with the answer's header.
                 add_generation_prompt=request.generates,
                 template=request.chat_template,
@@ -146,11 +227,6 @@ class PromptBuilder:
                 images=images,
             )
         )
-        output_format = None
-        if request.generates:
-            output_format = request.offered.output_format(
-                self._generator.model.formats, text, template=request.chat_template
-            )
         reused: Reused = await self._generator.long_work.run(
             partial(reuse, text, position.path, self._generator.model.tokenizer),
             is_long=len(text) >= LONG_TEXT_CHARS,
@@ -162,26 +238,7 @@ class PromptBuilder:
             must_fit=must_fit,
             num_known_tokens=len(reused.token_ids),
         )
-        token_ids = [*reused.token_ids, *rest]
-        return Prompt(
-            position=position,
-            items=items,
-            token_ids=token_ids,
-            text=text,
-            output_format=output_format,
-            images=self._generator.images.located(token_ids, images, param="input"),
-        )
-
-    def _images(
-        self, position: TurnPosition, new: Sequence[Item], loaded: Sequence[LoadedImage]
-    ) -> list[LoadedImage]:
-        """The images of a conversation and of the request, in order."""
-        files = {image.digest: image.data for image in loaded}
-        for turn in position.path:
-            files |= turn.images
-        images = stored_images([*all_items(position.path), *new], files)
-        self._generator.images.check_number(len(images), param="input")
-        return images
+        return _Rendered(text, [*reused.token_ids, *rest], images)
 
     async def _items(
         self, request: ResponsesRequest, caller: Caller, images: Iterator[LoadedImage]
@@ -250,6 +307,14 @@ class PromptBuilder:
                 status=409,
             )
         return TurnPosition(conversation_id=conversation_id, path=path)
+
+
+def _files(position: TurnPosition, loaded: Sequence[LoadedImage]) -> dict[str, bytes]:
+    """The images of a conversation and of the request, by digest."""
+    files = {image.digest: image.data for image in loaded}
+    for turn in position.path:
+        files |= turn.images
+    return files
 
 
 def items_of(path: Sequence[StoredTurn]) -> list[Item]:

@@ -24,11 +24,12 @@ from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.structured_outputs import Asked, TextOptions
 from penstock.gateway.api.schema.tools import (
     ReasoningOptions,
-    ResponsesChoice,
     ResponsesTool,
+    ResponsesToolChoice,
+    check_thinking,
     choice_of,
     offered,
-    reasoning_kwargs,
+    template_kwargs,
 )
 from penstock.gateway.errors import RequestRefusedError
 
@@ -73,7 +74,7 @@ class ResponsesRequest(SamplingRequest):
         None
     )
     instructions: str | None = None
-    max_output_tokens: MaxTokens | None = None
+    max_output_tokens: MaxTokens = None
     metadata: Metadata = Field(default_factory=dict)
     previous_response_id: str | None = None
     conversation: ConversationId | None = None
@@ -87,11 +88,13 @@ class ResponsesRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     prompt_cache_options: CacheOptions = CacheOptions()
     tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | ResponsesChoice | None = None
+    tool_choice: ResponsesToolChoice = None
     parallel_tool_calls: bool = True
     # Of tools that a server runs itself; this one has none.
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
+    enable_thinking: bool | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
     safety_identifier: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
     penstock: ResponseExtensions = ResponseExtensions()
@@ -118,6 +121,7 @@ class ResponsesRequest(SamplingRequest):
             )
         if self.background and not self.store:
             raise invalid("background", "needs store to be true")
+        check_thinking(self.enable_thinking, self.reasoning.effort, "reasoning.effort")
         _ = self.offered
         return self
 
@@ -133,7 +137,10 @@ class ResponsesRequest(SamplingRequest):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        return {**reasoning_kwargs(self.reasoning.effort), **self.chat_template_kwargs}
+        asked = template_kwargs(
+            self.reasoning.effort, thinks=self.enable_thinking, verbosity=self.text.verbosity
+        )
+        return {**asked, **self.chat_template_kwargs}
 
     def _check_continue(self) -> None:
         if self.previous_response_id is None:

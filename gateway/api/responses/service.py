@@ -450,7 +450,7 @@ def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -
         "safety_identifier": request.safety_identifier,
         "prompt_cache_key": request.prompt_cache_key,
         "text": request.text.echo(),
-        "truncation": "disabled",
+        "truncation": request.truncation,
         "background": request.background,
         "service_tier": "default",
     }

@@ -23,6 +23,7 @@ from penstock.engine.request import (
     BeamSearch,
     SamplingParams,
 )
+from penstock.gateway.api.schema.aliases import NO_LIMIT
 from penstock.gateway.api.schema.messages import MAX_ITEMS
 from penstock.gateway.api.schema.model import Model, bounded, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
@@ -81,7 +82,13 @@ class ConversationName(Model):
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-MaxTokens = Annotated[int, Field(ge=1)]
+MaxTokens = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    BeforeValidator(
+        lambda value: None if value == NO_LIMIT else value,
+        json_schema_input_type=Annotated[int, Field(ge=1)] | Literal[-1] | None,
+    ),
+]
 NumKept = Annotated[int, Field(ge=1)]
 # OpenAI's limits.
 Metadata = Annotated[
@@ -206,10 +213,7 @@ class SamplingRequest(_Common):
 
     Attributes:
         endpoint: `parameters` says which more of its API's parameters are accepted.
-        default_output_limit: output tokens where the caller sets no limit; None: what fits.
     """
-
-    default_output_limit: ClassVar[int | None] = None
 
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], _Bias],
@@ -249,6 +253,7 @@ class SamplingRequest(_Common):
             grammars=self.constraint.grammars,
             prediction="" if self.prediction is None else self.prediction.text,
             model=self.model,
+            has_end_logprobs=self.has_end_logprobs,
         )
 
     def _sampling_params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
@@ -298,9 +303,19 @@ class SamplingRequest(_Common):
         raise NotImplementedError
 
     @property
+    def default_output_limit(self) -> int | None:
+        """Output tokens where the caller sets no limit; None: what fits."""
+        return None
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many alternatives to report beside each token; None for no logprobs."""
         raise NotImplementedError
+
+    @property
+    def has_end_logprobs(self) -> bool:
+        """Whether logprobs are also wanted of the token that ends the output."""
+        return False
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -324,7 +339,8 @@ class ChoicesRequest(SamplingRequest):
     In a beam search, `n` is both the width and the number of hypotheses, as in vLLM.
 
     Attributes:
-        truncate_prompt_tokens: keep only this many tokens of a prompt, the last ones.
+        truncate_prompt_tokens: keep only this many tokens of a prompt.
+        truncation_side: the side of the prompt that is cut off.
     """
 
     stream_options: StreamOptions = StreamOptions()
@@ -336,6 +352,7 @@ class ChoicesRequest(SamplingRequest):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: NumKept | None = None
+    truncation_side: Literal["left", "right"] = "left"
     response_format: ResponseFormat | None = None
     # Older names of vLLM's `structured_outputs`.
     guided_json: str | dict[str, Any] | None = None
@@ -357,7 +374,10 @@ class ChoicesRequest(SamplingRequest):
     def kept(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
         """The prompt after `truncate_prompt_tokens`."""
         num_kept = self.truncate_prompt_tokens
-        return prompt_token_ids if num_kept is None else prompt_token_ids[-num_kept:]
+        if num_kept is None:
+            return prompt_token_ids
+        is_left = self.truncation_side == "left"
+        return prompt_token_ids[-num_kept:] if is_left else prompt_token_ids[:num_kept]
 
     @property
     def formats(self) -> Iterator[Asked]:
@@ -372,6 +392,10 @@ class ChoicesRequest(SamplingRequest):
             "whitespace_pattern": self.guided_whitespace_pattern,
         }
         yield from given("guided_", guided)
+
+    @property
+    def has_end_logprobs(self) -> bool:
+        return self.return_token_ids  # then there are as many logprobs as ids
 
     @property
     def num_prompt_logprobs(self) -> int | None:

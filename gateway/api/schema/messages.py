@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -28,28 +29,10 @@ from penstock.gateway.api.schema.model import Model
 MAX_ITEMS = 4096  # messages or input items of a request
 _MAX_CALLS = 128  # of a message
 _MAX_ID_CHARS = 128
-# Real clients send these; they do not change the answer.
-_HARMLESS = frozenset(
-    {
-        "annotations",
-        "cache_control",
-        "createdAt",
-        "logprobs",
-        "metadata",
-        "model",
-        "parsed",
-        "parsed_arguments",
-        "prefix",
-        "provider_metadata",
-        "provider_specific_fields",
-        "thinking_blocks",
-        "prompt_cache_breakpoint",
-        "timestamp",
-    }
-)
-_PART_KEYS = frozenset({"type", "text"}) | _HARMLESS
+_MAX_ROLE_CHARS = 64
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_IMAGE_KEYS = frozenset({"type", "image_url", "detail", "file_id", "uuid"}) | _HARMLESS
+_IMAGE_PARTS = ("image_url", "input_image")
+_MEDIA = ("image", "audio", "video", "file")  # in the names of parts that need more than a template
 _DETAILS = ("auto", "low", "high", "original")
 
 
@@ -64,23 +47,41 @@ class ImagePart:
     url: str
 
 
+@dataclass(frozen=True, slots=True)
+class TemplatePart:
+    """A part with fields that only a chat template may know.
+
+    Attributes:
+        fields: as they were sent.
+    """
+
+    fields: dict[str, Any]
+
+
 def _parts_of(content: Any) -> Any:
     """The texts and images of a message's content."""
     if not isinstance(content, list):
         return _texts_of(content)
-    return tuple(_image_part(part) or _part_text(part) for part in content)
+    parts = [_typed(part) for part in content]
+    return tuple(_image_part(part) or _part_text(part) for part in parts)
+
+
+def _typed(part: Any) -> Any:
+    """A part with its type, which clients leave out, or of a plain string. Fields that clients add
+    have no effect."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict) or part.get("type") is not None:
+        return part
+    kind = next((name for name in ("text", "image_url") if name in part), None)
+    return {**part, "type": kind}
 
 
 def _image_part(part: Any) -> ImagePart | None:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("image_url", "input_image"):
+    if kind not in _IMAGE_PARTS:
         return None
     given = {key: value for key, value in part.items() if value is not None}
-    unknown = sorted(given.keys() - _IMAGE_KEYS)
-    if unknown:
-        raise PydanticCustomError(
-            "unknown_parameter", "an image part has no field {name}", {"name": repr(unknown[0])}
-        )
     if "file_id" in given:
         raise PydanticCustomError(
             "unsupported_parameter", "images by file_id are not supported; send a data URL"
@@ -110,7 +111,7 @@ def _texts_of(content: Any) -> Any:
         raise PydanticCustomError(
             "invalid_type", "content must be a string or a list of text parts"
         )
-    return tuple(_part_text(part) for part in content)
+    return tuple(_part_text(_typed(part)) for part in content)
 
 
 def _part_text(part: Any) -> str:
@@ -121,15 +122,31 @@ def _part_text(part: Any) -> str:
         raise PydanticCustomError(
             "unsupported_parameter", "content parts must be text, not {kind}", {"kind": repr(kind)}
         )
-    unknown = sorted({key for key, value in part.items() if value is not None} - _PART_KEYS)
-    if unknown:
-        raise PydanticCustomError(
-            "unknown_parameter", "a text part has no field {name}", {"name": repr(unknown[0])}
-        )
     text = part.get("text")
     if not isinstance(text, str):
         raise PydanticCustomError("invalid_type", "a text part needs a string `text`")
     return text
+
+
+def _chat_parts_of(content: Any) -> Any:
+    """As `_parts_of`, where a chat template may read further fields and kinds of parts."""
+    if not isinstance(content, list):
+        return _texts_of(content)
+    return tuple(
+        _template_part(part) or _image_part(part) or _part_text(part)
+        for part in map(_typed, content)
+    )
+
+
+def _template_part(part: Any) -> TemplatePart | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind == "refusal" or any(each in kind for each in _MEDIA):
+        return None
+    if kind in _TEXT_PARTS:
+        if part.keys() <= {"type", "text"} or not isinstance(part.get("text"), str):
+            return None
+        kind = "text"
+    return TemplatePart({**part, "type": kind})
 
 
 class ImageUrlPart(Model):
@@ -159,14 +176,10 @@ def _message_type(kind: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """The fields that have a value, and an effect."""
+    """The fields that have a value."""
     if not isinstance(value, dict):
         return value
-    return {
-        name: item
-        for name, item in value.items()
-        if item is not None and item != [] and name not in _HARMLESS
-    }
+    return {name: item for name, item in value.items() if item is not None and item != []}
 
 
 Texts = Annotated[
@@ -176,9 +189,17 @@ Parts = Annotated[
     tuple[str | ImagePart, ...],
     BeforeValidator(_parts_of, json_schema_input_type=str | list[TextPart | ImageUrlPart]),
 ]
+_ChatParts = Annotated[
+    tuple[str | ImagePart | TemplatePart, ...],
+    BeforeValidator(
+        _chat_parts_of,
+        json_schema_input_type=str | list[str | TextPart | ImageUrlPart | dict[str, Any]],
+    ),
+]
 Role = Literal["system", "developer", "user", "assistant"]
+# The template decides which other roles there are.
 _ChatRole = Annotated[
-    Literal["system", "developer", "user", "assistant", "tool"],
+    Annotated[str, Field(min_length=1, max_length=_MAX_ROLE_CHARS)],
     BeforeValidator(lambda role: "tool" if role == "function" else role),
 ]
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -187,11 +208,13 @@ _ToolName = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
 
 
 class Message(Model):
-    """One message of a conversation.
+    """One message of a conversation. Fields of others, which clients keep with it, are ignored.
 
     Attributes:
         content: the text of each part, or an image.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     role: Role
     content: Parts
@@ -201,11 +224,16 @@ class Message(Model):
     id: str | None = None
     status: _Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
+    # What the model would have to see, but cannot.
+    tool_calls: None = None
+    tool_call_id: None = None
+    function_call: None = None
+    audio: None = None
 
     @field_validator("content")
     @classmethod
     def _check_images(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("role", "user") != "user" and not all(isinstance(p, str) for p in value):
+        if info.data.get("role", "user") != "user" and any(isinstance(p, ImagePart) for p in value):
             raise PydanticCustomError("value_error", "only a user's message may have images")
         return value
 
@@ -226,6 +254,8 @@ class Message(Model):
 
 
 class _Lenient(Model):
+    model_config = ConfigDict(extra="ignore")
+
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, value: Any) -> Any:
@@ -264,6 +294,10 @@ class ToolCall(_Lenient):
         return template_call(self.id or "", self.custom.name, custom_arguments(self.custom.input))
 
 
+_ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
+_OF_RESPONSES = frozenset({"type", "id", "status", "phase"})
+
+
 class ChatMessage(Message):
     """A message of chat completions.
 
@@ -271,31 +305,36 @@ class ChatMessage(Message):
         reasoning: the assistant's thoughts, by any of the names that clients send.
     """
 
-    role: _ChatRole  # type: ignore[assignment]  # wider than a message's of responses
-    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)] = Field(
-        default_factory=list
-    )
-    tool_call_id: _CallId | None = None
+    # Wider than those of a message of responses.
+    role: _ChatRole  # type: ignore[assignment]
+    content: _ChatParts  # type: ignore[assignment]
+    tool_calls: _ToolCalls = Field(default_factory=list)  # type: ignore[assignment]
+    tool_call_id: _CallId | None = None  # type: ignore[assignment]
     reasoning: str | None = None
     refusal: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _rename(cls, value: Any) -> Any:
+    def _as_sent(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        fields = dict(value)
+        # A client's store has its own values of these.
+        fields = {name: item for name, item in value.items() if name not in _OF_RESPONSES}
+        content = fields.get("content")
         thought = fields.pop("reasoning_content", None)
-        if not fields.get("reasoning"):
+        if fields.get("role") != "assistant":
+            fields.pop("reasoning", None)
+            fields.pop("refusal", None)
+        elif not fields.get("reasoning"):
             fields["reasoning"] = thought
-        if fields.get("content") in (None, []):
+        if content in (None, []):
             if fields.get("role") == "assistant":
                 fields["content"] = fields.get("refusal") or ""
-            elif fields.get("role") == "tool":
+            elif content is not None or fields.get("role") == "tool":
                 fields["content"] = ""
         return fields
 
-    @field_validator("tool_calls", "reasoning", "refusal", "tool_call_id")
+    @field_validator("tool_calls", "tool_call_id")
     @classmethod
     def _check_role(cls, value: Any, info: ValidationInfo) -> Any:
         needed = "tool" if info.field_name == "tool_call_id" else "assistant"
@@ -318,20 +357,23 @@ class ChatMessage(Message):
 
 
 def template_message(
-    role: str, parts: Sequence[str | ImagePart], name: str | None = None
+    role: str, parts: Sequence[str | ImagePart | TemplatePart], name: str | None = None
 ) -> dict[str, Any]:
-    """A message as chat templates expect it: one text, or the parts where there are images, and
-    `system` instead of `developer`."""
+    """A message as chat templates expect it: one text, or the parts where some are more than text,
+    and `system` instead of `developer`."""
     named = {} if name is None else {"name": name}
     known_role = "system" if role == "developer" else role
     texts = [part for part in parts if isinstance(part, str)]
-    content: str | list[dict[str, str]] = "\n".join(texts)
+    content: str | list[dict[str, Any]] = "\n".join(texts)
     if len(texts) < len(parts):
-        content = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-            for part in parts
-        ]
+        content = [_for_template(part) for part in parts]
     return {"role": known_role, "content": content, **named}
+
+
+def _for_template(part: str | ImagePart | TemplatePart) -> dict[str, Any]:
+    if isinstance(part, TemplatePart):
+        return part.fields
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

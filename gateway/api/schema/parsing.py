@@ -27,8 +27,6 @@ _MAX_DIAGNOSED_BYTES = 64 << 10
 MAX_JSON_PARTS = 200_000  # objects, lists, and strings, keys among them
 MAX_JSON_NUMBERS = 1 << 20
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))
-# OpenAI's fields of messages and items that are not implemented here; others are unknown.
-_UNSUPPORTED_FIELDS = frozenset({"tool_calls", "function_call", "tool_call_id", "audio", "refusal"})
 _Request = TypeVar("_Request", bound=SamplingRequest)
 _Model = TypeVar("_Model", bound=Model)
 
@@ -101,7 +99,29 @@ def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
     Raises:
         RequestRefusedError: a parameter is unknown, unsupported, missing or wrong.
     """
-    return parse_fields(kind, honoured(kind.endpoint, kind.model_fields, body))
+    parameters = honoured(kind.endpoint, kind.model_fields, body)
+    try:
+        return parse_fields(kind, parameters.values)
+    except RequestRefusedError as error:
+        if not parameters.names:
+            raise
+        raise _as_sent(error, parameters.names) from error
+
+
+def _as_sent(error: RequestRefusedError, names: Mapping[str, str]) -> RequestRefusedError:
+    """An error that says what the request calls the parameters in it.
+
+    Args:
+        names: by our names.
+    """
+    message = str(error)
+    sent = [f"{name} was sent as {alias}" for name, alias in names.items() if name in message]
+    return RequestRefusedError(
+        f"{message} ({', '.join(sent)})" if sent else message,
+        code=error.code,
+        param=names.get(error.param or "", error.param),
+        status=error.status,
+    )
 
 
 def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
@@ -133,8 +153,8 @@ def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
 def _refusal(detail: ErrorDetails) -> RequestRefusedError:
     param = _path(detail["loc"])
     kind = detail["type"]
-    if kind == "extra_forbidden":
-        is_known = detail["loc"][-1] in _UNSUPPORTED_FIELDS
+    if kind in ("extra_forbidden", "none_required"):  # a field that is none here, or is known
+        is_known = kind == "none_required"
         code = "unsupported_parameter" if is_known else "unknown_parameter"
         message = f"{'unsupported' if is_known else 'unknown'} parameter: {param!r}"
         return RequestRefusedError(message, code=code, param=param)

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
@@ -139,20 +138,18 @@ class TextFormat(Model):
             yield Asked(param="text.format.schema", keyword="json_schema", value=self.schema_)
 
 
-def _supported_verbosity(value: Any) -> Any:
-    if value in ("low", "high"):
-        raise PydanticCustomError("unsupported_parameter", "only 'medium' is supported")
-    return value
-
-
 class TextOptions(Model):
     """`text` of responses."""
 
     format: TextFormat | None = None
-    verbosity: Annotated[Literal["medium"], BeforeValidator(_supported_verbosity)] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     def echo(self) -> dict[str, Any]:
         """The same in the Response object."""
+        verbosity = {} if self.verbosity is None else {"verbosity": self.verbosity}
+        return {**self._format_echo(), **verbosity}
+
+    def _format_echo(self) -> dict[str, Any]:
         asked = self.format
         if asked is None or asked.type != "json_schema":
             return {"format": {"type": "text" if asked is None else asked.type}}

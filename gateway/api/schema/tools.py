@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.engine.chat_formats import CUSTOM_INPUT, NAMESPACE_END, OfferedTools, Tool
@@ -20,22 +21,25 @@ from penstock.gateway.errors import RequestRefusedError
 _MAX_TOOLS = 512
 _MAX_DESCRIPTION_CHARS = 64 << 10
 _NAMESPACE_MARK = "__"  # between a namespace and a name, as the model sees them
+_Mode = Literal["none", "auto", "required"]
 _T = TypeVar("_T", bound=Model)
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 _Description = Annotated[str, Field(max_length=_MAX_DESCRIPTION_CHARS)]
-_Mode = Literal["none", "auto", "required"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 def _without_nulls(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {k: v for k, v in value.items() if v is not None and k != "cache_control"}
+    return {name: item for name, item in value.items() if item is not None}
 
 
 class _Lenient(Model):
-    """Fields that are null count as absent, and `cache_control` has no effect."""
+    """Fields that are null count as absent, and those that clients add have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
@@ -233,6 +237,32 @@ class _AllowedInChat(_Lenient):
     tools: Annotated[list[ChatChoice], Field(min_length=1, max_length=_MAX_TOOLS)]
 
 
+# Mistral's and Anthropic's `any` is OpenAI's `required`.
+_MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+
+
+def _choice_in_shape(value: Any, *, is_flat: bool) -> Any:
+    """A `tool_choice` in the shape of its API: also where the mode is the `type` of an object, and
+    where the name is in the other API's place, or in Anthropic's.
+
+    Args:
+        is_flat: the name is beside the type, as in responses.
+    """
+    kind = value.get("type") if isinstance(value, dict) else value
+    if not isinstance(kind, str):
+        return value
+    if kind in _MODES:
+        return _MODES[kind]
+    inner = value.get(kind) if isinstance(value, dict) else None
+    if kind not in ("function", "custom", "tool") or not isinstance(value, dict):
+        return value
+    named = inner if isinstance(inner, dict) else value
+    if "name" not in named:
+        return value
+    kind = "custom" if kind == "custom" else "function"
+    return {"type": kind, **named} if is_flat else {"type": kind, kind: named}
+
+
 class ChatChoice(_Lenient):
     """A `tool_choice` of chat completions that is an object."""
 
@@ -354,8 +384,27 @@ class ResponsesChoice(_Lenient):
         return Choice("required", [seen_name(self.name, self.namespace)], is_named=True)
 
 
+_Described = Literal["none", "auto", "required", "any"]
+ChatToolChoice = Annotated[
+    _Mode | ChatChoice | None,
+    BeforeValidator(
+        partial(_choice_in_shape, is_flat=False),
+        json_schema_input_type=_Described | ChatChoice | None,
+    ),
+]
+ResponsesToolChoice = Annotated[
+    _Mode | ResponsesChoice | None,
+    BeforeValidator(
+        partial(_choice_in_shape, is_flat=True),
+        json_schema_input_type=_Described | ResponsesChoice | None,
+    ),
+]
+
+
 class ReasoningOptions(_Lenient):
     """`reasoning` of responses. Summaries are never made; thoughts are shown as they are."""
+
+    model_config = ConfigDict(extra="forbid")
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -441,10 +490,29 @@ def echo_of(value: Any) -> Any:
     return given
 
 
-def reasoning_kwargs(effort: Effort | None) -> dict[str, Any]:
-    """What an effort means to chat templates: gpt-oss reads the first, Qwen3 the second, DeepSeek
-    and Granite the third."""
-    if effort is None:
-        return {}
-    is_on = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": is_on, "thinking": is_on}
+def check_thinking(thinks: bool | None, effort: Effort | None, param: str) -> None:
+    """
+    Raises:
+        RequestRefusedError: `enable_thinking` says otherwise than the effort.
+    """
+    if thinks is not None and effort is not None and thinks != (effort != "none"):
+        raise RequestRefusedError(
+            f"enable_thinking {thinks} and {param} {effort!r} contradict each other; send only one "
+            "of them",
+            code="mutually_exclusive_parameters",
+            param=param,
+        )
+
+
+def template_kwargs(
+    effort: Effort | None, *, thinks: bool | None, verbosity: Verbosity | None
+) -> dict[str, Any]:
+    """What they mean to chat templates. Of thoughts, gpt-oss reads the first, Qwen3 the second,
+    DeepSeek and Granite the third."""
+    kwargs: dict[str, Any] = {}
+    if effort is not None:
+        kwargs["reasoning_effort"] = effort
+        thinks = effort != "none"
+    if thinks is not None:
+        kwargs |= {"enable_thinking": thinks, "thinking": thinks}
+    return kwargs if verbosity is None else kwargs | {"verbosity": verbosity}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,27 @@ from penstock.gateway.api.schema.tools import ChatTool, offered
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 1 << 20
+
+
+class _Continuable(Protocol):
+    """A conversation to render."""
+
+    @property
+    def continue_final_message(self) -> bool: ...
+    @property
+    def add_generation_prompt(self) -> bool: ...
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+def check_continuation(asked: _Continuable) -> None:
+    """
+    Raises:
+        RequestRefusedError: the prompt is to end both inside the last message and after it.
+    """
+    is_sent = "add_generation_prompt" in asked.model_fields_set
+    if asked.continue_final_message and is_sent and asked.add_generation_prompt:
+        raise invalid("continue_final_message", "needs add_generation_prompt to be false")
 
 
 class TokenizePrompt(Model):
@@ -38,8 +59,7 @@ class TemplatedChat(Model):
 
     @model_validator(mode="after")
     def _check_continue(self) -> TemplatedChat:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise invalid("continue_final_message", "needs add_generation_prompt to be false")
+        check_continuation(self)
         return self
 
     @property

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.request import TokenLogprobs
+from penstock.engine.text import Tokenizer
+from penstock.gateway.api.logprobs import TokenLists
+
 from ..conftest import ANSWER, Serve, Served
 
 
@@ -56,6 +60,17 @@ async def test_logprobs_lists(served: Served) -> None:
     assert len(lists.tokens) == len(served.engine.script)
     assert lists.token_logprobs == [-0.5] * len(lists.tokens)
     assert lists.text_offset[:2] == [0, len(lists.tokens[0])]
+
+
+def test_of_equal_texts_the_likelier_is_told(tokenizer: Tokenizer) -> None:
+    """Bytes that are no characters by themselves all have the same text."""
+    same = [t for t in range(1, 300) if tokenizer.token_text(t) == "\ufffd"][:3]
+    top = ((same[0], -0.21), (5, -1.0), (same[1], -11.41))
+    for said in (same[0], same[2]):
+        entry = TokenLogprobs(token_id=said, logprob=-12.0, rank=400, top=top)
+        lists = TokenLists(tokenizer, num_top=3, skip_special_tokens=True).add([entry])
+        assert lists["top_logprobs"] == [{"\ufffd": -0.21, tokenizer.token_text(5): -1.0}]
+        assert lists["token_logprobs"] == [-12.0]
 
 
 async def test_client_gone_aborts_every_choice(serve: Serve) -> None:

@@ -15,7 +15,7 @@ from penstock.engine.config import ModelConfig
 from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.openapi import ANSWERS, document
 from penstock.gateway.api.operations import operations_of
-from penstock.gateway.api.schema.parameters import UNREAD, Endpoint
+from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Endpoint
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 
@@ -57,6 +57,7 @@ async def test_a_parameter_is_described_as_it_is_taken(served: Served) -> None:
     assert answer.headers["content-type"] == "application/json"
     chat = answer.json()["components"]["schemas"]["ChatRequest"]
     names = ChatRequest.model_fields.keys() | UNREAD[Endpoint.CHAT].keys()
+    names |= ALIASES[Endpoint.CHAT].keys()
     assert chat["properties"].keys() == names
     assert chat["properties"]["model"] == {"enum": ["tiny", None]}
     assert chat["properties"]["functions"]["enum"] == [None, []]

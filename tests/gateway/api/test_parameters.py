@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import orjson
@@ -13,16 +15,18 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, responses_client_event
 
+from penstock import gateway
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.responses.schema import ResponsesRequest, SocketRequest
 from penstock.gateway.api.schema.fields import SamplingRequest
-from penstock.gateway.api.schema.parameters import UNREAD
+from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Use
 from penstock.gateway.api.schema.parsing import parse_json, parse_request
 from penstock.gateway.errors import RequestRefusedError
 
+_README = Path(gateway.__file__).with_name("README.md")
 _SCHEMAS: tuple[type[SamplingRequest], ...] = (
     ChatRequest,
     CompletionRequest,
@@ -32,7 +36,7 @@ _SCHEMAS: tuple[type[SamplingRequest], ...] = (
 
 
 def known(schema: type[SamplingRequest]) -> set[str]:
-    return set(schema.model_fields) | set(UNREAD[schema.endpoint])
+    return set(schema.model_fields) | set(UNREAD[schema.endpoint]) | set(ALIASES[schema.endpoint])
 
 
 @pytest.mark.parametrize(
@@ -55,8 +59,30 @@ def test_every_parameter_of_the_websocket_mode_is_classified() -> None:
 
 
 @pytest.mark.parametrize("schema", _SCHEMAS)
-def test_no_parameter_is_both_read_and_unread(schema: type[SamplingRequest]) -> None:
-    assert set(schema.model_fields) & set(UNREAD[schema.endpoint]) == set()
+def test_no_parameter_is_treated_in_two_ways(schema: type[SamplingRequest]) -> None:
+    ways = (set(schema.model_fields), set(UNREAD[schema.endpoint]), set(ALIASES[schema.endpoint]))
+    assert sum(map(len, ways)) == len(set().union(*ways))
+
+
+def test_each_parameter_without_effect_is_documented() -> None:
+    """In the one table of them, whose other rows are about fields of parameters."""
+    _, _, table = _README.read_text("utf-8").partition("| accepted without effect |")
+    table, _, _ = table.partition("\n\n")
+    told = {name for row in table.splitlines() for name in re.findall(r"`(\w[\w.]*)`", row)}
+    unread = {
+        name
+        for parameters in UNREAD.values()
+        for name, parameter in parameters.items()
+        if parameter.use is not Use.REFUSED
+    }
+    assert unread - told == set()
+
+
+def test_each_other_name_is_documented() -> None:
+    _, _, section = _README.read_text("utf-8").partition("## Parameters of other servers")
+    section, _, _ = section.partition("\n## ")
+    for name in {name for names in ALIASES.values() for name in names}:
+        assert f"`{name}`" in section
 
 
 _VALUES_OF_COMMON = [

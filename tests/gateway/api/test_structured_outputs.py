@@ -224,13 +224,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     (RESPONSES, {"text": "x"}, _TYPE, "text", "text: "),
     (RESPONSES, {"text": {"x": 1}}, _UNKNOWN, "text.x", "unknown parameter: 'text.x'"),
     (RESPONSES, {"text": {"format": {}}}, _MISSING, "text.format.type", "text.format.type: "),
-    (
-        RESPONSES,
-        {"text": {"verbosity": "low"}},
-        "unsupported_parameter",
-        "text.verbosity",
-        "text.verbosity: only 'medium' is supported",
-    ),
     (RESPONSES, {"text": {"verbosity": "x"}}, _VALUE, "text.verbosity", "text.verbosity: "),
     (RESPONSES, _flat("grammar"), _VALUE, "text.format.type", "text.format.type: "),
     (
@@ -429,7 +422,7 @@ _TOLD = {"type": "json_schema", **_NAMED, "description": None, "strict": None}
 
 _REPEATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"type": "text"}),
-    ({"text": {"verbosity": "medium"}}, {"type": "text"}),
+    ({"text": {"format": None}}, {"type": "text"}),
     (_flat("json_object"), {"type": "json_object"}),
     (_flat("json_schema", **_NAMED), _TOLD),
     (_flat("json_schema", **_NAMED, strict=True), {**_TOLD, "strict": True}),

@@ -65,7 +65,7 @@ async def test_tokenize_a_conversation(served: Served) -> None:
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model_not_found", "model"),
         (
             "/tokenize",
-            {"messages": USER, "continue_final_message": True},
+            {"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
             400,
             "invalid_value",
             "continue_final_message",
@@ -110,6 +110,30 @@ async def test_a_message_is_continued(served: Served) -> None:
     answer = (await served.http.post(CHAT, json=body)).json()
     assert served.prompt_of() == "<user>hello\n<assistant>I say: "
     assert answer["choices"][0]["message"]["content"] == ANSWER
+
+
+async def test_a_continued_message_needs_no_second_parameter(served: Served) -> None:
+    body = {
+        "messages": [*USER, {"role": "assistant", "content": "I say: "}],
+        "continue_final_message": True,
+    }
+    assert (await served.http.post(CHAT, json=body)).status_code == 200
+    assert served.prompt_of() == "<user>hello\n<assistant>I say: "
+    answer = (await served.http.post("/tokenize", json=body)).json()
+    assert served.tokenizer.decode(answer["tokens"]) == served.prompt_of()
+
+
+async def test_a_prompt_is_cut_from_the_right(served: Served) -> None:
+    side = {"truncation_side": "right"}
+    await served.http.post(CHAT, json={"messages": USER, "truncate_prompt_tokens": 4, **side})
+    whole = served.tokenizer.encode("<user>hello\n<assistant>")
+    await served.http.post(
+        COMPLETIONS, json={"prompt": [1, 2, 3], "truncate_prompt_tokens": 2, **side}
+    )
+    prompts = [list(each.prompt_token_ids) for each in served.engine.submitted.values()]
+    assert prompts == [whole[:4], [1, 2]]
+    answer = await served.http.post(CHAT, json={"messages": USER, "truncation_side": "top"})
+    assert answer.json()["error"]["param"] == "truncation_side"
 
 
 async def test_a_prompt_is_cut_from_the_left(served: Served) -> None:
@@ -164,6 +188,44 @@ async def test_token_ids_of_a_stream(served: Served, asked: dict[str, Any]) -> N
         a, b = served.tokenizer.encode("a"), served.tokenizer.encode("b")
         assert prompts == {0: a, 1: a, 2: b, 3: b}
         assert len(told) == 4
+
+
+@pytest.mark.parametrize("script", [ANSWER, "x", ""])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("is_keyed", [False, True])
+async def test_ids_logprobs_and_usage_agree(
+    served: Served, script: str, path: str, is_keyed: bool
+) -> None:
+    """The token that ends the output counts, and has an id; so it has logprobs, too."""
+    served.engine.script = served.tokenizer.encode(script)
+    ids = [*served.engine.script, EOS]
+    asked: dict[str, Any] = {"messages": USER} if path == CHAT else {"prompt": "a"}
+    body = {**asked, "logprobs": path == CHAT or 1, "return_token_ids": True, "max_tokens": 100}
+    body["return_tokens_as_token_ids"] = True
+    headers = {"Idempotency-Key": "whole"} if is_keyed else {}
+    answer = (await served.http.post(path, json=body, headers=headers)).json()
+    [choice] = answer["choices"]
+    assert choice["token_ids"] == _told(choice, path) == ids
+    assert answer["usage"]["completion_tokens"] == len(ids)
+    headers = {"Idempotency-Key": "streamed"} if is_keyed else {}
+    text = (await served.http.post(path, json={**body, "stream": True}, headers=headers)).text
+    choices = [choice for chunk in chunks_of(text) for choice in chunk["choices"]]
+    for each in choices:  # the ids of a chunk are those of its logprobs
+        assert each.get("token_ids", []) == _told(each, path)
+    assert [token_id for each in choices for token_id in each.get("token_ids", ())] == ids
+
+
+def _told(choice: dict[str, Any], path: str) -> list[int]:
+    logprobs = choice["logprobs"] or {"content": [], "tokens": []}
+    names = logprobs["tokens"] if path == COMPLETIONS else [t["token"] for t in logprobs["content"]]
+    return [int(name.removeprefix("token_id:")) for name in names]
+
+
+async def test_without_ids_the_end_has_no_logprobs(served: Served) -> None:
+    """As at OpenAI."""
+    body = {"prompt": "a", "logprobs": 1, "max_tokens": 100}
+    [choice] = (await served.http.post(COMPLETIONS, json=body)).json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(served.engine.script)
 
 
 async def test_logprobs_by_token_id(served: Served) -> None:

@@ -92,6 +92,55 @@ async def test_chat_whole_and_streamed(serve: Serve) -> None:
             ]
 
 
+async def test_a_call_is_not_preceded_by_an_empty_text(serve: Serve) -> None:
+    """Some clients make a text part of it. OpenAI's first chunk has null beside the call."""
+    async with serve(**PARSERS) as served:
+        for text in (CALL, f"<think>\nHm.\n</think>\n\n{CALL}"):
+            says(served, text)
+            for asked in (
+                {},
+                {"logprobs": True},
+                {"extra_body": {"include_reasoning": False}},
+                {"extra_body": {"return_token_ids": True}},
+            ):
+                chunks = [chunk async for chunk in await chat(served, stream=True, **asked)]
+                deltas = [chunk.choices[0].delta for chunk in chunks]
+                assert [delta.role for delta in deltas] == ["assistant"] + [None] * (
+                    len(deltas) - 1
+                )
+                assert {delta.content for delta in deltas} == {None}
+        says(served, "Yes.")
+        first = await anext(await chat(served, stream=True))
+        assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+
+
+@pytest.mark.parametrize("text", ["<think>\nHm.\n</think>\n\nYes.", "Yes.", ""])
+async def test_deepseeks_documented_loop(serve: Serve, text: str) -> None:
+    """Of a model with thoughts every delta and message has their field."""
+    async with serve(**PARSERS) as served:
+        says(served, text)
+        stream = await chat(served, stream=True, tools=[])
+        reasoning_content = content = ""
+        async for chunk in stream:
+            if chunk.choices[0].delta.reasoning_content:
+                reasoning_content += chunk.choices[0].delta.reasoning_content
+            else:
+                content += chunk.choices[0].delta.content
+        thought, said = ("Hm." if "Hm" in text else ""), ("Yes." if "Yes" in text else "")
+        assert (reasoning_content, content) == (thought, said)
+        message = (await chat(served, tools=[])).choices[0].message
+        assert (message.reasoning_content, message.content) == (thought or None, said)
+        assert message.reasoning == message.reasoning_content
+
+
+async def test_a_model_without_thoughts_has_no_fields_of_them(served: Served) -> None:
+    stream = await chat(served, stream=True, tools=[])
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert not any("reasoning" in name for delta in deltas for name in delta.model_extra or ())
+    message = (await chat(served, tools=[])).choices[0].message
+    assert not any("reasoning" in name for name in message.model_extra or ())
+
+
 async def test_an_answer_may_be_text_only(serve: Serve) -> None:
     async with serve(**PARSERS) as served:
         says(served, "a < b, no call")

@@ -1,0 +1,183 @@
+"""Messages as they come back from a client's store: with fields of its own, and in other shapes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.config import ModelConfig
+
+from ..conftest import Serve, Served
+from .bad_requests import CHAT, RESPONSES
+from .test_tools import CHAT_TOOLS, PARSERS, USER, says, written
+
+STORED = {
+    "id": 17,
+    "type": "human",
+    "status": "done",
+    "created_at": 1700000000,
+    "parts": [{"type": "text", "text": "hello"}],
+    "attachments": [{"name": "a.txt"}],
+    "usage": {"total_tokens": 5},
+    "reasoning": "Hm.",
+    "reasoning_content": "Hm.",
+    "reasoning_details": [{"type": "reasoning.text"}],
+    "phase": 3,
+    "mood": "good",
+}
+
+
+async def prompt_of(served: Served, *messages: dict[str, Any]) -> str:
+    answer = await served.http.post(CHAT, json={"messages": messages})
+    assert answer.status_code == 200, answer.text
+    return served.prompt_of()
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+async def test_fields_of_others_are_ignored(served: Served, role: str) -> None:
+    said = {"role": role, "content": "hello"}
+    assert await prompt_of(served, {**STORED, **said}) == await prompt_of(served, said)
+
+
+async def test_an_item_with_fields_of_others(served: Served) -> None:
+    item = {"role": "user", "content": "hello", "created_at": 1, "mood": "good", "usage": {}}
+    answer = await served.http.post(RESPONSES, json={"input": [item]})
+    assert answer.status_code == 200
+    assert served.prompt_of() == "<user>hello\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [
+        (["a", "b"], "a\nb"),
+        ([{"text": "a"}, {"type": "text", "text": "b", "state": "done", "id": 1}], "a\nb"),
+        ([{"type": None, "text": "a", "cache_control": {"type": "ephemeral"}}], "a"),
+    ],
+)
+async def test_parts_in_other_shapes(served: Served, content: Any, seen: str) -> None:
+    said = {"role": "user", "content": content}
+    assert await prompt_of(served, said) == f"<user>{seen}\n<assistant>"
+    answer = await served.http.post(RESPONSES, json={"input": [said]})
+    assert answer.status_code == 200
+    assert served.prompt_of() == f"<user>{seen}\n<assistant>"
+
+
+async def test_no_parts_are_an_empty_text(served: Served) -> None:
+    said: list[dict[str, Any]] = [{"role": "system", "content": []}, *USER]
+    assert await prompt_of(served, *said) == "<system>\n<user>hello\n<assistant>"
+
+
+async def test_thoughts_in_parts(serve: Serve) -> None:
+    """They are the assistant's thoughts, as in `reasoning_content`."""
+    template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    async with serve(trust_request_chat_template=True) as served:
+        for thought in (
+            {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+            {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+            {"type": "reasoning", "text": "Hm."},
+        ):
+            said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
+            body = {"messages": [*USER, said], "chat_template": template}
+            assert (await served.http.post(CHAT, json=body)).status_code == 200
+            assert served.prompt_of() == "[|hello][Hm.|Yes.]"
+
+
+_READS_PARTS = """{%- for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m.content %}{% if part.type == 'thinking' %}[{{ part['thinking'] }}]
+{%- elif part.type == 'document' %}({{ part.document.title }})
+{%- else %}{{ part.text }}{% if part.lang %}@{{ part.lang }}{% endif %}{% endif %}{% endfor %}
+{%- endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+async def test_a_template_that_reads_parts_gets_them(
+    serve: Serve, tmp_path: Path, model_path: Path, is_trusted: bool
+) -> None:
+    said = [
+        {"role": "system", "content": [{"type": "thinking", "thinking": "Think"}, "Go."]},
+        {"role": "user", "content": [{"type": "text", "text": "Hm", "lang": "en", "id": 1}]},
+        {"role": "user", "content": [{"type": "document", "document": {"title": "T"}}]},
+        {"role": "user", "content": ["a", {"type": "text", "text": "b", "cache_control": {}}]},
+    ]
+    body: dict[str, Any] = {"messages": said}
+    model: dict[str, Any] = {}
+    if is_trusted:
+        body["chat_template"] = _READS_PARTS
+    else:
+        path = tmp_path / "model"
+        shutil.copytree(model_path, path)
+        config = {"chat_template": _READS_PARTS}
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        model["model"] = ModelConfig(model=str(path))
+    async with serve(trust_request_chat_template=is_trusted, **model) as served:
+        answer = await served.http.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        assert served.prompt_of() == "<system>[Think]Go.<user>Hm@en<user>(T)<user>a\nb"
+
+
+async def test_a_part_that_the_template_does_not_read(served: Served) -> None:
+    """It is a text, or refused. Thoughts are the assistant's only."""
+    told = {"type": "text", "text": "a", "role": "x", "content": "y"}
+    thought = {"type": "thinking", "thinking": "Hm."}
+    said = [
+        {"role": "user", "content": [told, thought]},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "b"}]},
+    ]
+    assert await prompt_of(served, *said) == "<user>a\n<assistant>b\n<assistant>"
+    for kind in ("document", "input_audio", "video_url", "file"):
+        body = {"messages": [*USER, {"role": "user", "content": [{"type": kind}]}]}
+        answer = await served.http.post(CHAT, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
+        assert error["param"].startswith("messages[1].content")
+        assert kind in error["message"]
+
+
+async def test_the_template_decides_which_roles_there_are(serve: Serve) -> None:
+    raising = "{% if messages[0].role == 'boss' %}{{ raise_exception('no bosses') }}{% endif %}x"
+    async with serve(trust_request_chat_template=True) as served:
+        said = {"role": "boss", "content": "hello"}
+        assert await prompt_of(served, said) == "<boss>hello\n<assistant>"
+        body = {"messages": [said], "chat_template": raising}
+        answer = await served.http.post(CHAT, json=body)
+        assert answer.status_code == 400
+        assert "no bosses" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        CHAT_TOOLS[0],
+        {"type": "function", "name": "weather"},
+        {"type": "tool", "name": "weather"},
+        {"type": "function", "function": {"name": "weather"}, "index": 0},
+    ],
+)
+async def test_a_choice_that_names_a_tool_in_another_shape(serve: Serve, choice: Any) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, written("weather", "{}"))
+        body = {"messages": USER, "tools": CHAT_TOOLS, "tool_choice": choice}
+        answer = await served.http.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        [request] = served.engine.submitted.values()
+        assert request.sampling_params.structured_outputs is not None
+
+
+@pytest.mark.parametrize("choice", ["any", {"type": "any"}, "required", {"type": "required"}])
+async def test_any_tool(serve: Serve, choice: Any) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, written("weather", "{}"))
+        tools = [{**CHAT_TOOLS[0], "id": 1}]
+        tools[0]["function"] = {**tools[0]["function"], "returns": {"type": "string"}, "title": "W"}
+        body = {"messages": USER, "tools": tools, "tool_choice": choice}
+        answer = await served.http.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        [request] = served.engine.submitted.values()
+        assert request.sampling_params.structured_outputs is not None
+        flat = {"type": "function", "name": "weather", "returns": {}, "title": "W"}
+        body = {"input": "hello", "tools": [flat], "tool_choice": choice}
+        assert (await served.http.post(RESPONSES, json=body)).status_code == 200
