@@ -144,7 +144,7 @@ class PromptBuilder:
             )
         shown = [*all_items(position.path), *new]
         files = _files(position, loaded)
-        rendered = await self._fitting(request, position, shown, files)
+        rendered = await self._fitting(request, position, shown, files, must_fit=must_fit)
         output_format = None
         if request.generates:
             output_format = request.offered.output_format(
@@ -166,20 +166,22 @@ class PromptBuilder:
         position: TurnPosition,
         items: Sequence[Item],
         files: Mapping[str, bytes],
+        *,
+        must_fit: bool,
     ) -> _Rendered:
         """The rendering of a conversation: with `truncation: "auto"`, of the most of it that fits.
 
         Raises as `build`.
         """
         if request.truncation == "disabled":
-            return await self._rendered(request, position, items, files)
+            return await self._rendered(request, position, items, files, must_fit=must_fit)
         max_model_len = await self._generator.max_model_len()
         groups = droppable(items)
 
         async def attempt(num_dropped: int, room: int) -> _Rendered | None:
             kept = without(items, groups[:num_dropped])
             try:
-                rendered = await self._rendered(request, position, kept, files)
+                rendered = await self._rendered(request, position, kept, files, must_fit=True)
             except PromptTooLongError:
                 if num_dropped == len(groups):
                     raise
@@ -208,6 +210,8 @@ class PromptBuilder:
         position: TurnPosition,
         items: Sequence[Item],
         files: Mapping[str, bytes],
+        *,
+        must_fit: bool,
     ) -> _Rendered:
         """The prompt of these items. Raises as `build`."""
         images = stored_images(items, files)
