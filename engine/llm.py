@@ -103,7 +103,9 @@ class LLM:
         self._image_tokens = read_image_tokens(path)
         self._message_parts = parts_of(self._chat_template, self._image_tokens)
         self._pooling = read_pooling(path, self.info.model)
-        self._defaults = read_generation_defaults(path, config.model.generation_config)
+        self._defaults = read_generation_defaults(
+            path, config.model.generation_config, config.model.generation_overrides
+        )
         self._adapters = AdapterFinder(config.lora, self._core.adapters)
         self._end: str | None = None  # why further calls are refused
         self._is_closing = False

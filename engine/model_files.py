@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
-from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.json_file import check_file, is_present, read_json, weight_samples
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
@@ -133,11 +133,14 @@ class GenerationDefaults:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaults:
+def read_generation_defaults(
+    path: Path, mode: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> GenerationDefaults:
     """EOS ids and sampling defaults of the model in directory `path`.
 
     `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) EOS
-    comes from `config.json`, and there are no sampling defaults.
+    comes from `config.json`, and there are no sampling defaults. `overrides` come before the file's
+    fields, whatever the mode.
 
     Raises:
         ModelLoadError: names the file that cannot be read, or the field that is no value or id.
@@ -146,11 +149,8 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
     file = path / "generation_config.json"
     has_own = mode == "auto" and is_present(file)
     generation = ConfigFields(read_json(file) if has_own else {}, path=file)
-    sampling: dict[str, Any] = {
-        name: _sampling_value(generation, name, parameter.type)
-        for name, parameter in SAMPLING_PARAMETERS.items()
-        if parameter.declared.has_model_default and name in generation
-    }
+    given = _given_defaults(overrides or {})
+    sampling = {**_sampling_of(generation), **_sampling_of(given)}
     try:
         SamplingParams(**sampling)
     except InvalidRequestError as error:  # now, instead of at every request
@@ -160,11 +160,42 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
         for name in ("bos_token_id", "pad_token_id"):  # not used, and may lie beside the vocabulary
             fields.token_ids(name, lowest=-1, num_tokens=MAX_INTEGER)
     return GenerationDefaults(
-        eos_token_ids=(generation if "eos_token_id" in generation else config).token_ids(
-            "eos_token_id", num_tokens=num_tokens
-        ),
+        eos_token_ids=next(
+            (each for each in (given, generation) if "eos_token_id" in each), config
+        ).token_ids("eos_token_id", num_tokens=num_tokens),
         sampling=sampling,
     )
+
+
+def _given_defaults(overrides: Mapping[str, Any]) -> ConfigFields:
+    """
+    Raises:
+        ConfigError: a field has no meaning here.
+    """
+    known = [*_defaults_of_models(), "eos_token_id"]
+    if unknown := [name for name in overrides if name not in known]:
+        raise ConfigError(
+            f"--override-generation-config has no field {unknown[0]!r}: choose from "
+            f"{', '.join(known)}"
+        )
+    return ConfigFields(overrides, path=Path("--override-generation-config"))
+
+
+def _defaults_of_models() -> dict[str, Any]:
+    """Types of the sampling parameters for which models have defaults."""
+    return {
+        name: parameter.type
+        for name, parameter in SAMPLING_PARAMETERS.items()
+        if parameter.declared.has_model_default
+    }
+
+
+def _sampling_of(fields: ConfigFields) -> dict[str, Any]:
+    return {
+        name: _sampling_value(fields, name, kind)
+        for name, kind in _defaults_of_models().items()
+        if name in fields
+    }
 
 
 def _sampling_value(fields: ConfigFields, name: str, kind: Any) -> Any:

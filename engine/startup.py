@@ -37,7 +37,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         ConfigError: a setting that cannot work, or a model that cannot be loaded.
     """
     path = resolve_model(config.model, weights=True)
-    eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
+    eos_token_ids = read_generation_defaults(
+        path, config.model.generation_config, config.model.generation_overrides
+    ).eos_token_ids
     pooling = read_pooling(path, config.model.model)
     executor: Executor
     images: ImageEncoder | None = None
@@ -165,7 +167,7 @@ def _load_adapters(core: EngineCore, lora: LoraConfig) -> tuple[Adapter, ...]:
 def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
     """Everything that a KV block depends on besides its tokens; the same in every process."""
     weights = (
-        f"dummy {config.model.seed}".encode()
+        f"dummy {config.model.seed or 0}".encode()
         if config.model.load_format == "dummy"
         else weights_fingerprint(path)
     )

@@ -133,7 +133,7 @@ def load_decoder(
     split_over(model, decoder_config, ranks)
     if checkpoint is None:
         model = _allocate(model, path, device)
-        _fill_random(model, config.seed)
+        _fill_random(model, config.seed or 0)
         for name, module in model.named_modules():
             if isinstance(module, MatrixLayer) and not isinstance(module, ExpertMatrices):
                 sources = names(name)
@@ -147,7 +147,7 @@ def load_decoder(
             _read_kv_scales(checkpoint, prefix, layer.self_attn)
     is_transposed = architecture.has_transposed_experts
     for experts in _expert_readers(
-        model, weights, names, seed=config.seed, is_transposed=is_transposed
+        model, weights, names, seed=config.seed or 0, is_transposed=is_transposed
     ):
         if not defers_experts or device.type != "cpu":
             experts.load()
@@ -192,7 +192,7 @@ def _load_through_transformers(
     weights = _Weights.of(config, path, torch.empty(0, dtype=model.dtype, device=device))
     if weights.checkpoint is None:
         model = _allocate(model, path, device)
-        _fill_random(model, config.seed)
+        _fill_random(model, config.seed or 0)
         for name, module in model.causal_lm.named_modules():
             if isinstance(module, MatrixLayer):
                 weights.hold(module, [name], [DenseMatrix(module.weight.data)])

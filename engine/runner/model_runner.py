@@ -312,11 +312,11 @@ def adapter_slots(
     room = make_room(
         model,
         architecture.names,
-        num_slots=lora.max_loras,
+        num_slots=lora.num_at_once,
         max_rank=lora.max_lora_rank,
         library=running_library(model, config.cache.block_size),
     )
-    return AdapterSlots(room, max_loras=lora.max_loras, max_rank=lora.max_lora_rank)
+    return AdapterSlots(room, max_loras=lora.num_at_once, max_rank=lora.max_lora_rank)
 
 
 PromptLogprobs = Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]]

@@ -5,12 +5,15 @@ Only the engine loads weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.engine.chat_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormats
 from penstock.engine.errors import ConfigError
+from penstock.engine.json_file import read_text
 from penstock.engine.model_files import (
     GenerationDefaults,
     read_generation_defaults,
@@ -37,6 +40,9 @@ class ServedModel:
     pooling: ModelPooling
     images: ImageTokens | None  # how it takes them; None: it takes none
     message_parts: MessageParts
+    takes_any_name: bool = False
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    seeds: random.Random | None = None  # draws those of requests that have none
 
     @property
     def name(self) -> str:
@@ -55,19 +61,33 @@ class ServedModel:
             RequestRefusedError: 404: this server does not have the model.
             InvalidRequestError: the model does something else.
         """
-        if task is not None and (name is None or name in self.names):
+        if task is not None and (name is None or self.has(name)):
             self.pooling.require(task)
         if name is None:
             return self.name
-        if name not in self.names:
-            raise RequestRefusedError(
-                f"the model {name!r} does not exist; this server has "
-                f"{', '.join((*self.names, *others))}",
-                code="model_not_found",
-                param="model",
-                status=404,
-            )
+        if not self.has(name):
+            raise self.not_found(name, others)
         return name
+
+    def has(self, name: str) -> bool:
+        """Whether requests may call the model so."""
+        return self.takes_any_name or name in self.names
+
+    def not_found(self, name: str, others: Sequence[str] = ()) -> RequestRefusedError:
+        """404. others: as for `require`."""
+        return RequestRefusedError(
+            f"the model {name!r} does not exist; this server has "
+            f"{', '.join((*self.names, *others))}",
+            code="model_not_found",
+            param="model",
+            status=404,
+        )
+
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Parameters of a new request that it does not have itself."""
+        if self.seeds is None:
+            return self.defaults.sampling
+        return {**self.defaults.sampling, "seed": self.seeds.getrandbits(63)}
 
 
 def _format(flag: str, asked: str | None, known: Collection[str]) -> str | None:
@@ -83,6 +103,30 @@ def _format(flag: str, asked: str | None, known: Collection[str]) -> str | None:
     return asked
 
 
+def _given_template(given: str, own: TemplateFiles) -> TemplateFiles:
+    """The template of `--chat-template`: that of a file, or as vLLM has it, a text with braces.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        is_file = Path(given).expanduser().is_file()
+    except OSError:  # such as a name that is too long
+        is_file = False
+    if is_file:
+        file = Path(given).expanduser()
+        return TemplateFiles(read_text(file), own.special_tokens, file)
+    if not any(character in given for character in "{}\n"):
+        raise ConfigError(f"--chat-template: there is no file {given!r}, and it is no template")
+    return TemplateFiles(given, own.special_tokens)
+
+
+def _seeds(config: GatewayConfig) -> random.Random | None:
+    if config.model.seed is None:
+        return None
+    return random.Random(f"{config.model.seed} {config.worker_index}")  # noqa: S311
+
+
 def load_model(config: GatewayConfig, *, checks_template: bool = False) -> ServedModel:
     """Find and read the model's small files.
 
@@ -95,6 +139,8 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
     """
     path = resolve_model(config.model, weights=False)
     files = TemplateFiles.read(path)
+    if config.chat_template is not None:
+        files = _given_template(config.chat_template, files)
     check = TemplateCheck(files) if checks_template and files.source is not None else None
     tokenizer = Tokenizer.from_directory(path)  # while the check runs
     if check is not None:
@@ -107,10 +153,15 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         images=images,
         message_parts=parts_of(template, images),
         names=config.model_names,
+        takes_any_name=config.takes_any_name,
+        template_defaults=config.template_defaults,
+        seeds=_seeds(config),
         directory=path,
         tokenizer=tokenizer,
         chat_template=template,
-        defaults=read_generation_defaults(path, config.model.generation_config),
+        defaults=read_generation_defaults(
+            path, config.model.generation_config, config.model.generation_overrides
+        ),
         pooling=read_pooling(path, config.model.model),
         formats=replace(
             formats,

@@ -8,12 +8,13 @@ The command line overrides the environment, and the environment overrides the fi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,20 @@ from penstock.gateway import installed_version
 from penstock.gateway.config import is_any
 from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
-from penstock.gateway.launch.flags import ENGINE_FLAGS, ENGINE_GROUPS, FLAGS, GROUPS, Flag
+from penstock.gateway.launch.flags import (
+    ENGINE_FLAGS,
+    ENGINE_GROUPS,
+    FLAGS,
+    GROUPS,
+    JSON,
+    WITHOUT_EFFECT,
+    Flag,
+)
 from penstock.load.bench.commands import add_benches
 
 _MODEL_FLAGS = (
-    "revision", "model_impl", "trust_remote_code", "dtype", "quantization", "max_model_len",
-    "kv_cache_dtype",
+    "revision", "download_dir", "hf_overrides", "model_impl", "trust_remote_code", "dtype",
+    "quantization", "max_model_len", "kv_cache_dtype",
 )  # fmt: skip
 _SERVE_HELP = "see penstock serve --help"
 
@@ -61,6 +70,30 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Extend(argparse.Action):
+    """Adds values to a list. A value that is a list itself, as in JSON, stands for its items."""
+
+    def __call__(
+        self, _: argparse.ArgumentParser, found: argparse.Namespace, values: Any, __: object = None
+    ) -> None:
+        items = [each if isinstance(each, list) else [each] for each in values]
+        before = getattr(found, self.dest, [])
+        setattr(found, self.dest, [*before, *itertools.chain.from_iterable(items)])
+
+
+class _Note(argparse.Action):
+    """Notes an option that has no effect."""
+
+    def __call__(
+        self,
+        _: argparse.ArgumentParser,
+        found: argparse.Namespace,
+        __: object,
+        option: str | None = None,
+    ) -> None:
+        setattr(found, self.dest, [*getattr(found, self.dest, []), option])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="penstock", description="An LLM serving system.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
@@ -73,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Each option is also an environment variable (--max-model-len: "
         "PENSTOCK_MAX_MODEL_LEN) and a key of the --config file (max-model-len = 4096). The "
         "command line overrides the environment, which overrides the file. Sizes and durations "
-        "are plain numbers or have a unit: 512M, 2GiB, 250ms, 30s, 10m, 12h, 30d.",
+        "are plain numbers or have a unit: 512M, 2GiB, 250ms, 30s, 10m, 12h, 30d. Options of vLLM "
+        "that have no meaning here are accepted, too; the log names them.",
         argument_default=argparse.SUPPRESS,  # tells what was given from what was not
     )
     serve.add_argument(
@@ -81,11 +115,17 @@ def _parser() -> argparse.ArgumentParser:
         help="a directory, a GGUF file or a Hugging Face Hub id; "
         f"default: the built-in model {DEMO_MODEL!r}",
     )  # fmt: skip
+    serve.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as MODEL")
     serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options")
     for title, flags in GROUPS.items():
         group = serve.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag)
+    _add_without_effect(serve)
+    serve.object_options = frozenset(
+        ["--structured-outputs-config", "--compilation-config", "-cc", "-O"]
+        + [f"--{flag.name}" for flag in FLAGS if flag.kind is JSON]
+    )
     serve.set_defaults(run=_serve)
     engine = commands.add_parser(
         "engine",
@@ -140,16 +180,25 @@ def _add_flag(group: argparse._ArgumentGroup | argparse.ArgumentParser, flag: Fl
     if flag.default not in (None, ()):
         shown = flag.kind.show(flag.default)
         text += f" (default: {shown.lower() if isinstance(flag.default, bool) else shown})"
-    name = f"--{flag.name}"
+    names = (f"--{flag.name}", *flag.aliases)
     if isinstance(flag.default, bool):
-        group.add_argument(name, action=argparse.BooleanOptionalAction, help=text)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, help=text)
         return
     metavar = f"{{{','.join(flag.choices)}}}" if flag.choices else flag.kind.metavar
-    action = "append" if flag.is_list else "store"
-    more: dict[str, Any] = {}
-    if flag.takes_several:
-        action, more = "extend", {"nargs": "+"}
-    group.add_argument(name, action=action, type=_reader(flag), metavar=metavar, help=text, **more)
+    more: dict[str, Any] = {"action": _Extend, "nargs": "+"} if flag.is_list else {}
+    group.add_argument(*names, type=_reader(flag), metavar=metavar, help=text, **more)
+
+
+def _add_without_effect(serve: argparse.ArgumentParser) -> None:
+    more: dict[str, Any] = {
+        "dest": "without_effect", "action": _Note, "help": argparse.SUPPRESS,
+    }  # fmt: skip
+    for each in WITHOUT_EFFECT:
+        for name in each.switches:
+            opposite = (f"--no-{name[2:]}",) if name.startswith("--") else ()
+            serve.add_argument(name, *opposite, nargs=0, **more)
+        for name in each.options:
+            serve.add_argument(name, nargs="+", **more)
 
 
 def _reader(flag: Flag) -> Callable[[str], Any]:
@@ -187,7 +236,7 @@ def resolve_settings(
         hint = nearest(unknown[0].replace("_", "-"), names)
         raise ConfigError(f"unknown in the config file: {', '.join(unknown)}{hint}")
     settings: dict[str, Any] = {
-        "model": given.get("model")
+        "model": _one_model(given)
         or environment.get("PENSTOCK_MODEL")
         or file.get("model", DEMO_MODEL)
     }
@@ -204,6 +253,14 @@ def resolve_settings(
     if flags is FLAGS:
         _check(settings)
     return settings
+
+
+def _one_model(given: Mapping[str, Any]) -> str | None:
+    """The model of the command line."""
+    model, option = given.get("model"), given.get("model_option")
+    if model and option and model != option:
+        raise ConfigError(f"MODEL is {model!r}, but --model is {option!r}")
+    return model or option
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
@@ -276,7 +333,7 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
         if isinstance(flag.default, bool):
             return _read_bool(value)
         if flag.is_list:
-            return _read_list(value)
+            return _read_list(flag, value)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not isinstance(value, str) and (flag.kind.parse is str or not is_number):
             raise ValueError(value)
@@ -285,11 +342,14 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
         raise ConfigError(f"{source} {_fault(flag, value)}") from error
 
 
-def _read_list(value: Any) -> list[str]:
-    items = value if isinstance(value, list) else value.split(",")
+def _read_list(flag: Flag, value: Any) -> list[str]:
+    is_json = isinstance(value, str) and value.startswith(("{", "["))
+    items = value if isinstance(value, list) else [value] if is_json else value.split(",")
     if not all(isinstance(item, str) for item in items):
         raise ValueError(value)
-    return [item.strip() for item in items]
+    parsed = [flag.parse(item.strip()) for item in items]
+    return [*itertools.chain.from_iterable(each if isinstance(each, list) else [each]
+                                           for each in parsed)]  # fmt: skip
 
 
 def _read_bool(value: Any) -> bool:
@@ -323,7 +383,23 @@ def _serve(parsed: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}; {_SERVE_HELP}") from error
     _hide_secrets(vars(parsed), model=settings["model"])
-    return Supervisor(settings, engine).run()
+    unused = without_effect(getattr(parsed, "without_effect", ()))
+    return Supervisor(settings, engine, without_effect=unused).run()
+
+
+def without_effect(options: Iterable[str]) -> list[str]:
+    """Options of the command line that have no effect, each group with the reason."""
+    given = dict.fromkeys(options)
+    found = []
+    for each in WITHOUT_EFFECT:
+        known = {name: None for name in given if _without_no(name) in each.names}
+        if known:
+            found.append(f"{', '.join(known)} ({each.why})")
+    return found
+
+
+def _without_no(name: str) -> str:
+    return f"--{name[5:]}" if name.startswith("--no-") else name
 
 
 def _engine(parsed: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from penstock.gateway.telemetry.request_record import (
 )
 
 _LOG = logging.getLogger("penstock.access")
-PROBES = frozenset({"/health", "/ready", "/metrics"})  # polled: logged at debug level
+PROBES = frozenset({"/health", "/live", "/ready", "/metrics"})  # polled: logged at debug level
 _PAGE_ROUTE = "/"  # the template of the mount with the page's files
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 

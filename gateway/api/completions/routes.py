@@ -110,7 +110,7 @@ class Completions:
         return await self._generator.plan(
             request_id,
             completion.kept(token_ids),
-            completion.options(self._generator.model.defaults.sampling),
+            completion.options(self._generator.model.sampling_defaults()),
             param="prompt",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.engine.config import MAX_LOGPROBS
 from penstock.engine.request import (
     MAX_BRANCHES,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     SAMPLING_PARAMETERS,
     BeamSearch,
     SamplingParams,
@@ -255,10 +255,10 @@ class SamplingRequest(_Common):
         branching = self.branching
         defaults = model_defaults if branching.beam_search is None else _SEARCH_DEFAULTS
         given = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
+        seed = model_defaults.get("seed") if self.seed is None else self.seed
         return SamplingParams(
-            **{**defaults, **given},
+            **{**defaults, **given, "seed": secrets.randbits(63) if seed is None else seed},
             logit_bias={int(token_id): bias for token_id, bias in self.logit_bias.items()},
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_tokens=UNKNOWN_LIMIT,
             stop_token_ids=tuple(self.stop_token_ids),
             logprobs=self.num_logprobs,
