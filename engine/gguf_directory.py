@@ -17,11 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import GGUF_MAGIC, check_file, is_present, weight_samples
+from penstock.engine.json_file import (
+    GGUF_FILE,
+    GGUF_INDEX,
+    GGUF_MAGIC,
+    check_file,
+    is_present,
+    weight_samples,
+)
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
-GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
-_VERSION = 2  # of what is written; a change makes other directories
+_VERSION = 3  # of what is written; a change makes other directories
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields of experts that transformers leaves at their defaults, and the file's names for them.
 _EXPERT_SIZES = {
@@ -119,12 +125,31 @@ def _write(file: Path, folder: Path) -> None:
     }
     if factors := [each.data for each in reader.tensors if each.name == ROPE_FACTORS]:
         config["rope_scaling"] = _rope_scaling(file, config, factors[0].tolist())
-    index = {"architecture": fields["general.architecture"], "tensors": tensors}
+    architecture = fields["general.architecture"]
+    index = {"architecture": architecture, "tensors": tensors, "keys": _keys(architecture, kind)}
     eos_token_ids = sorted({fields[name] for name in _EOS_IDS if name in fields})
     tokenizer.save_pretrained(folder)
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids})
     _write_json(folder / "config.json", config)
     _write_json(folder / GGUF_INDEX, index)
+
+
+def _keys(architecture: str, kind: str) -> dict[str, str]:
+    """The file's keys by the fields of `config.json` that transformers makes of them.
+
+    Args:
+        kind: what transformers calls the architecture.
+    """
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    mappings: dict[str, Any] = GGUF_CONFIG_MAPPING
+    names = mappings.get(architecture) or mappings.get(kind, {})
+    return {
+        **{field: f"{architecture}.{key}" for key, field in names.items() if field},
+        "architectures": "general.architecture",
+        "model_type": "general.architecture",
+        "eos_token_id": _EOS_IDS[0],
+    }
 
 
 def _rope_scaling(file: Path, config: dict[str, Any], factors: list[float]) -> dict[str, Any]:

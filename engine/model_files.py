@@ -7,10 +7,11 @@ A model is `demo` (shipped with the package), a directory, a GGUF file, or a Hug
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ from huggingface_hub.errors import (
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import check_file, is_present, read_json, weight_samples
+from penstock.engine.json_file import (
+    GGUF_MAGIC,
+    check_file,
+    is_present,
+    read_json,
+    weight_samples,
+)
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
@@ -38,7 +45,8 @@ _MODULES = ("[0-9]*_*/config.json",)  # of models that embed or score: small fil
 
 
 def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
-    """The directory of the model's files, downloaded from the Hub if necessary.
+    """The directory of the model's files, downloaded from the Hub if necessary. With `--tokenizer`
+    or `--hf-overrides`, a directory that is made of it (`composed_directory`).
 
     Args:
         weights: also fetch the safetensors files, which the gateway does not need.
@@ -46,28 +54,55 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
     Raises:
         ModelLoadError: no such directory or repository, or the Hub cannot be reached.
     """
+    path, fields = _resolve(config, weights=weights), config.config_overrides
+    other = None
+    if config.tokenizer not in (None, config.model):
+        settings = replace(config, model=config.tokenizer, revision=None)
+        try:
+            other = _resolve(settings, weights=False, required="tokenizer.json")
+        except ModelLoadError as error:
+            raise ModelLoadError(f"--tokenizer: {error}") from error
+    if other is None and not fields:
+        return path
+    arguments = [str(path), None if other is None else str(other), fields]
+    return _made_by("penstock.engine.composed_directory", json.dumps(arguments))
+
+
+def is_local(config: ModelConfig) -> bool:
+    """Whether the model's files were there before, and not fetched from the Hub."""
+    return config.model == DEMO_MODEL or Path(config.model).expanduser().exists()
+
+
+def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json") -> Path:
     if config.model == DEMO_MODEL:
         return DEMO_MODEL_PATH
     path = Path(config.model)
     try:
         path = path.expanduser()
         is_directory, is_there = path.is_dir(), path.exists()
-        is_gguf = path.suffix == ".gguf" and path.is_file()
+        is_gguf = path.is_file() and (path.suffix == ".gguf" or _begins_as_gguf(path))
     except (OSError, RuntimeError) as error:  # such as a folder without access, ~nobody
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelLoadError(f"cannot read the model path {config.model!r}: {reason}") from error
     if is_gguf:
-        return _gguf_directory(path)
+        return _made_by("penstock.engine.gguf_directory", str(path.absolute()))
     if is_directory:
-        return _require(path, "config.json")
+        return _require(path, required)
     if is_there or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
         raise ModelLoadError(f"model path {config.model!r} is not a directory or GGUF file")
-    return _require(_download(config, weights=weights), "config.json")
+    return _require(_download(config, weights=weights), required)
 
 
-def _gguf_directory(file: Path) -> Path:
-    """See `gguf_directory`."""
-    command = [sys.executable, "-m", "penstock.engine.gguf_directory", str(file.absolute())]
+def _begins_as_gguf(file: Path) -> bool:
+    """Whether a file without the suffix is a GGUF file, as those that other programs name by a
+    digest."""
+    with file.open("rb") as data:
+        return data.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+
+
+def _made_by(module: str, argument: str) -> Path:
+    """The directory that a module makes in a process of its own, and prints."""
+    command = [sys.executable, "-m", module, argument]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -87,9 +122,15 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
             revision=config.revision,
             allow_patterns=patterns,
             ignore_patterns=list(_NOT_NEEDED),
+            cache_dir=config.download_dir,
         )
         if is_present(Path(path) / "modules.json"):
-            snapshot_download(config.model, revision=config.revision, allow_patterns=list(_MODULES))
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=list(_MODULES),
+                cache_dir=config.download_dir,
+            )
         return Path(path)
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error

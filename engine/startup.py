@@ -28,6 +28,7 @@ from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.users_files import named_as_users_do
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -37,6 +38,11 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         ConfigError: a setting that cannot work, or a model that cannot be loaded.
     """
     path = resolve_model(config.model, weights=True)
+    with named_as_users_do(path):
+        return _build_core(config, path)
+
+
+def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInfo]:
     eos_token_ids = read_generation_defaults(
         path, config.model.generation_config, config.model.generation_overrides
     ).eos_token_ids

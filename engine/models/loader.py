@@ -42,6 +42,7 @@ from penstock.engine.models.names import (
     row_orders,
 )
 from penstock.engine.models.registry import (
+    ARCHITECTURES,
     Architecture,
     is_native,
     missing_option,
@@ -50,10 +51,11 @@ from penstock.engine.models.registry import (
 )
 from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
+from penstock.engine.users_files import named_as_users_do
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
-from penstock.engine.weights.formats import FORMATS, format_of, open_checkpoint
+from penstock.engine.weights.formats import FORMATS, check_format, format_of, open_checkpoint
 from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.formats.gguf import GgufCheckpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
@@ -113,6 +115,7 @@ def load_decoder(
 ) -> Decoder:
     """The same of a native family."""
     architecture, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
+    _check_stored(config, path, has_weights=True)
     own_config = rank_config(decoder_config, ranks)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
     ranks.open(dtype, device)
@@ -125,8 +128,6 @@ def load_decoder(
         (table,) = names("embed_tokens")
         weights.quantize.aliases[table] = "lm_head"
     if checkpoint is not None:
-        if isinstance(checkpoint, GgufCheckpoint) and not architecture.has_gguf_names:
-            raise checkpoint.config.error("architectures", "GGUF files of these are not supported")
         _check_layers(checkpoint, names, decoder_config)
     with torch.device("meta"):
         model = Decoder(own_config).to(dtype)
@@ -187,7 +188,7 @@ def _load_through_transformers(
     """The same of any other architecture."""
     from penstock.engine.models.transformers_weights import read_weights
 
-    model = _build_through_transformers(config, path, ranks)
+    model = _build_through_transformers(config, path, ranks, has_weights=True)
     ranks.open(model.dtype, device)
     weights = _Weights.of(config, path, torch.empty(0, dtype=model.dtype, device=device))
     if weights.checkpoint is None:
@@ -209,21 +210,50 @@ def _load_through_transformers(
     return model
 
 
-def build_without_weights(config: ModelConfig, path: Path) -> Decoder | TransformersModel:
+def build_without_weights(
+    config: ModelConfig, path: Path, *, has_weights: bool
+) -> Decoder | TransformersModel:
     """The model in directory `path` on the meta device: what it stores and needs can be asked.
+
+    Args:
+        has_weights: the files of the weights must be there.
 
     Raises:
         ModelLoadError: names the file or field that is invalid, or why it is not supported.
     """
     if not is_native(config, path):
-        return _build_through_transformers(config, path)
+        return _build_through_transformers(config, path, has_weights=has_weights)
     _, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
+    _check_stored(config, path, has_weights=has_weights)
     with torch.device("meta"):
         return Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
 
 
+def _check_stored(config: ModelConfig, path: Path, *, has_weights: bool) -> None:
+    """Check that the weights are stored in a way that can be read. Loading a model and `penstock
+    models` both ask here, so that they say the same.
+
+    Args:
+        has_weights: their files must be there.
+
+    Raises:
+        ModelLoadError: they are not.
+    """
+    if config.load_format == "dummy" or check_format(path, has_weights=has_weights) != "gguf":
+        return
+    fields = read_model_fields(path)
+    names = fields.texts("architectures")
+    if not any(ARCHITECTURES[name].has_gguf_names for name in names if name in ARCHITECTURES):
+        supported = (name for name, each in ARCHITECTURES.items() if each.has_gguf_names)
+        raise fields.error(
+            "architectures",
+            f"GGUF files of {', '.join(names)} are not supported; those of "
+            f"{', '.join(supported)} are",
+        )
+
+
 def _build_through_transformers(
-    config: ModelConfig, path: Path, ranks: Ranks = ALONE
+    config: ModelConfig, path: Path, ranks: Ranks = ALONE, *, has_weights: bool
 ) -> TransformersModel:
     """The same of an architecture that is not native; the import takes seconds, so only here."""
     from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
@@ -236,6 +266,7 @@ def _build_through_transformers(
         if missing is None:
             raise
         raise ModelLoadError(f"{missing}; {error}") from error
+    _check_stored(config, path, has_weights=has_weights)
     if missing is not None:
         _log.warning("runs through transformers, which is slower: %s", missing)
     return TransformersModel(inspected, max_model_len=config.max_model_len, ranks=ranks)
@@ -312,13 +343,17 @@ def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Dec
     settings = replace(
         config,
         model=name,
+        tokenizer=None,
         revision=None,
+        hf_overrides=None,
         model_impl="native",
         dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
         quantization_override=(),  # they name the target's modules
         quantization_exclude=(),
     )
-    draft = load_decoder(settings, resolve_model(settings, weights=True), target.device)
+    path = resolve_model(settings, weights=True)
+    with named_as_users_do(path):
+        draft = load_decoder(settings, path, target.device)
     if abs(draft.vocab_size - target.vocab_size) > _MAX_VOCAB_DIFFERENCE:
         raise ConfigError(
             f"--speculative-config: {name} has a vocabulary of {draft.vocab_size} "
@@ -340,8 +375,9 @@ def _load_eagle3_head(name: str, target: TorchModel) -> Eagle3Head:
             "--speculative-config: the method eagle3 needs a model that is whole, so it cannot be "
             "used with --tensor-parallel-size or --pipeline-parallel-size"
         )
-    settings = ModelConfig(model=name)
-    head = _read_eagle3_head(open_checkpoint(resolve_model(settings, weights=True)), target)
+    path = resolve_model(ModelConfig(model=name), weights=True)
+    with named_as_users_do(path):
+        head = _read_eagle3_head(open_checkpoint(path), target)
     target.feature_layers = head.config.feature_layers
     return head
 

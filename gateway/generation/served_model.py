@@ -22,6 +22,7 @@ from penstock.engine.model_files import (
 from penstock.engine.pooling import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
+from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
 from penstock.engine.vision.message_parts import MessageParts, parts_of
 from penstock.gateway.config import GatewayConfig
@@ -138,6 +139,11 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         ModelLoadError: a file is missing or invalid.
     """
     path = resolve_model(config.model, weights=False)
+    with named_as_users_do(path):
+        return _read_model(config, path, checks_template=checks_template)
+
+
+def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> ServedModel:
     files = TemplateFiles.read(path)
     if config.chat_template is not None:
         files = _given_template(config.chat_template, files)
