@@ -31,6 +31,7 @@ DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
 MAX_RANKS = 64
 MAX_LOGPROBS = 20  # alternatives beside a token
+FITTING_LEN = -1  # as `max_model_len`
 MAX_LORAS = 8  # at once, unless said otherwise
 
 
@@ -54,7 +55,8 @@ class ModelConfig:
         quantization_exclude: names or patterns of modules that stay as they are.
         quantize_activations: round the inputs of quantized matrices to bytes at run time; on a GPU
             those of matrices of 8 bits.
-        max_model_len: context in tokens; None uses the model's own.
+        max_model_len: context in tokens; None uses the model's own, and `FITTING_LEN` as much of it
+            as the KV cache has room for.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
             `generation_config.json`; `none` reads EOS ids from `config.json` only.
         override_generation_config: a JSON object: fields that replace those of the file, or are
@@ -92,6 +94,11 @@ class ModelConfig:
                 f"--quantization-override must be MODULE=KIND, such as lm_head=int8, with one of "
                 f"{', '.join(QUANTIZATIONS)}, not {text!r}",
             )
+
+    @property
+    def wanted_max_model_len(self) -> int | None:
+        """The context that was asked for; None: as much as there can be of the model's own."""
+        return None if self.max_model_len == FITTING_LEN else self.max_model_len
 
     @property
     def config_overrides(self) -> dict[str, Any]:

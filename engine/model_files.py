@@ -168,9 +168,11 @@ class GenerationDefaults:
 
     Attributes:
         sampling: values of `SamplingParams` where a request has none.
+        max_new_tokens: of any output (`--override-generation-config`); None: what a request asks.
     """
 
     eos_token_ids: tuple[int, ...] = ()
+    max_new_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -205,6 +207,7 @@ def read_generation_defaults(
             (each for each in (given, generation) if "eos_token_id" in each), config
         ).token_ids("eos_token_id", num_tokens=num_tokens),
         sampling=sampling,
+        max_new_tokens=given.integer("max_new_tokens") if "max_new_tokens" in given else None,
     )
 
 
@@ -213,7 +216,7 @@ def _given_defaults(overrides: Mapping[str, Any]) -> ConfigFields:
     Raises:
         ConfigError: a field has no meaning here.
     """
-    known = [*_defaults_of_models(), "eos_token_id"]
+    known = [*_defaults_of_models(), "max_new_tokens", "eos_token_id"]
     if unknown := [name for name in overrides if name not in known]:
         raise ConfigError(
             f"--override-generation-config has no field {unknown[0]!r}: choose from "

@@ -184,6 +184,6 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
     )
     if not is_native(model, path):  # other code rounds elsewhere
         types += " transformers"
-    elif read_model_config(path, max_model_len=model.max_model_len)[1].has_long_rope:
+    elif read_model_config(path, max_model_len=model.wanted_max_model_len)[1].has_long_rope:
         types += " longrope"  # the same weights turn other keys for shorter sequences
     return weights + f" {types} {device.block_size}".encode()

@@ -114,7 +114,9 @@ def load_decoder(
     ranks: Ranks = ALONE,
 ) -> Decoder:
     """The same of a native family."""
-    architecture, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
+    architecture, decoder_config = read_model_config(
+        path, max_model_len=config.wanted_max_model_len
+    )
     _check_stored(config, path, has_weights=True)
     own_config = rank_config(decoder_config, ranks)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
@@ -223,7 +225,7 @@ def build_without_weights(
     """
     if not is_native(config, path):
         return _build_through_transformers(config, path, has_weights=has_weights)
-    _, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
+    _, decoder_config = read_model_config(path, max_model_len=config.wanted_max_model_len)
     _check_stored(config, path, has_weights=has_weights)
     with torch.device("meta"):
         return Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
@@ -269,7 +271,7 @@ def _build_through_transformers(
     _check_stored(config, path, has_weights=has_weights)
     if missing is not None:
         _log.warning("runs through transformers, which is slower: %s", missing)
-    return TransformersModel(inspected, max_model_len=config.max_model_len, ranks=ranks)
+    return TransformersModel(inspected, max_model_len=config.wanted_max_model_len, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)

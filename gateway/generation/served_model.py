@@ -86,9 +86,12 @@ class ServedModel:
 
     def sampling_defaults(self) -> Mapping[str, Any]:
         """Parameters of a new request that it does not have itself."""
-        if self.seeds is None:
-            return self.defaults.sampling
-        return {**self.defaults.sampling, "seed": self.seeds.getrandbits(63)}
+        found = dict(self.defaults.sampling)
+        if self.seeds is not None:
+            found["seed"] = self.seeds.getrandbits(63)
+        if self.defaults.max_new_tokens is not None:
+            found["max_tokens"] = self.defaults.max_new_tokens
+        return found
 
 
 def _format(flag: str, asked: str | None, known: Collection[str]) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from penstock.engine.config import (
     CUDAGRAPH_MODES,
     DTYPES,
+    FITTING_LEN,
     KV_CACHE_DTYPES,
     MAX_BLOCK_SIZE,
     MAX_LORAS,
@@ -143,8 +144,8 @@ def parse_tokens(text: str) -> int:
     return int(number * unit)
 
 
-def _context_len(text: str) -> int | None:
-    return None if text in ("auto", "-1") else parse_tokens(text)
+def _context_len(text: str) -> int:
+    return FITTING_LEN if text in ("auto", "-1") else parse_tokens(text)
 
 
 def _batched_tokens(text: str) -> int:
@@ -420,7 +421,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "speed (on a GPU: of matrices in 8 bits); off: slower, more exact"),
         Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
              choices=("auto", "dummy"), spellings=dict.fromkeys(_LOAD_FORMATS, "auto")),
-        Flag("max-model-len", None, "context length in tokens; default: the model's own", CONTEXT),
+        Flag("max-model-len", None, "context length in tokens; default: the model's own; auto: as "
+             "much of it as the KV cache has room for", CONTEXT),
         Flag("generation-config", _MODEL.generation_config, "auto: take sampling defaults and EOS "
              "from generation_config.json", choices=("auto", "none"), spellings={"vllm": "none"}),
         Flag("override-generation-config", None, "sampling defaults before the model's own, such "

@@ -119,20 +119,28 @@ def test_what_is_no_template(model_path: Path, given: str, said: str) -> None:
 async def test_other_sampling_defaults(serve: Serve, model_path: Path) -> None:
     model = ModelConfig(
         model=str(model_path),
-        override_generation_config='{"temperature": 0.25, "repetition_penalty": 1.5}',
+        override_generation_config=(
+            '{"temperature": 0.25, "repetition_penalty": 1.5, "max_new_tokens": 7}'
+        ),
     )
     async with serve(model=model) as served:
         for more, temperature in (({}, 0.25), ({"temperature": 1}, 1.0)):
             await served.http.post("/v1/completions", json={"prompt": "x", **more})
             params = list(served.engine.submitted.values())[-1].sampling_params
             assert (params.temperature, params.top_k) == (temperature, 20)
-            assert params.repetition_penalty == 1.5
+            assert (params.repetition_penalty, params.max_tokens) == (1.5, 7)
+        for asked, limit in ((3, 3), (100, 7)):
+            body = {"messages": HELLO, "max_tokens": asked}
+            await served.http.post("/v1/chat/completions", json=body)
+            params = list(served.engine.submitted.values())[-1].sampling_params
+            assert params.max_tokens == limit
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ('{"max_new_tokens": 5}', "--override-generation-config has no field 'max_new_tokens'"),
+        ('{"max_tokens": 5}', "--override-generation-config has no field 'max_tokens'"),
+        ('{"max_new_tokens": 0}', "--override-generation-config: max_new_tokens: expected an int"),
         ('{"top_k": "many"}', "--override-generation-config: top_k: expected a number"),
         ('{"top_p": 0}', r"top_p must be in \(0, 1\]"),
     ],

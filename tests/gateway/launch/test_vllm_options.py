@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.cli import (
@@ -152,7 +152,7 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "TheBloke/Llama-2-7b-Chat-AWQ --quantization awq --max-model-len -1 --download-dir /models "
         "--kv-cache-dtype fp8_e4m3 --calculate-kv-scales --swap-space 4 --seed 42",
-        {"quantization": "none", "max_model_len": None, "download_dir": "/models",
+        {"quantization": "none", "max_model_len": FITTING_LEN, "download_dir": "/models",
          "kv_cache_dtype": "fp8", "swap_space": 4.0, "seed": 42},
         ["--calculate-kv-scales"],
     ),
@@ -236,8 +236,8 @@ def test_what_is_no_number_of_tokens(text: str) -> None:
         CONTEXT.parse(text)
 
 
-def test_the_context_may_be_the_models() -> None:
-    assert CONTEXT.parse("auto") is CONTEXT.parse("-1") is None
+def test_the_context_may_be_what_fits() -> None:
+    assert CONTEXT.parse("auto") == CONTEXT.parse("-1") == FITTING_LEN
 
 
 def test_adapters_at_once_are_no_more_than_fit() -> None:
