@@ -1,7 +1,8 @@
 """The command line: `penstock serve`, `engine`, `status`, `chat`, `models` and `bench`.
 
 Every option of `serve` is also an environment variable (`--max-model-len` is
-`PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`).
+`PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`),
+or as with vLLM the YAML file.
 The command line overrides the environment, and the environment overrides the file.
 """
 
@@ -40,6 +41,7 @@ from penstock.gateway.launch.flags import (
     FLAGS,
     GROUPS,
     JSON,
+    TEXT,
     WITHOUT_EFFECT,
     Flag,
 )
@@ -50,6 +52,11 @@ _MODEL_FLAGS = (
     "quantization", "max_model_len", "kv_cache_dtype",
 )  # fmt: skip
 _SERVE_HELP = "see penstock serve --help"
+
+
+def _key(option: str) -> str:
+    """`--max-model-len` → `max_model_len`"""
+    return option.lstrip("-").replace("-", "_")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         f"default: the built-in model {DEMO_MODEL!r}",
     )  # fmt: skip
     serve.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as MODEL")
-    serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML or YAML file of options")
     for title, flags in GROUPS.items():
         group = serve.add_argument_group(title)
         for flag in flags:
@@ -230,7 +237,7 @@ def resolve_settings(
     """
     file = _read_file(given.get("config") or environment.get("PENSTOCK_CONFIG"))
     known = {flag.key for flag in flags} | {"model"}
-    unknown = sorted(set(file) - known)
+    unknown = sorted(set(file) - known - _NOT_SETTINGS.keys())
     if unknown:
         names = (flag.name for flag in flags)
         hint = nearest(unknown[0].replace("_", "-"), names)
@@ -313,9 +320,16 @@ def _check_tls(settings: Mapping[str, Any], what: str) -> None:
         )
 
 
+_ALIASES = {_key(alias): flag.key for flag in FLAGS for alias in flag.aliases}
+_NOT_SETTINGS = {_key(name): name for each in WITHOUT_EFFECT for name in each.names}
+
+
 def _read_file(path: Path | str | None) -> dict[str, Any]:
     if path is None:
         return {}
+    if Path(path).suffix in (".yaml", ".yml"):
+        values = _read_yaml(Path(path))
+        return {_ALIASES.get(_key(name), _key(name)): value for name, value in values.items()}
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -325,7 +339,23 @@ def _read_file(path: Path | str | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         kind = "nested too deeply" if isinstance(error, RecursionError) else "not UTF-8"
         raise ConfigError(f"the config file {path} is {kind}") from error
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    return {_ALIASES.get(_key(name), _key(name)): value for name, value in values.items()}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """As whoever comes from vLLM has it; a null counts as absent."""
+    import yaml  # type: ignore[import-untyped]  # `huggingface_hub` needs it, too
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the config file {path} is not YAML: {reason}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file {path} is not a mapping of options")
+    return {str(name): value for name, value in values.items() if value is not None}
 
 
 def _read(flag: Flag, value: Any, source: str) -> Any:
@@ -334,6 +364,8 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
             return _read_bool(value)
         if flag.is_list:
             return _read_list(flag, value)
+        if isinstance(value, dict) and flag.kind in (JSON, TEXT):
+            value = json.dumps(value)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not isinstance(value, str) and (flag.kind.parse is str or not is_number):
             raise ValueError(value)
@@ -345,6 +377,8 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
 def _read_list(flag: Flag, value: Any) -> list[str]:
     is_json = isinstance(value, str) and value.startswith(("{", "["))
     items = value if isinstance(value, list) else [value] if is_json else value.split(",")
+    if flag.kind.parse is not str:
+        items = [json.dumps(item) if isinstance(item, dict) else item for item in items]
     if not all(isinstance(item, str) for item in items):
         raise ValueError(value)
     parsed = [flag.parse(item.strip()) for item in items]
@@ -383,8 +417,14 @@ def _serve(parsed: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}; {_SERVE_HELP}") from error
     _hide_secrets(vars(parsed), model=settings["model"])
-    unused = without_effect(getattr(parsed, "without_effect", ()))
+    unused = without_effect([*getattr(parsed, "without_effect", ()), *_ignored_in_file(parsed)])
     return Supervisor(settings, engine, without_effect=unused).run()
+
+
+def _ignored_in_file(parsed: argparse.Namespace) -> list[str]:
+    """Options of the config file that have no effect."""
+    file = _read_file(getattr(parsed, "config", None) or os.environ.get("PENSTOCK_CONFIG"))
+    return [_NOT_SETTINGS[key] for key in file if key in _NOT_SETTINGS]
 
 
 def without_effect(options: Iterable[str]) -> list[str]:

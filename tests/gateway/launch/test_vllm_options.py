@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.cli import (
+    _ignored_in_file,
     _parser,
     engine_config,
     main,
@@ -280,6 +282,31 @@ def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a", "--model", "b"]) == 2
     assert "MODEL is 'a', but --model is 'b'" in capsys.readouterr().err
     assert parsed("a --model a")[0]["model"] == "a"
+
+
+def test_a_file_of_vllms(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: org/model\nhost: '127.0.0.1'\nport: 6379\nuvicorn-log-level: info\n"
+        "served-model-name: [a, b]\nmax_model_len: 2k\nenable-prefix-caching: false\n"
+        "api-server-count: 1\nlimit-mm-per-prompt: {image: 2}\nhf-overrides: {a: {b: 1}}\n"
+        "lora-modules:\n  - {name: one, path: /one}\nenable-lora: true\nchat-template:\n"
+    )
+    settings = resolve_settings({"config": file}, {})
+    wanted = {
+        "model": "org/model", "port": 6379, "served_model_name": ["a", "b"], "api_workers": 1,
+        "max_model_len": 2000, "enable_prefix_caching": False, "hf_overrides": '{"a": {"b": 1}}',
+        "lora_modules": ["one=/one"], "enable_lora": True, "chat_template": None,
+    }  # fmt: skip
+    assert {name: settings[name] for name in wanted} == wanted
+    assert GatewayConfig.from_settings(gateway_settings(settings)).max_images == 2
+    assert _ignored_in_file(Namespace(config=file)) == ["--uvicorn-log-level"]
+    for text, said in (("a: [", "is not YAML: "), ("- a", "is not a mapping"), ("a: 1", "unknown")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            resolve_settings({"config": file}, {})
+    with pytest.raises(ConfigError, match="cannot read the config file"):
+        resolve_settings({"config": tmp_path / "no.yaml"}, {})
 
 
 def test_the_same_from_the_environment() -> None:
