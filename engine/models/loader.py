@@ -225,10 +225,32 @@ def build_without_weights(
     """
     if not is_native(config, path):
         return _build_through_transformers(config, path, has_weights=has_weights)
-    _, decoder_config = read_model_config(path, max_model_len=config.wanted_max_model_len)
+    most = config.wanted_max_model_len
+    architecture, decoder_config = read_model_config(path, max_model_len=most)
     _check_stored(config, path, has_weights=has_weights)
     with torch.device("meta"):
-        return Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
+        model = Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
+    if has_weights:
+        _read_first_matrix(model, decoder_config, architecture, path)
+    return model
+
+
+def _read_first_matrix(
+    model: Decoder, config: DecoderConfig, architecture: Architecture, path: Path
+) -> None:
+    """As loading does, to find what it would find: tensors of other names or sizes than the config
+    has, and a quantization whose parameters are not supported.
+
+    Raises:
+        ModelLoadError: as `load_decoder`.
+    """
+    checkpoint = open_checkpoint(path)
+    names = _with_fused_experts(architecture, checkpoint).found_in(checkpoint)
+    _check_layers(checkpoint, names, config)
+    orders = partial(row_orders, names, config)
+    found = ((name, each) for name, each in model.named_modules() if isinstance(each, Linear))
+    name, module = next(found)
+    _read_parts(checkpoint, module, names, name, orders(name))
 
 
 def _check_stored(config: ModelConfig, path: Path, *, has_weights: bool) -> None:
@@ -616,26 +638,21 @@ def _fill_from(
     Args:
         orders: of the rows of a module's `module_names`.
     """
-    read_matrix = FORMATS[format_of(checkpoint)]
-    is_transposed = isinstance(module_names, Names) and module_names.is_transposed
     for name, module in list(model.named_modules()):
         prefixes = module_names(name)
         if isinstance(module, ExpertMatrices):
             continue
         if isinstance(module, MatrixLayer):
-            sizes, biases, parts = _sizes(module, prefixes), [], []
-            has_bias = isinstance(module, Linear | Embedding | Router) and module.bias is not None
-            for prefix, size, order in zip(prefixes, sizes, orders(name), strict=False):
-                shape = (size, module.whole_shape[1])
-                is_turned = is_transposed and isinstance(module, Linear)
-                read = read_transposed if is_turned else read_matrix
-                part = read(checkpoint, prefix, shape)
-                parts.append(part if order is None else rows_of(part, order))
-                if has_bias:
-                    bias = checkpoint.read(f"{prefix}.bias", (size,))
-                    biases.append(bias if order is None else bias[order])
+            parts = _read_parts(checkpoint, module, module_names, name, orders(name))
             hold(module, prefixes, parts)
-            if has_bias:
+            if isinstance(module, Linear | Embedding | Router) and module.bias is not None:
+                biases = [
+                    bias if order is None else bias[order]
+                    for prefix, size, order in zip(
+                        prefixes, _sizes(module, prefixes), orders(name), strict=False
+                    )
+                    for bias in [checkpoint.read(f"{prefix}.bias", (size,))]
+                ]
                 shard = module.shard
                 own = biases if shard is None else [shard.take_bias(torch.cat(biases))]
                 module.bias = constant(concatenate(own, like))
@@ -648,6 +665,24 @@ def _fill_from(
                 vector = vector if order is None else vector[order]
                 vector = vector if shard is None else shard.take_bias(vector)
                 module.register_parameter(kind, constant(concatenate([vector], like)))
+
+
+def _read_parts(
+    checkpoint: Checkpoint,
+    module: MatrixLayer,
+    module_names: Callable[[str], tuple[str, ...]],
+    name: str,
+    orders: Sequence[Tensor | None],
+) -> list[Matrix]:
+    """The matrices of which that of the module `name` is made, in the checkpoint's names."""
+    is_transposed = isinstance(module_names, Names) and module_names.is_transposed
+    is_turned = is_transposed and isinstance(module, Linear)
+    read = read_transposed if is_turned else FORMATS[format_of(checkpoint)]
+    prefixes, parts = module_names(name), []
+    for prefix, size, order in zip(prefixes, _sizes(module, prefixes), orders, strict=False):
+        part = read(checkpoint, prefix, (size, module.whole_shape[1]))
+        parts.append(part if order is None else rows_of(part, order))
+    return parts
 
 
 def _sizes(module: MatrixLayer, prefixes: Sequence[str]) -> list[int]:

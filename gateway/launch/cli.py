@@ -48,8 +48,8 @@ from penstock.gateway.launch.flags import (
 from penstock.load.bench.commands import add_benches
 
 _MODEL_FLAGS = (
-    "revision", "download_dir", "hf_overrides", "model_impl", "trust_remote_code", "dtype",
-    "quantization", "max_model_len", "kv_cache_dtype",
+    "tokenizer", "revision", "download_dir", "hf_overrides", "model_impl", "trust_remote_code",
+    "dtype", "quantization", "max_model_len", "kv_cache_dtype",
 )  # fmt: skip
 _SERVE_HELP = "see penstock serve --help"
 

@@ -102,6 +102,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: _set(path / "config.json", quantization_config={"quant_method": "new"}),
         "'new' checkpoints are not supported",
     ),
+    "layers": (
+        lambda path: _set(path / "config.json", num_hidden_layers=99), "num_hidden_layers: the"
+    ),
+    "heads": (
+        lambda path: _set(path / "config.json", num_key_value_heads=1), "has shape"
+    ),
     "architecture": (
         lambda path: _set(path / "config.json", architectures=["MambaForCausalLM"]), "Mamba"
     ),
