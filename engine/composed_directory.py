@@ -23,6 +23,7 @@ from penstock.kernels.cpu.build import BuildError, cache_dir
 
 _VERSION = 1  # of what is written; a change makes other directories
 _CONFIG = "config.json"
+_ROPE = ("rope_scaling", "rope_theta")
 _OF_TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
@@ -45,7 +46,7 @@ def composed_directory(model: Path, tokenizer: Path | None, fields: Mapping[str,
             files = {name: file for name, file in files.items() if name not in _OF_TOKENIZER}
             there = {each.name: each.absolute() for each in tokenizer.iterdir()}
             files |= {name: there[name] for name in _OF_TOKENIZER if name in there}
-        config = _replaced(read_json(model / _CONFIG), fields)
+        config = _with_fields(read_json(model / _CONFIG), fields)
         facts = [_VERSION, sorted((name, str(file)) for name, file in files.items()), config]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         folder = cache_dir() / "composed" / f"{model.name}-{digest}"
@@ -58,6 +59,19 @@ def composed_directory(model: Path, tokenizer: Path | None, fields: Mapping[str,
     except OSError as error:
         raise ModelLoadError(f"{model}: {error}") from error
     return folder
+
+
+def _with_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Since transformers 5, `rope_parameters` has what two fields had before."""
+    before = config.get("rope_parameters")
+    if not isinstance(before, dict) or not any(name in fields for name in _ROPE):
+        return _replaced(config, fields)
+    after = dict(fields.get("rope_scaling", before))
+    for source in (before, fields):
+        if "rope_theta" in source:
+            after["rope_theta"] = source["rope_theta"]
+    rest = {name: each for name, each in fields.items() if name not in _ROPE}
+    return _replaced(config, {**rest, "rope_parameters": after})
 
 
 def _replaced(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

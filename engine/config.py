@@ -42,9 +42,11 @@ class ModelConfig:
     Attributes:
         model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
         tokenizer: another model, as `model` names one, whose tokenizer and chat template are used.
+        tokenizer_revision: of `tokenizer` or, without one, of the model's own.
         revision: branch, tag or commit on the Hub.
         download_dir: for models of the Hub; None: the Hub's own cache.
         hf_overrides: a JSON object: fields that replace those of `config.json`.
+        rope_scaling, rope_theta: two of them: the first a JSON object.
         model_impl: `native` is one of our own families, `transformers` the library's code over our
             cache and products; `auto` is the first where there is one that has the model's options.
         trust_remote_code: run Python code that comes with the model, where `transformers` does not
@@ -66,9 +68,12 @@ class ModelConfig:
 
     model: str = DEMO_MODEL
     tokenizer: str | None = None
+    tokenizer_revision: str | None = None
     revision: str | None = None
     download_dir: str | None = None
     hf_overrides: str | None = None
+    rope_scaling: str | None = None
+    rope_theta: float | None = None
     model_impl: ModelImpl = "auto"
     trust_remote_code: bool = False
     dtype: DType = "auto"
@@ -102,7 +107,12 @@ class ModelConfig:
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        return _object("--hf-overrides", self.hf_overrides)
+        found = _object("--hf-overrides", self.hf_overrides)
+        if self.rope_scaling is not None:
+            found["rope_scaling"] = _object("--rope-scaling", self.rope_scaling)
+        if self.rope_theta is not None:
+            found["rope_theta"] = self.rope_theta
+        return found
 
     @property
     def generation_overrides(self) -> dict[str, Any]:

@@ -56,8 +56,12 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
     """
     path, fields = _resolve(config, weights=weights), config.config_overrides
     other = None
-    if config.tokenizer not in (None, config.model):
-        settings = replace(config, model=config.tokenizer, revision=None)
+    own = (config.model, config.revision)
+    tokenizer = (config.tokenizer or config.model, config.tokenizer_revision)
+    if tokenizer[1] is None and tokenizer[0] == config.model:
+        tokenizer = own
+    if tokenizer != own:
+        settings = replace(config, model=tokenizer[0], revision=tokenizer[1])
         try:
             other = _resolve(settings, weights=False, required="tokenizer.json")
         except ModelLoadError as error:

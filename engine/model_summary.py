@@ -23,7 +23,7 @@ from penstock.engine.runner.device import resolve_kv_dtype, resolve_max_model_le
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import cpu_pool_bytes
 from penstock.engine.text import ChatTemplate, Tokenizer
-from penstock.engine.users_files import named_as_users_do
+from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.formats import check_format
 
 _BITS = {"int8": 8.25, "int4": 4.5, "fp8": 8.0}  # of a number, with its share of the scales
@@ -38,7 +38,7 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
     """
     path = resolve_model(config, weights=False)
     with named_as_users_do(path):
-        return _summarise(config, cache, path)
+        return in_users_words(_summarise(config, cache, path), path)
 
 
 def _summarise(config: ModelConfig, cache: CacheConfig, path: Path) -> str:

@@ -51,7 +51,7 @@ from penstock.engine.models.registry import (
 )
 from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.users_files import named_as_users_do
+from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
@@ -292,7 +292,8 @@ def _build_through_transformers(
         raise ModelLoadError(f"{missing}; {error}") from error
     _check_stored(config, path, has_weights=has_weights)
     if missing is not None:
-        _log.warning("runs through transformers, which is slower: %s", missing)
+        reason = in_users_words(str(missing), path)
+        _log.warning("runs through transformers, which is slower: %s", reason)
     return TransformersModel(inspected, max_model_len=config.wanted_max_model_len, ranks=ranks)
 
 
@@ -368,8 +369,11 @@ def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Dec
         config,
         model=name,
         tokenizer=None,
+        tokenizer_revision=None,
         revision=None,
         hf_overrides=None,
+        rope_scaling=None,
+        rope_theta=None,
         model_impl="native",
         dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
         quantization_override=(),  # they name the target's modules

@@ -48,8 +48,9 @@ from penstock.gateway.launch.flags import (
 from penstock.load.bench.commands import add_benches
 
 _MODEL_FLAGS = (
-    "tokenizer", "revision", "download_dir", "hf_overrides", "model_impl", "trust_remote_code",
-    "dtype", "quantization", "max_model_len", "kv_cache_dtype",
+    "tokenizer", "tokenizer_revision", "revision", "download_dir", "hf_overrides", "rope_scaling",
+    "rope_theta", "model_impl", "trust_remote_code", "dtype", "quantization", "max_model_len",
+    "kv_cache_dtype",
 )  # fmt: skip
 _SERVE_HELP = "see penstock serve --help"
 
@@ -467,6 +468,9 @@ def _status(parsed: argparse.Namespace) -> int:
 def _hide_secrets(given: Mapping[str, Any], *, model: str) -> None:
     """Remove secrets from the list of processes and from the children's environment."""
     secret = [flag for flag in FLAGS if flag.is_secret]
+    token = given.get("hf_token") or os.environ.get("PENSTOCK_HF_TOKEN")
+    if token:
+        os.environ["HF_TOKEN"] = token  # as the Hub's client reads it, in the children
     for flag in secret:
         os.environ.pop(flag.variable, None)
     if any(flag.key in given for flag in secret):

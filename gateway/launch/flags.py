@@ -250,6 +250,7 @@ PREFIX = Kind("PATH", "a path that begins with /", _root_path)
 BOUNDED = Kind("N", f"a whole number from 1 to {_MAX_COUNT}", _integer(1, _MAX_COUNT))
 RANKS = Kind("N", f"a whole number from 1 to {MAX_RANKS}", _integer(1, MAX_RANKS))
 THREADS = Kind("N", f"a whole number from 1 to {_MAX_THREADS}", _integer(1, _MAX_THREADS))
+NUMBER = Kind("X", "a number", float)
 SHARE = Kind("SHARE", "a number between 0 and 1", float)
 SIZE = Kind("SIZE", "a size such as 4M or 2GiB", parse_bytes, show_bytes)
 GIB = Kind("GIB", "a number of GiB, or a size such as 512M", parse_gib)
@@ -399,9 +400,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("tokenizer", None, "another model, whose tokenizer and chat template are used: a "
              "directory, a GGUF file or a Hub id"),
         Flag("revision", None, "branch, tag or commit of a model on the Hub"),
+        Flag("tokenizer-revision", None, "the same of the tokenizer; default: of the model's own, "
+             "that of the model"),
+        Flag("hf-token", None, "token for the Hub; default: HF_TOKEN", KEY, is_secret=True),
         Flag("download-dir", None, "directory for models of the Hub; default: the Hub's own cache",
              FILE),
         Flag("hf-overrides", None, "fields that replace those of the model's config.json", JSON),
+        Flag("rope-scaling", None, 'scaling of positions instead of the model\'s, such as '
+             '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}',
+             JSON),
+        Flag("rope-theta", None, "base of the rotary frequencies instead of the model's", NUMBER),
         Flag("model-impl", _MODEL.model_impl, "native: one of our own families; transformers: the "
              "library's code over our cache and matrix products; auto: native where there is one "
              "that has the model's options",
@@ -640,6 +648,7 @@ WITHOUT_EFFECT = (
         "--long-prefill-token-threshold",
     )),
     WithoutEffect("see --stream-interval-ms", options=("--stream-interval",)),
+    WithoutEffect("an answer's role is assistant", options=("--response-role",)),
     WithoutEffect("weights stay where they are computed with", options=("--cpu-offload-gb",)),
     WithoutEffect("experts are shared among ranks like other matrices", (
         "--enable-expert-parallel", "-ep", "--enable-eplb",
@@ -649,6 +658,7 @@ WITHOUT_EFFECT = (
     ), ("--lora-dtype", "--lora-extra-vocab-size", "--long-lora-scaling-factors")),
     WithoutEffect("see --mm-encoder-cache-bytes and --limit-mm-per-prompt", (
         "--disable-mm-preprocessor-cache", "--skip-mm-profiling", "--language-model-only",
+        "--interleave-mm-strings", "--disable-chunked-mm-input",
     ), ("--mm-processor-cache-gb", "--mm-processor-cache-type", "--mm-encoder-tp-mode",
         "--mm-encoder-attn-backend", "--media-io-kwargs", "--video-pruning-rate")),
     WithoutEffect("browsers may send what the API needs: see --allowed-origins", (
@@ -661,8 +671,8 @@ WITHOUT_EFFECT = (
 
 # Those of `penstock engine`: what an engine needs of the above, and these.
 _OF_ENGINE = {
-    "served_model_name", "redis_url", "tls_cert", "tls_key", "tls_ca", "shutdown_grace_s",
-    "step_timeout_s", "log_level", "log_format",
+    "served_model_name", "hf_token", "redis_url", "tls_cert", "tls_key", "tls_ca",
+    "shutdown_grace_s", "step_timeout_s", "log_level", "log_format",
     *(name for part in (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, LoraConfig)
       for name in part.__slots__),
 }  # fmt: skip

@@ -60,6 +60,31 @@ def test_a_section_is_replaced_by_field_and_another_object_as_a_whole(tmp_path: 
     assert found == {"text_config": {"a": 5, "b": 2}, "rope": {"d": 4}}
 
 
+SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"rope_theta": 5.0}, {"rope_theta": 7.0, "rope_scaling": SCALING}),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+            {"rope_parameters": {**SCALING, "rope_theta": 7.0}},
+        ),
+    ],
+)
+def test_other_positions(tmp_path: Path, own: dict[str, object], expected: object) -> None:
+    """As transformers 4 and 5 write them."""
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    path = composed(model=str(tmp_path), rope_scaling=json.dumps(SCALING), rope_theta=7.0)
+    assert json.loads((path / "config.json").read_text()) == expected
+
+
+def test_a_longer_context_by_scaling() -> None:
+    config = ModelConfig(rope_scaling=json.dumps(SCALING), max_model_len=8192)
+    assert "8,192 tokens" in summarise(config, CacheConfig())
+
+
 def test_a_model_runs_with_both(other: Path) -> None:
     shutil.copy(DEMO_MODEL_PATH / "tokenizer_config.json", other)
     question = [{"role": "user", "content": "Spell walnut."}]

@@ -174,6 +174,13 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--tokenizer-mode", "--config-format", "--enable-auto-tool-choice", "-O"],
     ),
     (
+        """Qwen/Qwen2.5-7B-Instruct --rope-scaling '{"rope_type": "yarn", "factor": 4.0}' """
+        "--max-model-len 131072 --hf-token secret --response-role assistant",
+        {"rope_scaling": '{"rope_type": "yarn", "factor": 4.0}', "max_model_len": 131072,
+         "hf_token": "secret"},
+        ["--response-role"],
+    ),
+    (
         "meta-llama/Meta-Llama-3-8B-Instruct --speculative-config.method ngram "
         "--speculative-config.num_speculative_tokens 5 --api-server-count 1 -asc 1",
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}',
