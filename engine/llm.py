@@ -95,7 +95,7 @@ class LLM:
         config = engine_config(os.fspath(model), settings)
         self._core, self.info = build_core(config)
         path = Path(self.info.model_path)
-        with named_as_users_do(path):
+        with named_as_users_do(self.info.model, path):
             self.tokenizer = Tokenizer.from_directory(path)
             self._chat_template = ChatTemplate.from_directory(path)
             self._chat_template.check()

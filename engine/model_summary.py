@@ -37,8 +37,8 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
         ConfigError: why the model is refused.
     """
     path = resolve_model(config, weights=False)
-    with named_as_users_do(path):
-        return in_users_words(_summarise(config, cache, path), path)
+    with named_as_users_do(config.model, path):
+        return in_users_words(_summarise(config, cache, path), config.model, path)
 
 
 def _summarise(config: ModelConfig, cache: CacheConfig, path: Path) -> str:

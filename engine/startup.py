@@ -38,7 +38,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         ConfigError: a setting that cannot work, or a model that cannot be loaded.
     """
     path = resolve_model(config.model, weights=True)
-    with named_as_users_do(path):
+    with named_as_users_do(config.model.model, path):
         return _build_core(config, path)
 
 

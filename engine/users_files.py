@@ -19,19 +19,23 @@ ORIGIN = ".origin"  # in a directory that was composed: a link to the model's ow
 
 
 @contextmanager
-def named_as_users_do(path: Path) -> Iterator[None]:
-    """Errors of this context about files in directory `path` name those of the user."""
+def named_as_users_do(model: str, path: Path) -> Iterator[None]:
+    """Errors of this context about files in directory `path` name those of the user.
+
+    Args:
+        model: as the user named it.
+    """
     try:
         yield
     except ConfigError as error:
-        text = in_users_words(str(error), path)
+        text = in_users_words(str(error), model, path)
         if text == str(error):
             raise
         raise type(error)(text) from error
 
 
-def in_users_words(text: str, path: Path) -> str:
-    """A message about files in directory `path`, as its user knows them."""
+def in_users_words(text: str, model: str, path: Path) -> str:
+    """A message about files in directory `path`, as its user knows them. Arguments as above."""
     pattern = re.compile(rf"{re.escape(str(path))}(?:/(?P<name>[\w.-]+))?(?P<key>: [\w.]+(?=:))?")
 
     def shown(found: re.Match[str]) -> tuple[str, str]:
@@ -45,7 +49,9 @@ def in_users_words(text: str, path: Path) -> str:
         if not is_present(folder / GGUF_INDEX):
             place = _on_the_hub(folder) or str(folder)
             return (f"{place}/{name}" if name else place), key
-        return str((folder / GGUF_FILE).resolve()), _keys(folder).get(key, key)
+        file, given = (folder / GGUF_FILE).resolve(), Path(model).expanduser()
+        is_given = given.exists() and given.samefile(file)
+        return str(given if is_given else file), _keys(folder).get(key, key)
 
     def replaced(found: re.Match[str]) -> str:
         file, key = shown(found)

@@ -200,7 +200,7 @@ def create_app(
         return (*model.names, *any_name, *adapters.of(caller))
 
     status = Status(engine, metrics, redis=None if health is None else health.trouble)
-    apis += [TicketDesk(gate.tickets), status, Description(names, config.root_path)]
+    apis += [TicketDesk(gate.tickets), status, Description(names, config.root_path or "")]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
         WebSocketRoute("/responses", ResponsesSocket(service).serve),

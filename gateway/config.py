@@ -124,7 +124,7 @@ class GatewayConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_keyfile_password: str | None = field(default=None, repr=False)
-    root_path: str = ""
+    root_path: str | None = None
     served_model_names: tuple[str, ...] = ()
     enable_lora: bool = False
     max_lora_rank: int = 16

@@ -292,7 +292,7 @@ def _build_through_transformers(
         raise ModelLoadError(f"{missing}; {error}") from error
     _check_stored(config, path, has_weights=has_weights)
     if missing is not None:
-        reason = in_users_words(str(missing), path)
+        reason = in_users_words(str(missing), config.model, path)
         _log.warning("runs through transformers, which is slower: %s", reason)
     return TransformersModel(inspected, max_model_len=config.wanted_max_model_len, ranks=ranks)
 
@@ -380,7 +380,7 @@ def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Dec
         quantization_exclude=(),
     )
     path = resolve_model(settings, weights=True)
-    with named_as_users_do(path):
+    with named_as_users_do(name, path):
         draft = load_decoder(settings, path, target.device)
     if abs(draft.vocab_size - target.vocab_size) > _MAX_VOCAB_DIFFERENCE:
         raise ConfigError(
@@ -404,7 +404,7 @@ def _load_eagle3_head(name: str, target: TorchModel) -> Eagle3Head:
             "used with --tensor-parallel-size or --pipeline-parallel-size"
         )
     path = resolve_model(ModelConfig(model=name), weights=True)
-    with named_as_users_do(path):
+    with named_as_users_do(name, path):
         head = _read_eagle3_head(open_checkpoint(path), target)
     target.feature_layers = head.config.feature_layers
     return head

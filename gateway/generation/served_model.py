@@ -142,7 +142,7 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         ModelLoadError: a file is missing or invalid.
     """
     path = resolve_model(config.model, weights=False)
-    with named_as_users_do(path):
+    with named_as_users_do(config.model.model, path):
         return _read_model(config, path, checks_template=checks_template)
 
 

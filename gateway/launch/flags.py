@@ -348,8 +348,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              HOST),
         Flag("port", 8000, "port to listen on; 0 picks a free one", PORT),
         Flag("uds", None, "path of a Unix socket to listen on, instead of --host and --port", FILE),
-        Flag("root-path", "", "path under which a proxy offers the server, such as /llm; requests "
-             "may have it or not", PREFIX),
+        Flag("root-path", None, "path under which a proxy offers the server, such as /llm; "
+             "requests may have it or not", PREFIX),
         Flag("api-workers", 1, "gateway processes that share the port; more than one need "
              "--redis-url", COUNT, aliases=("--api-server-count", "-asc")),
         Flag("max-connections", _GATEWAY.max_connections, "connections per gateway process, with "

@@ -185,7 +185,11 @@ def test_a_gguf_file_of_another_architecture(gguf_file: Callable[..., Path]) -> 
 
 
 def test_a_gguf_file_with_a_wrong_field(gguf_file: Callable[..., Path]) -> None:
+    """By the name that was given, though it may be a link's."""
     file = gguf_file(rms_norm_eps=1e7)
+    link = file.with_name("link.gguf")
+    link.symlink_to(file)
+    assert same_refusal(str(link)).startswith(f"{link}: ")
     assert same_refusal(str(file)).startswith(f"{file}: llama.attention.layer_norm_rms_epsilon: ")
 
 
