@@ -206,6 +206,8 @@ def _add_without_effect(serve: argparse.ArgumentParser) -> None:
             opposite = (f"--no-{name[2:]}",) if name.startswith("--") else ()
             serve.add_argument(name, *opposite, nargs=0, **more)
         for name in each.options:
+            serve.add_argument(name, **more)
+        for name in each.lists:
             serve.add_argument(name, nargs="+", **more)
 
 

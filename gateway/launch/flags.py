@@ -589,16 +589,18 @@ class WithoutEffect:
     Attributes:
         why: for the message.
         switches: those without a value, or with `--no-`.
-        options: those with one or several.
+        options: those with one.
+        lists: those with several.
     """
 
     why: str
     switches: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.switches + self.options
+        return self.switches + self.options + self.lists
 
 
 WITHOUT_EFFECT = (
@@ -617,32 +619,30 @@ WITHOUT_EFFECT = (
         "--disable-log-stats", "--kv-cache-metrics", "--cudagraph-metrics",
         "--enable-logging-iteration-details",
     ), (
-        "--collect-detailed-traces", "--show-hidden-metrics-for-version",
-    )),
+        "--show-hidden-metrics-for-version",
+    ), ("--collect-detailed-traces",)),
     WithoutEffect("a model does all that it can: it generates, and makes vectors or scores",
                   options=("--runner", "--task", "--convert")),
     WithoutEffect("the files of the model decide", ("--allow-deprecated-quantization",), (
         "--tokenizer-mode", "--config-format", "--chat-template-content-format",
-        "--hf-config-path",
     )),
     WithoutEffect("there is one way to load files", ("--use-tqdm-on-load",), (
         "--safetensors-load-strategy", "--max-parallel-loading-workers",
-        "--model-loader-extra-config", "--ignore-patterns",
-    )),
+        "--model-loader-extra-config",
+    ), ("--ignore-patterns",)),
     WithoutEffect("there is one implementation", (
         "--use-v2-block-manager", "--async-scheduling", "--disable-async-output-proc",
         "--disable-hybrid-kv-cache-manager", "--disable-cascade-attn", "--calculate-kv-scales",
-        "--disable-custom-all-reduce", "--multi-step-stream-outputs",
+        "--disable-custom-all-reduce", "--multi-step-stream-outputs", "--numa-bind",
     ), (
         "--attention-backend", "--structured-outputs-config", "--guided-decoding-backend",
         "--distributed-executor-backend", "--prefix-caching-hash-algo", "--reasoning-backend",
-        "--kv-offloading-backend", "--num-scheduler-steps", "--moe-backend", "--numa-bind",
+        "--kv-offloading-backend", "--num-scheduler-steps", "--moe-backend",
     )),
     WithoutEffect("nothing is compiled by it: see --cudagraph-mode", (), (
         "--compilation-config", "-O", "-cc", "--optimization-level", "--performance-mode",
-        "--cudagraph-capture-sizes", "--cuda-graph-sizes", "--max-cudagraph-capture-size",
-        "--max-seq-len-to-capture",
-    )),
+        "--max-cudagraph-capture-size", "--max-seq-len-to-capture",
+    ), ("--cudagraph-capture-sizes", "--cuda-graph-sizes")),
     WithoutEffect("--max-stall-ms bounds what prompts delay", (), (
         "--max-num-partial-prefills", "--max-long-partial-prefills",
         "--long-prefill-token-threshold",

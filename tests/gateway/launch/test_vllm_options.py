@@ -213,6 +213,14 @@ def test_each_option_without_effect_is_said_with_its_reason() -> None:
     assert other.startswith("--no-async-scheduling (")
 
 
+@pytest.mark.parametrize(
+    "name", [name for each in WITHOUT_EFFECT for name in (*each.switches, *each.options)]
+)
+def test_an_option_without_effect_takes_no_model_for_its_value(name: str) -> None:
+    takes_value = any(name in each.options for each in WITHOUT_EFFECT)
+    assert parsed(f"{name} {'x' * takes_value} org/model")[0]["model"] == "org/model"
+
+
 def test_no_option_has_two_meanings() -> None:
     ours = [name for flag in FLAGS for name in (f"--{flag.name}", *flag.aliases)]
     theirs = [name for each in WITHOUT_EFFECT for name in each.names]
