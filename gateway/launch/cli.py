@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -245,11 +246,10 @@ def resolve_settings(
         names = (flag.name for flag in flags)
         hint = nearest(unknown[0].replace("_", "-"), names)
         raise ConfigError(f"unknown in the config file: {', '.join(unknown)}{hint}")
-    settings: dict[str, Any] = {
-        "model": _one_model(given)
-        or environment.get("PENSTOCK_MODEL")
-        or file.get("model", DEMO_MODEL)
-    }
+    model = _one_model(given) or environment.get("PENSTOCK_MODEL") or file.get("model")
+    if model is None:
+        _check_lists(given, flags)
+    settings: dict[str, Any] = {"model": DEMO_MODEL if model is None else model}
     for flag in flags:
         if flag.key in given:
             settings[flag.key] = given[flag.key]
@@ -271,6 +271,22 @@ def _one_model(given: Mapping[str, Any]) -> str | None:
     if model and option and model != option:
         raise ConfigError(f"MODEL is {model!r}, but --model is {option!r}")
     return model or option
+
+
+def _check_lists(given: Mapping[str, Any], flags: Sequence[Flag]) -> None:
+    """Refuse a command line without a model, of which a list seems to have taken it.
+
+    Raises:
+        ConfigError: names the list.
+    """
+    for flag in flags:
+        values: Sequence[str] = given.get(flag.key, ()) if flag.is_list else ()
+        if len(values) > 1 and re.fullmatch(r"[\w./~-]*/[\w.-]+|[\w.-]+\.gguf", values[-1]):
+            shown = "the last one" if flag.is_secret else repr(values[-1])
+            raise ConfigError(
+                f"--{flag.name} takes all values that follow it, and {shown} looks like the model: "
+                "name the model first, or by --model"
+            )
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:

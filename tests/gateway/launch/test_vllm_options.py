@@ -324,6 +324,18 @@ def test_a_file_of_vllms(tmp_path: Path) -> None:
         resolve_settings({"config": tmp_path / "no.yaml"}, {})
 
 
+@pytest.mark.parametrize("model", ["org/model", "./model", "~/m/x.gguf", "x.gguf"])
+def test_a_list_does_not_take_the_model_in_silence(model: str) -> None:
+    with pytest.raises(ConfigError, match="--served-model-name takes all values that follow it"):
+        parsed(f"--served-model-name name {model}")
+    with pytest.raises(ConfigError, match="--api-key takes all") as caught:
+        parsed(f"--api-key k {model}")
+    assert model not in str(caught.value)
+    assert parsed("--api-key k1 k2 --served-model-name a b")[0]["model"] == "demo"
+    for line in (f"--api-key k org/x --model {model}", f"{model} --served-model-name a org/b"):
+        assert parsed(line)[0]["model"] == model
+
+
 def test_the_same_from_the_environment() -> None:
     settings = resolve_settings(
         {},
