@@ -30,6 +30,9 @@ MAX_SPECULATIVE_TOKENS = 31
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
 MAX_RANKS = 64
+MAX_LOGPROBS = 20  # alternatives beside a token
+FITTING_LEN = -1  # as `max_model_len`
+MAX_LORAS = 8  # at once, unless said otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,12 @@ class ModelConfig:
 
     Attributes:
         model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
+        tokenizer: another model, as `model` names one, whose tokenizer and chat template are used.
+        tokenizer_revision: of `tokenizer` or, without one, of the model's own.
         revision: branch, tag or commit on the Hub.
+        download_dir: for models of the Hub; None: the Hub's own cache.
+        hf_overrides: a JSON object: fields that replace those of `config.json`.
+        rope_scaling, rope_theta: two of them: the first a JSON object.
         model_impl: `native` is one of our own families, `transformers` the library's code over our
             cache and products; `auto` is the first where there is one that has the model's options.
         trust_remote_code: run Python code that comes with the model, where `transformers` does not
@@ -49,13 +57,23 @@ class ModelConfig:
         quantization_exclude: names or patterns of modules that stay as they are.
         quantize_activations: round the inputs of quantized matrices to bytes at run time; on a GPU
             those of matrices of 8 bits.
-        max_model_len: context in tokens; None uses the model's own.
+        max_model_len: context in tokens; None uses the model's own, and `FITTING_LEN` as much of it
+            as the KV cache has room for.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
             `generation_config.json`; `none` reads EOS ids from `config.json` only.
+        override_generation_config: a JSON object: fields that replace those of the file, or are
+            there without it.
+        seed: of dummy weights, 0 if None; a gateway draws from it the seeds of requests without.
     """
 
     model: str = DEMO_MODEL
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
     revision: str | None = None
+    download_dir: str | None = None
+    hf_overrides: str | None = None
+    rope_scaling: str | None = None
+    rope_theta: float | None = None
     model_impl: ModelImpl = "auto"
     trust_remote_code: bool = False
     dtype: DType = "auto"
@@ -66,7 +84,8 @@ class ModelConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     generation_config: Literal["auto", "none"] = "auto"
-    seed: int = 0  # of dummy weights
+    override_generation_config: str | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         _check(
@@ -80,6 +99,24 @@ class ModelConfig:
                 f"--quantization-override must be MODULE=KIND, such as lm_head=int8, with one of "
                 f"{', '.join(QUANTIZATIONS)}, not {text!r}",
             )
+
+    @property
+    def wanted_max_model_len(self) -> int | None:
+        """The context that was asked for; None: as much as there can be of the model's own."""
+        return None if self.max_model_len == FITTING_LEN else self.max_model_len
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        found = _object("--hf-overrides", self.hf_overrides)
+        if self.rope_scaling is not None:
+            found["rope_scaling"] = _object("--rope-scaling", self.rope_scaling)
+        if self.rope_theta is not None:
+            found["rope_theta"] = self.rope_theta
+        return found
+
+    @property
+    def generation_overrides(self) -> dict[str, Any]:
+        return _object("--override-generation-config", self.override_generation_config)
 
     @property
     def quantization_rules(self) -> dict[str, Quantization]:
@@ -313,23 +350,25 @@ class LoraConfig:
     """Adapters (LoRA) of the model; names follow vLLM.
 
     Attributes:
-        max_loras: adapters whose requests run at once.
+        max_loras: adapters whose requests run at once; None: `MAX_LORAS`, or `max_cpu_loras` if
+            that is less.
         max_lora_rank: the largest rank of an adapter.
-        max_cpu_loras: adapters in host memory; None: `max_loras`.
+        max_cpu_loras: adapters in host memory; None: as many as run at once.
         lora_modules: `NAME=PATH` of adapters that are there from the start.
     """
 
     enable_lora: bool = False
-    max_loras: int = 8
+    max_loras: int | None = None
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     lora_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(1 <= self.max_loras <= 1024, "--max-loras must be between 1 and 1024")
+        most = self.num_at_once
+        _check(1 <= most <= 1024, "--max-loras must be between 1 and 1024")
         _check(1 <= self.max_lora_rank <= 512, "--max-lora-rank must be between 1 and 512")
         _check(
-            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
+            self.max_cpu_loras is None or self.max_cpu_loras >= most,
             "--max-cpu-loras must be at least --max-loras",
         )
         _check(not self.lora_modules or self.enable_lora, "--lora-modules needs --enable-lora")
@@ -337,6 +376,13 @@ class LoraConfig:
             name, _, path = text.partition("=")
             _check(bool(name and path), f"--lora-modules must be NAME=PATH, not {text!r}")
         _check(len(self.modules) == len(self.lora_modules), "--lora-modules has a name twice")
+
+    @property
+    def num_at_once(self) -> int:
+        """Adapters whose requests run at once."""
+        if self.max_loras is not None:
+            return self.max_loras
+        return MAX_LORAS if self.max_cpu_loras is None else min(MAX_LORAS, self.max_cpu_loras)
 
     @property
     def modules(self) -> dict[str, str]:
@@ -364,6 +410,17 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+def _object(flag: str, text: str | None) -> dict[str, Any]:
+    """The JSON object that a flag gave."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{flag} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} must be a JSON object, not {text!r}")
+    return found
 
 
 def _check(is_valid: bool, message: str) -> None:

@@ -134,8 +134,8 @@ class EngineCore:
         self.adapters = AdapterQueue(
             executor.adapters,
             scheduler,
-            max_loras=lora.max_loras,
-            max_cpu_loras=lora.max_cpu_loras or lora.max_loras,
+            max_loras=lora.num_at_once,
+            max_cpu_loras=lora.max_cpu_loras or lora.num_at_once,
         )
         self.images = ImageQueue(images, scheduler, max_bytes=max_image_bytes)
         self._executor = executor

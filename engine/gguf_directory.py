@@ -17,11 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import FIM_FIELD, GGUF_MAGIC, check_file, is_present, weight_samples
+from penstock.engine.json_file import (
+    FIM_FIELD,
+    GGUF_FILE,
+    GGUF_INDEX,
+    GGUF_MAGIC,
+    check_file,
+    is_present,
+    weight_samples,
+)
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
-GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
-_VERSION = 3  # of what is written; a change makes other directories
+_VERSION = 4  # of what is written; a change makes other directories
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields of experts that transformers leaves at their defaults, and the file's names for them.
 _EXPERT_SIZES = {
@@ -129,7 +136,8 @@ def _write(file: Path, folder: Path) -> None:
     }
     if factors := [each.data for each in reader.tensors if each.name == ROPE_FACTORS]:
         config["rope_scaling"] = _rope_scaling(file, config, factors[0].tolist())
-    index = {"architecture": fields["general.architecture"], "tensors": tensors}
+    architecture = fields["general.architecture"]
+    index = {"architecture": architecture, "tensors": tensors, "keys": _keys(architecture, kind)}
     eos_token_ids = sorted({fields[name] for name in _EOS_IDS if name in fields})
     tokenizer.save_pretrained(folder)
     _add_fim_ids(folder / "tokenizer_config.json", fields)
@@ -148,6 +156,24 @@ def _add_fim_ids(file: Path, fields: dict[str, Any]) -> None:
     }
     if found.keys() >= {"pre", "suf"}:
         _write_json(file, {**json.loads(file.read_text()), FIM_FIELD: found})
+
+
+def _keys(architecture: str, kind: str) -> dict[str, str]:
+    """The file's keys by the fields of `config.json` that transformers makes of them.
+
+    Args:
+        kind: what transformers calls the architecture.
+    """
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    mappings: dict[str, Any] = GGUF_CONFIG_MAPPING
+    names = mappings.get(architecture) or mappings.get(kind, {})
+    return {
+        **{field: f"{architecture}.{key}" for key, field in names.items() if field},
+        "architectures": "general.architecture",
+        "model_type": "general.architecture",
+        "eos_token_id": _EOS_IDS[0],
+    }
 
 
 def _rope_scaling(file: Path, config: dict[str, Any], factors: list[float]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from penstock.engine.errors import ModelLoadError
 MAX_TEXT_BYTES = 512 << 20  # the largest tokenizers have a tenth of it
 GGUF_MAGIC = b"GGUF"
 FIM_FIELD = "fim_token_ids"  # of tokenizer_config.json, where it is made of a GGUF file
+# In the directory that is made for a GGUF file: a link to it, and what is in it.
+GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BEGINNING_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`

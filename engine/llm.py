@@ -59,6 +59,7 @@ from penstock.engine.request import (
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.pairs import PairPrompts
+from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.image_tokens import read_image_tokens
 from penstock.engine.vision.message_parts import parts_of, with_parts
@@ -94,16 +95,19 @@ class LLM:
         config = engine_config(os.fspath(model), settings)
         self._core, self.info = build_core(config)
         path = Path(self.info.model_path)
-        self.tokenizer = Tokenizer.from_directory(path)
-        self._chat_template = ChatTemplate.from_directory(path)
-        self._chat_template.check()
+        with named_as_users_do(self.info.model, path):
+            self.tokenizer = Tokenizer.from_directory(path)
+            self._chat_template = ChatTemplate.from_directory(path)
+            self._chat_template.check()
+            self._image_tokens = read_image_tokens(path)
+            self._pooling = read_pooling(path, self.info.model)
+            self._defaults = read_generation_defaults(
+                path, config.model.generation_config, config.model.generation_overrides
+            )
         self._formats = ModelFormats.found_in(
             self._chat_template.source, self.tokenizer.added_tokens
         )
-        self._image_tokens = read_image_tokens(path)
         self._message_parts = parts_of(self._chat_template, self._image_tokens)
-        self._pooling = read_pooling(path, self.info.model)
-        self._defaults = read_generation_defaults(path, config.model.generation_config)
         self._adapters = AdapterFinder(config.lora, self._core.adapters)
         self._end: str | None = None  # why further calls are refused
         self._is_closing = False

@@ -7,10 +7,11 @@ A model is `demo` (shipped with the package), a directory, a GGUF file, or a Hug
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,14 @@ from huggingface_hub.errors import (
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
-from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import check_file, is_present, read_json, weight_samples
+from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from penstock.engine.json_file import (
+    GGUF_MAGIC,
+    check_file,
+    is_present,
+    read_json,
+    weight_samples,
+)
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
@@ -38,7 +45,8 @@ _MODULES = ("[0-9]*_*/config.json",)  # of models that embed or score: small fil
 
 
 def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
-    """The directory of the model's files, downloaded from the Hub if necessary.
+    """The directory of the model's files, downloaded from the Hub if necessary. With `--tokenizer`
+    or `--hf-overrides`, a directory that is made of it (`composed_directory`).
 
     Args:
         weights: also fetch the safetensors files, which the gateway does not need.
@@ -46,28 +54,59 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
     Raises:
         ModelLoadError: no such directory or repository, or the Hub cannot be reached.
     """
+    path, fields = _resolve(config, weights=weights), config.config_overrides
+    other = None
+    own = (config.model, config.revision)
+    tokenizer = (config.tokenizer or config.model, config.tokenizer_revision)
+    if tokenizer[1] is None and tokenizer[0] == config.model:
+        tokenizer = own
+    if tokenizer != own:
+        settings = replace(config, model=tokenizer[0], revision=tokenizer[1])
+        try:
+            other = _resolve(settings, weights=False, required="tokenizer.json")
+        except ModelLoadError as error:
+            raise ModelLoadError(f"--tokenizer: {error}") from error
+    if other is None and not fields:
+        return path
+    arguments = [str(path), None if other is None else str(other), fields]
+    return _made_by("penstock.engine.composed_directory", json.dumps(arguments))
+
+
+def is_local(config: ModelConfig) -> bool:
+    """Whether the model's files were there before, and not fetched from the Hub."""
+    return config.model == DEMO_MODEL or Path(config.model).expanduser().exists()
+
+
+def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json") -> Path:
     if config.model == DEMO_MODEL:
         return DEMO_MODEL_PATH
     path = Path(config.model)
     try:
         path = path.expanduser()
         is_directory, is_there = path.is_dir(), path.exists()
-        is_gguf = path.suffix == ".gguf" and path.is_file()
+        is_gguf = path.is_file() and (path.suffix == ".gguf" or _begins_as_gguf(path))
     except (OSError, RuntimeError) as error:  # such as a folder without access, ~nobody
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelLoadError(f"cannot read the model path {config.model!r}: {reason}") from error
     if is_gguf:
-        return _gguf_directory(path)
+        return _made_by("penstock.engine.gguf_directory", str(path.absolute()))
     if is_directory:
-        return _require(path, "config.json")
+        return _require(path, required)
     if is_there or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
         raise ModelLoadError(f"model path {config.model!r} is not a directory or GGUF file")
-    return _require(_download(config, weights=weights), "config.json")
+    return _require(_download(config, weights=weights), required)
 
 
-def _gguf_directory(file: Path) -> Path:
-    """See `gguf_directory`."""
-    command = [sys.executable, "-m", "penstock.engine.gguf_directory", str(file.absolute())]
+def _begins_as_gguf(file: Path) -> bool:
+    """Whether a file without the suffix is a GGUF file, as those that other programs name by a
+    digest."""
+    with file.open("rb") as data:
+        return data.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+
+
+def _made_by(module: str, argument: str) -> Path:
+    """The directory that a module makes in a process of its own, and prints."""
+    command = [sys.executable, "-m", module, argument]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -87,9 +126,15 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
             revision=config.revision,
             allow_patterns=patterns,
             ignore_patterns=list(_NOT_NEEDED),
+            cache_dir=config.download_dir,
         )
         if is_present(Path(path) / "modules.json"):
-            snapshot_download(config.model, revision=config.revision, allow_patterns=list(_MODULES))
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=list(_MODULES),
+                cache_dir=config.download_dir,
+            )
         return Path(path)
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error
@@ -127,17 +172,22 @@ class GenerationDefaults:
 
     Attributes:
         sampling: values of `SamplingParams` where a request has none.
+        max_new_tokens: of any output (`--override-generation-config`); None: what a request asks.
     """
 
     eos_token_ids: tuple[int, ...] = ()
+    max_new_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaults:
+def read_generation_defaults(
+    path: Path, mode: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> GenerationDefaults:
     """EOS ids and sampling defaults of the model in directory `path`.
 
     `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) EOS
-    comes from `config.json`, and there are no sampling defaults.
+    comes from `config.json`, and there are no sampling defaults. `overrides` come before the file's
+    fields, whatever the mode.
 
     Raises:
         ModelLoadError: names the file that cannot be read, or the field that is no value or id.
@@ -146,11 +196,8 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
     file = path / "generation_config.json"
     has_own = mode == "auto" and is_present(file)
     generation = ConfigFields(read_json(file) if has_own else {}, path=file)
-    sampling: dict[str, Any] = {
-        name: _sampling_value(generation, name, parameter.type)
-        for name, parameter in SAMPLING_PARAMETERS.items()
-        if parameter.declared.has_model_default and name in generation
-    }
+    given = _given_defaults(overrides or {})
+    sampling = {**_sampling_of(generation), **_sampling_of(given)}
     try:
         SamplingParams(**sampling)
     except InvalidRequestError as error:  # now, instead of at every request
@@ -160,11 +207,43 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
         for name in ("bos_token_id", "pad_token_id"):  # not used, and may lie beside the vocabulary
             fields.token_ids(name, lowest=-1, num_tokens=MAX_INTEGER)
     return GenerationDefaults(
-        eos_token_ids=(generation if "eos_token_id" in generation else config).token_ids(
-            "eos_token_id", num_tokens=num_tokens
-        ),
+        eos_token_ids=next(
+            (each for each in (given, generation) if "eos_token_id" in each), config
+        ).token_ids("eos_token_id", num_tokens=num_tokens),
         sampling=sampling,
+        max_new_tokens=given.integer("max_new_tokens") if "max_new_tokens" in given else None,
     )
+
+
+def _given_defaults(overrides: Mapping[str, Any]) -> ConfigFields:
+    """
+    Raises:
+        ConfigError: a field has no meaning here.
+    """
+    known = [*_defaults_of_models(), "max_new_tokens", "eos_token_id"]
+    if unknown := [name for name in overrides if name not in known]:
+        raise ConfigError(
+            f"--override-generation-config has no field {unknown[0]!r}: choose from "
+            f"{', '.join(known)}"
+        )
+    return ConfigFields(overrides, path=Path("--override-generation-config"))
+
+
+def _defaults_of_models() -> dict[str, Any]:
+    """Types of the sampling parameters for which models have defaults."""
+    return {
+        name: parameter.type
+        for name, parameter in SAMPLING_PARAMETERS.items()
+        if parameter.declared.has_model_default
+    }
+
+
+def _sampling_of(fields: ConfigFields) -> dict[str, Any]:
+    return {
+        name: _sampling_value(fields, name, kind)
+        for name, kind in _defaults_of_models().items()
+        if name in fields
+    }
 
 
 def _sampling_value(fields: ConfigFields, name: str, kind: Any) -> Any:

@@ -15,13 +15,16 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import MatrixLayer
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files import is_local, read_generation_defaults, resolve_model
 from penstock.engine.models.loader import build_without_weights
 from penstock.engine.models.registry import is_native, missing_option
 from penstock.engine.pooling import read_pooling
 from penstock.engine.runner.device import resolve_kv_dtype, resolve_max_model_len, use_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import cpu_pool_bytes
+from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.engine.users_files import in_users_words, named_as_users_do
+from penstock.engine.weights.formats import check_format
 
 _BITS = {"int8": 8.25, "int4": 4.5, "fp8": 8.0}  # of a number, with its share of the scales
 _WEIGHTS = ("*.safetensors", "*.gguf")
@@ -34,10 +37,19 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
         ConfigError: why the model is refused.
     """
     path = resolve_model(config, weights=False)
+    with named_as_users_do(config.model, path):
+        return in_users_words(_summarise(config, cache, path), config.model, path)
+
+
+def _summarise(config: ModelConfig, cache: CacheConfig, path: Path) -> str:
+    has_weights = config.load_format != "dummy" and is_local(config)
     names = read_model_fields(path).texts("architectures")
     if read_pooling(path, config.model).is_encoder:
+        check_format(path, has_weights=has_weights)
+        _check_small_files(config, path)
         return f"{'architecture':<13} {', '.join(names)}\n{'runs':<13} as an encoder of texts"
-    model = build_without_weights(config, path)
+    model = build_without_weights(config, path, has_weights=has_weights)
+    _check_small_files(config, path)
     kv_dtype = resolve_kv_dtype(cache, model.dtype)
     use_kv_dtype(model, kv_dtype)
     shape = KVShape.of(model.kv_spec, 1)
@@ -62,6 +74,13 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
         ),
     }
     return "\n".join(f"{name:<13} {text}" for name, text in lines.items())
+
+
+def _check_small_files(config: ModelConfig, path: Path) -> None:
+    """Read what the gateway reads at its start, to refuse what it would."""
+    read_generation_defaults(path, config.generation_config, config.generation_overrides)
+    Tokenizer.from_directory(path)
+    ChatTemplate.from_directory(path).check()
 
 
 def _how(config: ModelConfig, path: Path) -> str:

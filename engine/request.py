@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from penstock.engine.config import MAX_LOGPROBS
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.pooling import PoolingParams
 from penstock.engine.type_checks import misfits
 
-MAX_LOGPROBS = 20
 MAX_BRANCHES = 128  # of one request: n, best_of or beams
 MAX_LOGIT_BIAS = 100.0  # OpenAI's
 SEED_MASK = (1 << 64) - 1

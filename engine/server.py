@@ -35,6 +35,7 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.logs import LogWriter, configure_logging
+from penstock.engine.models.registry import is_native
 from penstock.engine.process import LISTEN_FD, PULSE_FD, Status, run_child
 from penstock.engine.request import (
     FinishReason,
@@ -450,6 +451,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
         weight_bytes=info.weight_bytes,
         max_model_len=info.max_model_len,
         kv_cache_tokens=info.num_blocks * info.block_size,
+        is_native=is_native(engine.model, Path(info.model_path)),
     )
     server.run()
 

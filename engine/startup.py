@@ -28,6 +28,7 @@ from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.users_files import named_as_users_do
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -37,7 +38,14 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         ConfigError: a setting that cannot work, or a model that cannot be loaded.
     """
     path = resolve_model(config.model, weights=True)
-    eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
+    with named_as_users_do(config.model.model, path):
+        return _build_core(config, path)
+
+
+def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInfo]:
+    eos_token_ids = read_generation_defaults(
+        path, config.model.generation_config, config.model.generation_overrides
+    ).eos_token_ids
     pooling = read_pooling(path, config.model.model)
     executor: Executor
     images: ImageEncoder | None = None
@@ -165,7 +173,7 @@ def _load_adapters(core: EngineCore, lora: LoraConfig) -> tuple[Adapter, ...]:
 def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
     """Everything that a KV block depends on besides its tokens; the same in every process."""
     weights = (
-        f"dummy {config.model.seed}".encode()
+        f"dummy {config.model.seed or 0}".encode()
         if config.model.load_format == "dummy"
         else weights_fingerprint(path)
     )
@@ -176,6 +184,6 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
     )
     if not is_native(model, path):  # other code rounds elsewhere
         types += " transformers"
-    elif read_model_config(path, max_model_len=model.max_model_len)[1].has_long_rope:
+    elif read_model_config(path, max_model_len=model.wanted_max_model_len)[1].has_long_rope:
         types += " longrope"  # the same weights turn other keys for shorter sequences
     return weights + f" {types} {device.block_size}".encode()

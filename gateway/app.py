@@ -52,7 +52,7 @@ from penstock.gateway.auth.callers import Caller
 from penstock.gateway.auth.guard import Guard
 from penstock.gateway.auth.keys import KeyRing
 from penstock.gateway.auth.tickets import MemoryTickets, Tickets
-from penstock.gateway.config import GatewayConfig
+from penstock.gateway.config import ANY_NAME, GatewayConfig
 from penstock.gateway.engines.discovery import Discovery, Find, resolve
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import Tls
@@ -62,11 +62,13 @@ from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.image_fetch import ImageFetcher
 from penstock.gateway.generation.images import ImageLoader
+from penstock.gateway.generation.local_images import LocalImages
 from penstock.gateway.generation.pooled import Embedder
 from penstock.gateway.generation.served_model import ServedModel, load_model
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.http.http_protocol import StallTimer
 from penstock.gateway.http.page import ChatPage
+from penstock.gateway.http.root_path import RootPath
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
 from penstock.gateway.storage.response_log.log_store import LogStore, MemoryLogStore
@@ -137,11 +139,13 @@ def create_app(
                 max_bytes=config.max_image_bytes,
                 timeout_s=config.media_timeout_s,
             ),
+            LocalImages(config.allowed_local_media_path, max_bytes=config.max_image_bytes),
             max_images=config.max_images,
             max_bytes=config.max_image_bytes,
         ),
         templates=TemplateProcess() if config.trust_request_chat_template else None,
         max_prompt_bytes=config.max_prompt_bytes,
+        max_logprobs=config.max_logprobs,
     )
 
     discovery, close_discovery = _discovery(config, engine, model.name, health)
@@ -197,10 +201,11 @@ def create_app(
     )
 
     def names(caller: Caller) -> tuple[str, ...]:
-        return (*model.names, *adapters.of(caller))
+        any_name = (ANY_NAME,) if model.takes_any_name else ()
+        return (*model.names, *any_name, *adapters.of(caller))
 
     status = Status(engine, metrics, redis=None if health is None else health.trouble)
-    apis += [TicketDesk(gate.tickets), status, Description(names)]
+    apis += [TicketDesk(gate.tickets), status, Description(names, config.root_path or "")]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
         WebSocketRoute("/v1/responses", ResponsesSocket(service).serve),
@@ -353,8 +358,11 @@ def _middleware(
         tickets=gate.tickets,
         limit_headers=gate.admission.headers,
     )
+    first = [request_log]
+    if config.root_path:
+        first = [Middleware(RootPath, root_path=config.root_path), request_log]
     if not config.allowed_origins:
-        return [request_log, guard]
+        return [*first, guard]
     # Before the guard, so that a page of an allowed origin can also read why it was refused.
     cors = Middleware(
         CORSMiddleware,
@@ -363,7 +371,7 @@ def _middleware(
         allow_headers=["*"],
         expose_headers=_EXPOSED_HEADERS,
     )
-    return [request_log, cors, guard]
+    return [*first, cors, guard]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

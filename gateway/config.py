@@ -6,6 +6,7 @@ The supervisor sends them as plain JSON. Of the engine's settings they hold only
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -16,7 +17,9 @@ from penstock.engine.errors import ConfigError
 
 Routing = Literal["prefix", "least-loaded", "round-robin"]
 KVTransfer = Literal["auto", "always", "never"]
-_MAX_IMAGES = 256  # of a prompt
+ANY_NAME = "*"
+_MAX_IMAGES, _DEFAULT_IMAGES = 256, 16  # of a prompt
+_OTHER_MODALITIES = {"video", "audio"}  # of which there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +46,27 @@ class GatewayConfig:
         api_keys_file: keys with tenants, weights and limits; reread when it changes.
         allowed_origins: browser origins to accept besides the server's own; `*` accepts all.
         ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files; with them only TLS is served.
-        served_model_names: names of the model in the API; empty: as the user named the model.
+        root_path: under which a proxy offers the server; requests may have it or not.
+        served_model_names: names of the model in the API, of which `*` is any; without others: as
+            the user named the model.
 
         enable_lora: the engine takes adapters.
         max_lora_rank: the largest rank of one.
         trust_request_chat_template: requests may bring their own template.
         tool_call_parser, reasoning_parser: formats of tool calls and thoughts; None: as the chat
             template shows; `none`: they stay text.
+        chat_template: a file with a template, or its text, instead of the model's own.
+        default_chat_template_kwargs: a JSON object: variables of the template where a request has
+            none.
+        max_logprobs: alternatives that a request may ask for beside each token; -1: no limit but
+            the API's.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
         max_prompt_bytes: largest prompt text to tokenise where context and tokenizer set no
             limit; None: `limits.default_prompt_bytes`.
         limit_mm_per_prompt: `image=N`: images that a prompt may have.
         max_image_bytes: of an image's file.
         allowed_media_domains: hosts that images may be fetched from, as `host` or `host:port`.
+        allowed_local_media_path: directory of images that requests may name; None: none.
         media_timeout_s: for fetching one.
         max_connections: of this process, with TLS handshakes and WebSockets; further ones get 503.
         header_timeout_s: from a connection's start to the end of its TLS handshake, and from
@@ -113,19 +124,24 @@ class GatewayConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_keyfile_password: str | None = field(default=None, repr=False)
+    root_path: str | None = None
     served_model_names: tuple[str, ...] = ()
     enable_lora: bool = False
     max_lora_rank: int = 16
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    chat_template: str | None = None
+    default_chat_template_kwargs: str | None = None
+    max_logprobs: int = -1
 
     max_body_bytes: int = 4 << 20
     max_prompt_bytes: int | None = None
     max_websocket_message_bytes: int = 1 << 20
-    limit_mm_per_prompt: str = "image=16"
+    limit_mm_per_prompt: str = f"image={_DEFAULT_IMAGES}"
     max_image_bytes: int = 8 << 20
     allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: str | None = None
     media_timeout_s: float = 5.0
     max_connections: int = 10_000
     header_timeout_s: float = 10.0
@@ -185,9 +201,10 @@ class GatewayConfig:
         Raises:
             ConfigError: the setting does not say.
         """
-        text = "".join(self.limit_mm_per_prompt.split()).strip("{}").replace('"', "")
-        name, _, number = text.replace(":", "=").partition("=")
-        if name != "image" or not number.isdecimal() or int(number) > _MAX_IMAGES:
+        limits = _limits(self.limit_mm_per_prompt)
+        number = limits.pop("image", _DEFAULT_IMAGES)
+        is_number = isinstance(number, int) and not isinstance(number, bool)
+        if not is_number or not 0 <= number <= _MAX_IMAGES or limits.keys() - _OTHER_MODALITIES:
             raise ConfigError(
                 f"--limit-mm-per-prompt must be image=N with N from 0 to {_MAX_IMAGES}, not "
                 f"{self.limit_mm_per_prompt!r}"
@@ -197,12 +214,41 @@ class GatewayConfig:
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names of the model in the API, the preferred one first."""
-        return self.served_model_names or (self.model.model,)
+        return tuple(name for name in self.served_model_names if name != ANY_NAME) or (
+            self.model.model,
+        )
+
+    @property
+    def takes_any_name(self) -> bool:
+        """Whether requests may call the model whatever they like."""
+        return ANY_NAME in self.served_model_names
+
+    @property
+    def template_defaults(self) -> dict[str, Any]:
+        """Variables of the chat template where a request has none."""
+        found: dict[str, Any] = json.loads(self.default_chat_template_kwargs or "{}")
+        return found
 
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
         return self.host == "localhost" or is_loopback(self.host)
+
+
+def _limits(text: str) -> dict[str, Any]:
+    """From `image=2,video=0` or, as vLLM also has it, JSON such as `{"image": {"count": 2}}`."""
+    if text.lstrip().startswith("{"):
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError:
+            return {text: None}
+    else:
+        pairs = [each.partition("=") for each in "".join(text.split()).split(",")]
+        found = {name: int(number) if number.isdecimal() else None for name, _, number in pairs}
+    return {
+        name: each.get("count", _DEFAULT_IMAGES) if isinstance(each, dict) else each
+        for name, each in found.items()
+    }
 
 
 def is_loopback(address: str) -> bool:
@@ -211,6 +257,12 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def pool_name(settings: Mapping[str, Any]) -> str:
+    """Under which engines of these options register, and gateways find them."""
+    names = [name for name in settings["served_model_name"] if name != ANY_NAME]
+    return str((names or [settings["model"]])[0])
 
 
 def is_any(address: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.gateway.launch.cli import engine_config, resolve_settings
-from penstock.gateway.launch.flags import FLAGS
+from penstock.gateway.launch.flags import FLAGS, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[1]
 _FOLDERS = (".github", "clients", "engine", "gateway", "kernels", "load", "tests")
@@ -19,8 +19,9 @@ PAGES = [
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
-# Options of other programs and commands, and `serve`'s own two that are not settings.
-_OTHERS = {"config", "help", "no-install-recommends", "no-cache-dir", "create-home"}
+# Options of other programs and commands, and `serve`'s own that are not settings.
+_OTHERS = {"config", "model", "help", "no-install-recommends", "no-cache-dir", "create-home"}
+_OTHERS |= {"middleware", "ssl-cert-reqs", "kv-transfer-config"}  # of vLLM, refused
 
 
 def _anchors(page: Path) -> set[str]:
@@ -51,7 +52,9 @@ def test_the_tests_they_name_exist(page: Path) -> None:
 @pytest.mark.parametrize("name", ["README.md", "gateway/DEPLOYMENT.md"])
 def test_the_options_of_serve_exist(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
-    unknown = set(_OPTION.findall(text)) - {flag.name for flag in FLAGS} - _OTHERS
+    names = {alias for flag in FLAGS for alias in (f"--{flag.name}", *flag.aliases)}
+    names |= {name for each in WITHOUT_EFFECT for name in each.names}
+    unknown = set(_OPTION.findall(text)) - {name.removeprefix("--") for name in names} - _OTHERS
     assert not unknown
 
 

@@ -133,7 +133,7 @@ def _load(config: ModelConfig, path: Path, dtype: torch.dtype, *, is_scorer: boo
     transformers.utils.logging.disable_progress_bar()
     try:
         if config.load_format == "dummy":
-            torch.manual_seed(config.seed)
+            torch.manual_seed(config.seed or 0)
             settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             return kind.from_config(settings, dtype=dtype).eval()
         model, about = kind.from_pretrained(

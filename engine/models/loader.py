@@ -42,6 +42,7 @@ from penstock.engine.models.names import (
     row_orders,
 )
 from penstock.engine.models.registry import (
+    ARCHITECTURES,
     Architecture,
     is_native,
     missing_option,
@@ -50,10 +51,11 @@ from penstock.engine.models.registry import (
 )
 from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
+from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
-from penstock.engine.weights.formats import FORMATS, format_of, open_checkpoint
+from penstock.engine.weights.formats import FORMATS, check_format, format_of, open_checkpoint
 from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.formats.gguf import GgufCheckpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
@@ -112,7 +114,10 @@ def load_decoder(
     ranks: Ranks = ALONE,
 ) -> Decoder:
     """The same of a native family."""
-    architecture, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
+    architecture, decoder_config = read_model_config(
+        path, max_model_len=config.wanted_max_model_len
+    )
+    _check_stored(config, path, has_weights=True)
     own_config = rank_config(decoder_config, ranks)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
     ranks.open(dtype, device)
@@ -125,15 +130,13 @@ def load_decoder(
         (table,) = names("embed_tokens")
         weights.quantize.aliases[table] = "lm_head"
     if checkpoint is not None:
-        if isinstance(checkpoint, GgufCheckpoint) and not architecture.has_gguf_names:
-            raise checkpoint.config.error("architectures", "GGUF files of these are not supported")
         _check_layers(checkpoint, names, decoder_config)
     with torch.device("meta"):
         model = Decoder(own_config).to(dtype)
     split_over(model, decoder_config, ranks)
     if checkpoint is None:
         model = _allocate(model, path, device)
-        _fill_random(model, config.seed)
+        _fill_random(model, config.seed or 0)
         for name, module in model.named_modules():
             if isinstance(module, MatrixLayer) and not isinstance(module, ExpertMatrices):
                 sources = names(name)
@@ -147,7 +150,7 @@ def load_decoder(
             _read_kv_scales(checkpoint, prefix, layer.self_attn)
     is_transposed = architecture.has_transposed_experts
     for experts in _expert_readers(
-        model, weights, names, seed=config.seed, is_transposed=is_transposed
+        model, weights, names, seed=config.seed or 0, is_transposed=is_transposed
     ):
         if not defers_experts or device.type != "cpu":
             experts.load()
@@ -187,12 +190,12 @@ def _load_through_transformers(
     """The same of any other architecture."""
     from penstock.engine.models.transformers_weights import read_weights
 
-    model = _build_through_transformers(config, path, ranks)
+    model = _build_through_transformers(config, path, ranks, has_weights=True)
     ranks.open(model.dtype, device)
     weights = _Weights.of(config, path, torch.empty(0, dtype=model.dtype, device=device))
     if weights.checkpoint is None:
         model = _allocate(model, path, device)
-        _fill_random(model, config.seed)
+        _fill_random(model, config.seed or 0)
         for name, module in model.causal_lm.named_modules():
             if isinstance(module, MatrixLayer):
                 weights.hold(module, [name], [DenseMatrix(module.weight.data)])
@@ -209,21 +212,72 @@ def _load_through_transformers(
     return model
 
 
-def build_without_weights(config: ModelConfig, path: Path) -> Decoder | TransformersModel:
+def build_without_weights(
+    config: ModelConfig, path: Path, *, has_weights: bool
+) -> Decoder | TransformersModel:
     """The model in directory `path` on the meta device: what it stores and needs can be asked.
+
+    Args:
+        has_weights: the files of the weights must be there.
 
     Raises:
         ModelLoadError: names the file or field that is invalid, or why it is not supported.
     """
     if not is_native(config, path):
-        return _build_through_transformers(config, path)
-    _, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
+        return _build_through_transformers(config, path, has_weights=has_weights)
+    most = config.wanted_max_model_len
+    architecture, decoder_config = read_model_config(path, max_model_len=most)
+    _check_stored(config, path, has_weights=has_weights)
     with torch.device("meta"):
-        return Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
+        model = Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
+    if has_weights:
+        _read_first_matrix(model, decoder_config, architecture, path)
+    return model
+
+
+def _read_first_matrix(
+    model: Decoder, config: DecoderConfig, architecture: Architecture, path: Path
+) -> None:
+    """As loading does, to find what it would find: tensors of other names or sizes than the config
+    has, and a quantization whose parameters are not supported.
+
+    Raises:
+        ModelLoadError: as `load_decoder`.
+    """
+    checkpoint = open_checkpoint(path)
+    names = _with_fused_experts(architecture, checkpoint).found_in(checkpoint)
+    _check_layers(checkpoint, names, config)
+    orders = partial(row_orders, names, config)
+    found = ((name, each) for name, each in model.named_modules() if isinstance(each, Linear))
+    name, module = next(found)
+    _read_parts(checkpoint, module, names, name, orders(name))
+
+
+def _check_stored(config: ModelConfig, path: Path, *, has_weights: bool) -> None:
+    """Check that the weights are stored in a way that can be read. Loading a model and `penstock
+    models` both ask here, so that they say the same.
+
+    Args:
+        has_weights: their files must be there.
+
+    Raises:
+        ModelLoadError: they are not.
+    """
+    if config.load_format == "dummy" or check_format(path, has_weights=has_weights) != "gguf":
+        return
+    fields = read_model_fields(path)
+    names = fields.texts("architectures")
+    if not any(ARCHITECTURES[name].has_gguf_names for name in names if name in ARCHITECTURES):
+        supported = (name for name, each in ARCHITECTURES.items() if each.has_gguf_names)
+        raise fields.error(
+            "architectures",
+            f"GGUF files of {', '.join(names)} are not supported; those of "
+            f"{', '.join(supported)} are",
+        )
 
 
 def _build_through_transformers(
-    config: ModelConfig, path: Path, ranks: Ranks = ALONE
+    config: ModelConfig, path: Path, ranks: Ranks = ALONE, *, has_weights: bool
 ) -> TransformersModel:
     """The same of an architecture that is not native; the import takes seconds, so only here."""
     from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
@@ -236,9 +290,11 @@ def _build_through_transformers(
         if missing is None:
             raise
         raise ModelLoadError(f"{missing}; {error}") from error
+    _check_stored(config, path, has_weights=has_weights)
     if missing is not None:
-        _log.warning("runs through transformers, which is slower: %s", missing)
-    return TransformersModel(inspected, max_model_len=config.max_model_len, ranks=ranks)
+        reason = in_users_words(str(missing), config.model, path)
+        _log.warning("runs through transformers, which is slower: %s", reason)
+    return TransformersModel(inspected, max_model_len=config.wanted_max_model_len, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +368,20 @@ def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Dec
     settings = replace(
         config,
         model=name,
+        tokenizer=None,
+        tokenizer_revision=None,
         revision=None,
+        hf_overrides=None,
+        rope_scaling=None,
+        rope_theta=None,
         model_impl="native",
         dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
         quantization_override=(),  # they name the target's modules
         quantization_exclude=(),
     )
-    draft = load_decoder(settings, resolve_model(settings, weights=True), target.device)
+    path = resolve_model(settings, weights=True)
+    with named_as_users_do(name, path):
+        draft = load_decoder(settings, path, target.device)
     if abs(draft.vocab_size - target.vocab_size) > _MAX_VOCAB_DIFFERENCE:
         raise ConfigError(
             f"--speculative-config: {name} has a vocabulary of {draft.vocab_size} "
@@ -340,8 +403,9 @@ def _load_eagle3_head(name: str, target: TorchModel) -> Eagle3Head:
             "--speculative-config: the method eagle3 needs a model that is whole, so it cannot be "
             "used with --tensor-parallel-size or --pipeline-parallel-size"
         )
-    settings = ModelConfig(model=name)
-    head = _read_eagle3_head(open_checkpoint(resolve_model(settings, weights=True)), target)
+    path = resolve_model(ModelConfig(model=name), weights=True)
+    with named_as_users_do(name, path):
+        head = _read_eagle3_head(open_checkpoint(path), target)
     target.feature_layers = head.config.feature_layers
     return head
 
@@ -578,26 +642,21 @@ def _fill_from(
     Args:
         orders: of the rows of a module's `module_names`.
     """
-    read_matrix = FORMATS[format_of(checkpoint)]
-    is_transposed = isinstance(module_names, Names) and module_names.is_transposed
     for name, module in list(model.named_modules()):
         prefixes = module_names(name)
         if isinstance(module, ExpertMatrices):
             continue
         if isinstance(module, MatrixLayer):
-            sizes, biases, parts = _sizes(module, prefixes), [], []
-            has_bias = isinstance(module, Linear | Embedding | Router) and module.bias is not None
-            for prefix, size, order in zip(prefixes, sizes, orders(name), strict=False):
-                shape = (size, module.whole_shape[1])
-                is_turned = is_transposed and isinstance(module, Linear)
-                read = read_transposed if is_turned else read_matrix
-                part = read(checkpoint, prefix, shape)
-                parts.append(part if order is None else rows_of(part, order))
-                if has_bias:
-                    bias = checkpoint.read(f"{prefix}.bias", (size,))
-                    biases.append(bias if order is None else bias[order])
+            parts = _read_parts(checkpoint, module, module_names, name, orders(name))
             hold(module, prefixes, parts)
-            if has_bias:
+            if isinstance(module, Linear | Embedding | Router) and module.bias is not None:
+                biases = [
+                    bias if order is None else bias[order]
+                    for prefix, size, order in zip(
+                        prefixes, _sizes(module, prefixes), orders(name), strict=False
+                    )
+                    for bias in [checkpoint.read(f"{prefix}.bias", (size,))]
+                ]
                 shard = module.shard
                 own = biases if shard is None else [shard.take_bias(torch.cat(biases))]
                 module.bias = constant(concatenate(own, like))
@@ -610,6 +669,24 @@ def _fill_from(
                 vector = vector if order is None else vector[order]
                 vector = vector if shard is None else shard.take_bias(vector)
                 module.register_parameter(kind, constant(concatenate([vector], like)))
+
+
+def _read_parts(
+    checkpoint: Checkpoint,
+    module: MatrixLayer,
+    module_names: Callable[[str], tuple[str, ...]],
+    name: str,
+    orders: Sequence[Tensor | None],
+) -> list[Matrix]:
+    """The matrices of which that of the module `name` is made, in the checkpoint's names."""
+    is_transposed = isinstance(module_names, Names) and module_names.is_transposed
+    is_turned = is_transposed and isinstance(module, Linear)
+    read = read_transposed if is_turned else FORMATS[format_of(checkpoint)]
+    prefixes, parts = module_names(name), []
+    for prefix, size, order in zip(prefixes, _sizes(module, prefixes), orders, strict=False):
+        part = read(checkpoint, prefix, (size, module.whole_shape[1]))
+        parts.append(part if order is None else rows_of(part, order))
+    return parts
 
 
 def _sizes(module: MatrixLayer, prefixes: Sequence[str]) -> list[int]:

@@ -90,14 +90,14 @@ def resolve_max_model_len(config: ModelConfig, context_len: int) -> int:
     Raises:
         ConfigError: more than the model's context.
     """
-    if config.max_model_len is None:
+    if config.wanted_max_model_len is None:
         return context_len
-    if not 1 <= config.max_model_len <= context_len:
+    if not 1 <= config.wanted_max_model_len <= context_len:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is not between 1 and the model's "
             f"{context_len} positions (max_position_embeddings with rope scaling)"
         )
-    return config.max_model_len
+    return config.wanted_max_model_len
 
 
 def _default_num_threads() -> int:

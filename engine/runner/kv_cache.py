@@ -96,11 +96,13 @@ def choose_num_blocks(
     available_bytes: Callable[[], int],
     max_model_len: int,
     max_num_seqs: int,
+    must_fit: bool = True,
 ) -> int:
     """Blocks in the pool: as configured, or as many as fit and could ever be used.
 
     Args:
         available_bytes: measures the memory for the pool; called if the config has no size.
+        must_fit: a sequence of max_model_len tokens; otherwise one block is enough.
 
     Raises:
         ConfigError: a sequence of max_model_len tokens would not fit.
@@ -112,7 +114,7 @@ def choose_num_blocks(
         num_blocks = config.kv_cache_memory_bytes // shape.bytes_per_block
     else:
         num_blocks = min(available_bytes() // shape.bytes_per_block, needed * max_num_seqs)
-    if num_blocks < needed:
+    if num_blocks < (needed if must_fit else 1):
         raise ConfigError(_too_small(shape, needed, max(num_blocks, 0), max_model_len))
     return num_blocks
 

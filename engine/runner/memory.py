@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.attention import ForwardContext
@@ -61,6 +61,7 @@ def allocate_pool(
         available_bytes=lambda: available_bytes(config, model, shape, max_model_len) // num_sharing,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
+        must_fit=config.model.max_model_len != FITTING_LEN,
     )
     num_blocks = ranks.minimum(num_blocks)
     _check_fits(num_blocks * shape.bytes_per_block * num_sharing, device)

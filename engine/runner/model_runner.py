@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from penstock.engine.batch import Batch, BatchResult
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.layers.attention import Attention
 from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
 from penstock.engine.models.adapters import make_room
@@ -131,6 +131,8 @@ class ModelRunner:
         draft_specs = draft_kv_specs(drafting_model, kv_dtype)
         shape = replace(shape, num_draft_bytes=num_draft_bytes(draft_specs, shape.block_size))
         self._kv_pool = allocate_pool(config, model, shape, max_model_len, ranks)
+        if config.model.max_model_len == FITTING_LEN:
+            max_model_len = min(max_model_len, self._kv_pool.shape[2] * shape.block_size)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool, ranks)
         library = cpu_kernels(
             model,
@@ -312,11 +314,11 @@ def adapter_slots(
     room = make_room(
         model,
         architecture.names,
-        num_slots=lora.max_loras,
+        num_slots=lora.num_at_once,
         max_rank=lora.max_lora_rank,
         library=running_library(model, config.cache.block_size),
     )
-    return AdapterSlots(room, max_loras=lora.max_loras, max_rank=lora.max_lora_rank)
+    return AdapterSlots(room, max_loras=lora.num_at_once, max_rank=lora.max_lora_rank)
 
 
 PromptLogprobs = Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]]

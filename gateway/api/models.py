@@ -44,7 +44,8 @@ class Models:
 
     def _card(self, name: str) -> dict[str, Any]:
         info = self._engine.info_for_running()
-        parent = {} if name in self._model.names else {"parent": self._model.name}
+        is_adapter = self._adapters.known(name) is not None
+        parent = {"parent": self._model.name} if is_adapter else {}
         return {
             "id": name,
             "object": "model",

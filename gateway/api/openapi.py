@@ -19,6 +19,7 @@ from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Unread, Use
+from penstock.gateway.config import ANY_NAME
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 
 _STATUSES = {
@@ -67,12 +68,15 @@ _STREAMING_QUERY: tuple[tuple[str, Schema, str], ...] = (
 )
 
 
-def document(model_names: Sequence[str], operations: Iterable[Operation]) -> dict[str, Any]:
+def document(
+    model_names: Sequence[str], operations: Iterable[Operation], *, root_path: str = ""
+) -> dict[str, Any]:
     """The document, as JSON.
 
     Args:
         model_names: accepted values of a request's `model`.
         operations: what the server serves.
+        root_path: under which it is reached.
     """
     by_id = {f"{each.method.lower()} {_path(each)}": each for each in operations}
     paths: dict[str, dict[str, Any]] = {}
@@ -83,6 +87,7 @@ def document(model_names: Sequence[str], operations: Iterable[Operation]) -> dic
     return {
         "openapi": "3.1.0",
         "info": {"title": "penstock", "version": "1", "description": _ABOUT},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": {**ANSWERS, "Document": {"type": "object"}, **schemas},
@@ -206,7 +211,10 @@ def _request_schemas(
     schemas: dict[str, Schema] = found["$defs"]
     for schema in schemas.values():
         if "model" in schema["properties"]:
-            schema["properties"]["model"] = {"enum": [*model_names, None]}
+            takes_any = ANY_NAME in model_names
+            schema["properties"]["model"] = (
+                nullable({"type": "string"}) if takes_any else {"enum": [*model_names, None]}
+            )
     for model in named:
         if issubclass(model, SamplingRequest):
             properties = schemas[model.__name__]["properties"]

@@ -58,6 +58,7 @@ class Guard:
         self._tickets = tickets
         self._limit_headers = limit_headers
         self._checks_host = config.is_loopback
+        self._listens_on = config.host
         self._allowed_origins = frozenset(config.allowed_origins)
         # Names of allowed origins are trusted: a local proxy may pass them on as Host. So is the
         # name that the server was told to listen on.
@@ -101,7 +102,9 @@ class Guard:
             return refusal(
                 403,
                 code="host_not_allowed",
-                message=f"the Host {host!r} is not allowed: this server listens on loopback only",
+                message=f"the Host {host!r} is not allowed: this server listens on "
+                f"{self._listens_on} only. Start it with --host 0.0.0.0 to take any Host, or with "
+                f"--allowed-origins http://{name} to take this one",
             )
         is_reading = scope["type"] == "http" and scope["method"] in _READING_METHODS
         origin = headers.get("origin")

@@ -198,6 +198,24 @@ def check_vocabulary(
         )
 
 
+def check_logprobs(params: SamplingParams, most: int) -> None:
+    """Refuse more alternatives than `--max-logprobs` allows; -1: any number.
+
+    Raises:
+        InvalidRequestError: more are asked for.
+    """
+    for name, number in (
+        ("logprobs", params.logprobs),
+        ("prompt_logprobs", params.prompt_logprobs),
+    ):
+        if number is not None and number > most >= 0:
+            raise InvalidRequestError(
+                f"{number} alternatives per token are asked for, but this server gives at most "
+                f"{most} (--max-logprobs)",
+                param=name,
+            )
+
+
 def effective_priority(caller: Caller, asked: int | None, policy: str) -> int:
     """The requested priority, clamped to the caller's bounds.
 

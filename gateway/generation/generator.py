@@ -50,6 +50,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.context_limits import (
     GenerationOptions,
+    check_logprobs,
     check_prompt_bytes,
     check_vocabulary,
     default_prompt_bytes,
@@ -98,7 +99,7 @@ class Generator:
     Args:
         images: loads the images of requests.
         templates: renders the chat templates of requests; None: requests may not have any.
-        max_prompt_bytes: see `GatewayConfig`.
+        max_prompt_bytes, max_logprobs: see `GatewayConfig`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Generator:
         images: ImageLoader,
         templates: TemplateProcess | None = None,
         max_prompt_bytes: int | None = None,
+        max_logprobs: int = -1,
     ) -> None:
         self.model = model
         self.adapters = adapters
@@ -127,6 +129,7 @@ class Generator:
         self._memory = PromptMemory(model.tokenizer)
         self._templates = templates
         self._max_prompt_bytes = max_prompt_bytes
+        self._max_logprobs = max_logprobs
         self._weights = b""
         takes_parts = model.images is None or model.message_parts is not MessageParts.PLAIN
         self._reads_part = reads_of(model.chat_template) if takes_parts else names_parts_of(None)
@@ -193,7 +196,7 @@ class Generator:
             ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": prompt.tools, **prompt.kwargs},
+            "kwargs": {"tools": prompt.tools, **self.model.template_defaults, **prompt.kwargs},
         }
         if prompt.template is None:
             num_chars = sum(map(_num_chars, messages))
@@ -295,6 +298,7 @@ class Generator:
             ("prediction", prediction_token_ids),
         ):
             check_vocabulary(token_ids, info.vocab_size, param=name)
+        check_logprobs(params, self._max_logprobs)
         check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         reservation = await self._admission.admit(
             caller, len(prompt_token_ids), params, deadline_s=deadline_s

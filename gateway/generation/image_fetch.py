@@ -97,7 +97,8 @@ class ImageFetcher:
             raise _UnusableError(
                 "its host is not among --allowed-media-domains"
                 if self._domains
-                else "this server fetches no images; send a data URL"
+                else "this server fetches no images: send a data URL, or start it with "
+                f"--allowed-media-domains {host}"
             )
         return parts
 

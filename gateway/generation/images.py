@@ -20,6 +20,7 @@ from penstock.engine.vision.image_file import LoadedImage, data_of_url, load_ima
 from penstock.engine.vision.image_tokens import ImageTokens
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.image_fetch import ImageFetcher
+from penstock.gateway.generation.local_images import LocalImages
 
 _MAX_WAITING = 64  # images that wait for the thread; each keeps its file in memory
 _MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
@@ -30,7 +31,7 @@ class ImageSource:
     """What a caller sent for an image.
 
     Attributes:
-        url: a data URL, or one of a listed host.
+        url: a data URL, or one of a listed host, or of a file in a directory that is open.
         param: where it is in the request.
     """
 
@@ -48,6 +49,7 @@ class ImageLoader:
     """
     Args:
         tokens: how the model takes images; None: it takes none.
+        local: reads those of this machine.
         max_images: of a prompt.
         max_bytes: of an image's file.
     """
@@ -56,11 +58,12 @@ class ImageLoader:
         self,
         tokens: ImageTokens | None,
         fetcher: ImageFetcher,
+        local: LocalImages,
         *,
         max_images: int,
         max_bytes: int,
     ) -> None:
-        self._tokens, self._fetcher = tokens, fetcher
+        self._tokens, self._fetcher, self._local = tokens, fetcher, local
         self._max_images, self._max_bytes = max_images, max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-image")
         self._num_waiting = 0
@@ -105,8 +108,8 @@ class ImageLoader:
         scheme = source.url.partition(":")[0].lower()
         if scheme in ("http", "https"):
             data = await self._fetcher.fetch(source.url, param=source.param)
-        elif scheme != "data":
-            raise _refusal(source, "must be a data URL, or begin with https://")
+        elif scheme not in ("data", "file"):
+            raise _refusal(source, "must be a data URL, or begin with https:// or file://")
         if self._num_waiting >= _MAX_WAITING:
             raise RequestRefusedError(
                 f"{_MAX_WAITING} images are already being checked",
@@ -128,7 +131,9 @@ class ImageLoader:
             data: the file, if it was fetched.
         """
         try:
-            if data is None:
+            if data is None and source.url[:5].lower() == "file:":
+                data = self._local.read(source.url)
+            elif data is None:
                 data = data_of_url(source.url, max_bytes=self._max_bytes)
             if len(data) > self._max_bytes:
                 raise InvalidRequestError(

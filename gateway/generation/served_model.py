@@ -5,12 +5,15 @@ Only the engine loads weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.engine.chat_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormats
 from penstock.engine.errors import ConfigError
+from penstock.engine.json_file import read_text
 from penstock.engine.model_files import (
     GenerationDefaults,
     read_generation_defaults,
@@ -20,6 +23,7 @@ from penstock.engine.pooling import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.engine.text.fill_in_middle import FillInMiddle
+from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
 from penstock.engine.vision.message_parts import MessageParts, parts_of
 from penstock.gateway.config import GatewayConfig
@@ -39,6 +43,9 @@ class ServedModel:
     images: ImageTokens | None  # how it takes them; None: it takes none
     message_parts: MessageParts
     fill_in_middle: FillInMiddle | None  # how it does; None: it does not
+    takes_any_name: bool = False
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    seeds: random.Random | None = None  # draws those of requests that have none
 
     @property
     def name(self) -> str:
@@ -57,19 +64,36 @@ class ServedModel:
             RequestRefusedError: 404: this server does not have the model.
             InvalidRequestError: the model does something else.
         """
-        if task is not None and (name is None or name in self.names):
+        if task is not None and (name is None or self.has(name)):
             self.pooling.require(task)
         if name is None:
             return self.name
-        if name not in self.names:
-            raise RequestRefusedError(
-                f"the model {name!r} does not exist; this server has "
-                f"{', '.join((*self.names, *others))}",
-                code="model_not_found",
-                param="model",
-                status=404,
-            )
+        if not self.has(name):
+            raise self.not_found(name, others)
         return name
+
+    def has(self, name: str) -> bool:
+        """Whether requests may call the model so."""
+        return self.takes_any_name or name in self.names
+
+    def not_found(self, name: str, others: Sequence[str] = ()) -> RequestRefusedError:
+        """404. others: as for `require`."""
+        return RequestRefusedError(
+            f"the model {name!r} does not exist; this server has "
+            f"{', '.join((*self.names, *others))}",
+            code="model_not_found",
+            param="model",
+            status=404,
+        )
+
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Parameters of a new request that it does not have itself."""
+        found = dict(self.defaults.sampling)
+        if self.seeds is not None:
+            found["seed"] = self.seeds.getrandbits(63)
+        if self.defaults.max_new_tokens is not None:
+            found["max_tokens"] = self.defaults.max_new_tokens
+        return found
 
 
 def _format(flag: str, asked: str | None, known: Collection[str]) -> str | None:
@@ -85,6 +109,30 @@ def _format(flag: str, asked: str | None, known: Collection[str]) -> str | None:
     return asked
 
 
+def _given_template(given: str, own: TemplateFiles) -> TemplateFiles:
+    """The template of `--chat-template`: that of a file, or as vLLM has it, a text with braces.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        is_file = Path(given).expanduser().is_file()
+    except OSError:  # such as a name that is too long
+        is_file = False
+    if is_file:
+        file = Path(given).expanduser()
+        return TemplateFiles(read_text(file), own.special_tokens, file)
+    if not any(character in given for character in "{}\n"):
+        raise ConfigError(f"--chat-template: there is no file {given!r}, and it is no template")
+    return TemplateFiles(given, own.special_tokens)
+
+
+def _seeds(config: GatewayConfig) -> random.Random | None:
+    if config.model.seed is None:
+        return None
+    return random.Random(f"{config.model.seed} {config.worker_index}")  # noqa: S311
+
+
 def load_model(config: GatewayConfig, *, checks_template: bool = False) -> ServedModel:
     """Find and read the model's small files.
 
@@ -96,7 +144,14 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         ModelLoadError: a file is missing or invalid.
     """
     path = resolve_model(config.model, weights=False)
+    with named_as_users_do(config.model.model, path):
+        return _read_model(config, path, checks_template=checks_template)
+
+
+def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> ServedModel:
     files = TemplateFiles.read(path)
+    if config.chat_template is not None:
+        files = _given_template(config.chat_template, files)
     check = TemplateCheck(files) if checks_template and files.source is not None else None
     tokenizer = Tokenizer.from_directory(path)  # while the check runs
     if check is not None:
@@ -110,10 +165,15 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         message_parts=parts_of(template, images),
         fill_in_middle=FillInMiddle.read(path, tokenizer),
         names=config.model_names,
+        takes_any_name=config.takes_any_name,
+        template_defaults=config.template_defaults,
+        seeds=_seeds(config),
         directory=path,
         tokenizer=tokenizer,
         chat_template=template,
-        defaults=read_generation_defaults(path, config.model.generation_config),
+        defaults=read_generation_defaults(
+            path, config.model.generation_config, config.model.generation_overrides
+        ),
         pooling=read_pooling(path, config.model.model),
         formats=replace(
             formats,

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 _MESSAGES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
@@ -41,18 +43,44 @@ _MAX_CHARS = 1000
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
+    """Reports a mistake in one line. Options are written out, with hyphens or, as vLLM also has
+    them, with underscores."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.object_options: frozenset[str] = frozenset()  # whose value is a JSON object
+        # Otherwise vLLM's `--model X` would be `--model-impl X`.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        parsed, unknown = super().parse_known_args(args, namespace)
+        given = list(map(_hyphenated, sys.argv[1:] if args is None else args))
+        parsed, unknown = super().parse_known_args(self._joined(given), namespace)
         options = [text.partition("=")[0] for text in unknown if text.startswith("-")]
         if options:
             self.error(f"unknown option {options[0]}{nearest(options[0], self._names())}")
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
         return parsed, unknown
+
+    def _joined(self, arguments: Sequence[str]) -> list[str]:
+        """With `--option.key.other value`, as vLLM also writes JSON objects, made one object."""
+        rest, objects = list[str](), dict[str, dict[str, Any]]()
+        left = iter(arguments)
+        for argument in left:
+            name, equals, value = argument.partition("=")
+            option, *keys = name.split(".")
+            is_part = keys and name.startswith("--") and option in self.object_options
+            if not is_part:
+                rest.append(argument)
+                continue
+            where = objects.setdefault(option, {})
+            for key in keys[:-1]:
+                where = where.setdefault(key, {})
+            where[keys[-1]] = _value(value if equals else next(left, ""))
+        for option, values in objects.items():
+            rest += [option, json.dumps(values)]
+        return rest
 
     def error(self, message: str) -> NoReturn:
         text = " ".join(message.split())
@@ -68,6 +96,23 @@ class OneLineParser(argparse.ArgumentParser):
 
     def _names(self) -> list[str]:
         return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+def _hyphenated(argument: str) -> str:
+    """`--max_model_len=x_y` → `--max-model-len=x_y`"""
+    name, equals, value = argument.partition("=")
+    name, dot, keys = name.partition(".")
+    if not name.startswith("--"):
+        return argument
+    return f"{name.replace('_', '-')}{dot}{keys}{equals}{value}"
+
+
+def _value(text: str) -> Any:
+    """As JSON, else a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

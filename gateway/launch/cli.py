@@ -1,19 +1,22 @@
 """The command line: `penstock serve`, `engine`, `status`, `chat`, `models` and `bench`.
 
 Every option of `serve` is also an environment variable (`--max-model-len` is
-`PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`).
+`PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`),
+or as with vLLM the YAML file.
 The command line overrides the environment, and the environment overrides the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,29 @@ from penstock.gateway import installed_version
 from penstock.gateway.config import is_any
 from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
-from penstock.gateway.launch.flags import ENGINE_FLAGS, ENGINE_GROUPS, FLAGS, GROUPS, Flag
+from penstock.gateway.launch.flags import (
+    ENGINE_FLAGS,
+    ENGINE_GROUPS,
+    FLAGS,
+    GROUPS,
+    JSON,
+    TEXT,
+    WITHOUT_EFFECT,
+    Flag,
+)
 from penstock.load.bench.commands import add_benches
 
 _MODEL_FLAGS = (
-    "revision", "model_impl", "trust_remote_code", "dtype", "quantization", "max_model_len",
+    "tokenizer", "tokenizer_revision", "revision", "download_dir", "hf_overrides", "rope_scaling",
+    "rope_theta", "model_impl", "trust_remote_code", "dtype", "quantization", "max_model_len",
     "kv_cache_dtype",
 )  # fmt: skip
 _SERVE_HELP = "see penstock serve --help"
+
+
+def _key(option: str) -> str:
+    """`--max-model-len` → `max_model_len`"""
+    return option.lstrip("-").replace("-", "_")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +79,30 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Extend(argparse.Action):
+    """Adds values to a list. A value that is a list itself, as in JSON, stands for its items."""
+
+    def __call__(
+        self, _: argparse.ArgumentParser, found: argparse.Namespace, values: Any, __: object = None
+    ) -> None:
+        items = [each if isinstance(each, list) else [each] for each in values]
+        before = getattr(found, self.dest, [])
+        setattr(found, self.dest, [*before, *itertools.chain.from_iterable(items)])
+
+
+class _Note(argparse.Action):
+    """Notes an option that has no effect."""
+
+    def __call__(
+        self,
+        _: argparse.ArgumentParser,
+        found: argparse.Namespace,
+        __: object,
+        option: str | None = None,
+    ) -> None:
+        setattr(found, self.dest, [*getattr(found, self.dest, []), option])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="penstock", description="An LLM serving system.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
@@ -73,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Each option is also an environment variable (--max-model-len: "
         "PENSTOCK_MAX_MODEL_LEN) and a key of the --config file (max-model-len = 4096). The "
         "command line overrides the environment, which overrides the file. Sizes and durations "
-        "are plain numbers or have a unit: 512M, 2GiB, 250ms, 30s, 10m, 12h, 30d.",
+        "are plain numbers or have a unit: 512M, 2GiB, 250ms, 30s, 10m, 12h, 30d. Options of vLLM "
+        "that have no meaning here are accepted, too; the log names them.",
         argument_default=argparse.SUPPRESS,  # tells what was given from what was not
     )
     serve.add_argument(
@@ -81,11 +124,17 @@ def _parser() -> argparse.ArgumentParser:
         help="a directory, a GGUF file or a Hugging Face Hub id; "
         f"default: the built-in model {DEMO_MODEL!r}",
     )  # fmt: skip
-    serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options")
+    serve.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as MODEL")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML or YAML file of options")
     for title, flags in GROUPS.items():
         group = serve.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag)
+    _add_without_effect(serve)
+    serve.object_options = frozenset(
+        ["--structured-outputs-config", "--compilation-config", "-cc", "-O"]
+        + [f"--{flag.name}" for flag in FLAGS if flag.kind is JSON]
+    )
     serve.set_defaults(run=_serve)
     engine = commands.add_parser(
         "engine",
@@ -140,16 +189,27 @@ def _add_flag(group: argparse._ArgumentGroup | argparse.ArgumentParser, flag: Fl
     if flag.default not in (None, ()):
         shown = flag.kind.show(flag.default)
         text += f" (default: {shown.lower() if isinstance(flag.default, bool) else shown})"
-    name = f"--{flag.name}"
+    names = (f"--{flag.name}", *flag.aliases)
     if isinstance(flag.default, bool):
-        group.add_argument(name, action=argparse.BooleanOptionalAction, help=text)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, help=text)
         return
     metavar = f"{{{','.join(flag.choices)}}}" if flag.choices else flag.kind.metavar
-    action = "append" if flag.is_list else "store"
-    more: dict[str, Any] = {}
-    if flag.takes_several:
-        action, more = "extend", {"nargs": "+"}
-    group.add_argument(name, action=action, type=_reader(flag), metavar=metavar, help=text, **more)
+    more: dict[str, Any] = {"action": _Extend, "nargs": "+"} if flag.is_list else {}
+    group.add_argument(*names, type=_reader(flag), metavar=metavar, help=text, **more)
+
+
+def _add_without_effect(serve: argparse.ArgumentParser) -> None:
+    more: dict[str, Any] = {
+        "dest": "without_effect", "action": _Note, "help": argparse.SUPPRESS,
+    }  # fmt: skip
+    for each in WITHOUT_EFFECT:
+        for name in each.switches:
+            opposite = (f"--no-{name[2:]}",) if name.startswith("--") else ()
+            serve.add_argument(name, *opposite, nargs=0, **more)
+        for name in each.options:
+            serve.add_argument(name, **more)
+        for name in each.lists:
+            serve.add_argument(name, nargs="+", **more)
 
 
 def _reader(flag: Flag) -> Callable[[str], Any]:
@@ -181,16 +241,15 @@ def resolve_settings(
     """
     file = _read_file(given.get("config") or environment.get("PENSTOCK_CONFIG"))
     known = {flag.key for flag in flags} | {"model"}
-    unknown = sorted(set(file) - known)
+    unknown = sorted(set(file) - known - _NOT_SETTINGS.keys())
     if unknown:
         names = (flag.name for flag in flags)
         hint = nearest(unknown[0].replace("_", "-"), names)
         raise ConfigError(f"unknown in the config file: {', '.join(unknown)}{hint}")
-    settings: dict[str, Any] = {
-        "model": given.get("model")
-        or environment.get("PENSTOCK_MODEL")
-        or file.get("model", DEMO_MODEL)
-    }
+    model = _one_model(given) or environment.get("PENSTOCK_MODEL") or file.get("model")
+    if model is None:
+        _check_lists(given, flags)
+    settings: dict[str, Any] = {"model": DEMO_MODEL if model is None else model}
     for flag in flags:
         if flag.key in given:
             settings[flag.key] = given[flag.key]
@@ -204,6 +263,30 @@ def resolve_settings(
     if flags is FLAGS:
         _check(settings)
     return settings
+
+
+def _one_model(given: Mapping[str, Any]) -> str | None:
+    """The model of the command line."""
+    model, option = given.get("model"), given.get("model_option")
+    if model and option and model != option:
+        raise ConfigError(f"MODEL is {model!r}, but --model is {option!r}")
+    return model or option
+
+
+def _check_lists(given: Mapping[str, Any], flags: Sequence[Flag]) -> None:
+    """Refuse a command line without a model, of which a list seems to have taken it.
+
+    Raises:
+        ConfigError: names the list.
+    """
+    for flag in flags:
+        values: Sequence[str] = given.get(flag.key, ()) if flag.is_list else ()
+        if len(values) > 1 and re.fullmatch(r"[\w./~-]*/[\w.-]+|[\w.-]+\.gguf", values[-1]):
+            shown = "the last one" if flag.is_secret else repr(values[-1])
+            raise ConfigError(
+                f"--{flag.name} takes all values that follow it, and {shown} looks like the model: "
+                "name the model first, or by --model"
+            )
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
@@ -256,9 +339,16 @@ def _check_tls(settings: Mapping[str, Any], what: str) -> None:
         )
 
 
+_ALIASES = {_key(alias): flag.key for flag in FLAGS for alias in flag.aliases}
+_NOT_SETTINGS = {_key(name): name for each in WITHOUT_EFFECT for name in each.names}
+
+
 def _read_file(path: Path | str | None) -> dict[str, Any]:
     if path is None:
         return {}
+    if Path(path).suffix in (".yaml", ".yml"):
+        values = _read_yaml(Path(path))
+        return {_ALIASES.get(_key(name), _key(name)): value for name, value in values.items()}
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -268,7 +358,23 @@ def _read_file(path: Path | str | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         kind = "nested too deeply" if isinstance(error, RecursionError) else "not UTF-8"
         raise ConfigError(f"the config file {path} is {kind}") from error
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    return {_ALIASES.get(_key(name), _key(name)): value for name, value in values.items()}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """As whoever comes from vLLM has it; a null counts as absent."""
+    import yaml  # type: ignore[import-untyped]  # `huggingface_hub` needs it, too
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the config file {path} is not YAML: {reason}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file {path} is not a mapping of options")
+    return {str(name): value for name, value in values.items() if value is not None}
 
 
 def _read(flag: Flag, value: Any, source: str) -> Any:
@@ -276,7 +382,9 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
         if isinstance(flag.default, bool):
             return _read_bool(value)
         if flag.is_list:
-            return _read_list(value)
+            return _read_list(flag, value)
+        if isinstance(value, dict) and flag.kind in (JSON, TEXT):
+            value = json.dumps(value)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not isinstance(value, str) and (flag.kind.parse is str or not is_number):
             raise ValueError(value)
@@ -285,11 +393,16 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
         raise ConfigError(f"{source} {_fault(flag, value)}") from error
 
 
-def _read_list(value: Any) -> list[str]:
-    items = value if isinstance(value, list) else value.split(",")
+def _read_list(flag: Flag, value: Any) -> list[str]:
+    is_json = isinstance(value, str) and value.startswith(("{", "["))
+    items = value if isinstance(value, list) else [value] if is_json else value.split(",")
+    if flag.kind.parse is not str:
+        items = [json.dumps(item) if isinstance(item, dict) else item for item in items]
     if not all(isinstance(item, str) for item in items):
         raise ValueError(value)
-    return [item.strip() for item in items]
+    parsed = [flag.parse(item.strip()) for item in items]
+    return [*itertools.chain.from_iterable(each if isinstance(each, list) else [each]
+                                           for each in parsed)]  # fmt: skip
 
 
 def _read_bool(value: Any) -> bool:
@@ -323,7 +436,29 @@ def _serve(parsed: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}; {_SERVE_HELP}") from error
     _hide_secrets(vars(parsed), model=settings["model"])
-    return Supervisor(settings, engine).run()
+    unused = without_effect([*getattr(parsed, "without_effect", ()), *_ignored_in_file(parsed)])
+    return Supervisor(settings, engine, without_effect=unused).run()
+
+
+def _ignored_in_file(parsed: argparse.Namespace) -> list[str]:
+    """Options of the config file that have no effect."""
+    file = _read_file(getattr(parsed, "config", None) or os.environ.get("PENSTOCK_CONFIG"))
+    return [_NOT_SETTINGS[key] for key in file if key in _NOT_SETTINGS]
+
+
+def without_effect(options: Iterable[str]) -> list[str]:
+    """Options of the command line that have no effect, each group with the reason."""
+    given = dict.fromkeys(options)
+    found = []
+    for each in WITHOUT_EFFECT:
+        known = {name: None for name in given if _without_no(name) in each.names}
+        if known:
+            found.append(f"{', '.join(known)} ({each.why})")
+    return found
+
+
+def _without_no(name: str) -> str:
+    return f"--{name[5:]}" if name.startswith("--no-") else name
 
 
 def _engine(parsed: argparse.Namespace) -> int:
@@ -351,6 +486,9 @@ def _status(parsed: argparse.Namespace) -> int:
 def _hide_secrets(given: Mapping[str, Any], *, model: str) -> None:
     """Remove secrets from the list of processes and from the children's environment."""
     secret = [flag for flag in FLAGS if flag.is_secret]
+    token = given.get("hf_token") or os.environ.get("PENSTOCK_HF_TOKEN")
+    if token:
+        os.environ["HF_TOKEN"] = token  # as the Hub's client reads it, in the children
     for flag in secret:
         os.environ.pop(flag.variable, None)
     if any(flag.key in given for flag in secret):

@@ -1,20 +1,24 @@
-"""Every option of `penstock serve`, in one table, grouped as `--help` shows them.
+"""Every option of `penstock serve`, in one table, grouped as `--help` shows them, and those of vLLM
+that are accepted without effect.
 
 `launch.cli` says how the settings are put together.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from penstock.engine.config import (
     CUDAGRAPH_MODES,
     DTYPES,
+    FITTING_LEN,
     KV_CACHE_DTYPES,
     MAX_BLOCK_SIZE,
+    MAX_LORAS,
     MAX_RANKS,
     MODEL_IMPLS,
     QUANTIZATIONS,
@@ -32,6 +36,7 @@ _DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "ms":
 _MAX_DURATION_S = 100 * 365 * 86400.0  # more overflows the integers of Redis
 _MAX_COUNT = 1_000_000  # of sequences and tokens per step; buffers of this size still fit
 _MAX_THREADS = 1024
+_ADAPTER_KEYS = {"name", "path", "base_model_name"}
 
 
 def parse_bytes(text: str) -> int:
@@ -122,6 +127,74 @@ def _endpoint(text: str) -> str:
     return text
 
 
+def parse_tokens(text: str) -> int:
+    """A number of tokens, 1 or more, as vLLM reads it: `2k` is 2,000 and `2K` 2,048; so with m, g
+    and t.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    digits, unit = text.strip(), 1
+    if (power := "kmgt".find(digits[-1:].lower())) >= 0 and digits:
+        unit = (1000 if digits[-1].islower() else 1024) ** (power + 1)
+        digits = digits[:-1]
+    number = float(digits) if unit % 10 == 0 else int(digits)
+    if not 1 <= number * unit < math.inf or number * unit != int(number * unit):
+        raise ValueError(f"{text!r} is no number of tokens")
+    return int(number * unit)
+
+
+def _context_len(text: str) -> int:
+    return FITTING_LEN if text in ("auto", "-1") else parse_tokens(text)
+
+
+def _batched_tokens(text: str) -> int:
+    value = parse_tokens(text)
+    if value > _MAX_COUNT:
+        raise ValueError(f"{text!r} is too many")
+    return value
+
+
+def _logprobs(text: str) -> int:
+    value = int(text)
+    if value < -1:
+        raise ValueError(f"{text!r} is negative")
+    return value
+
+
+def _json_object(text: str) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError(f"{text!r} is no object")
+    return text
+
+
+def _adapters(text: str) -> list[str]:
+    """`NAME=PATH` of an adapter in this form, in JSON, or of those of a JSON list."""
+    if not text.lstrip().startswith(("{", "[")):
+        return [text]
+    found = json.loads(text)
+    found = found if isinstance(found, list) else [found]
+    for each in found:
+        if not (isinstance(each, dict) and {"name", "path"} <= each.keys() <= _ADAPTER_KEYS):
+            raise ValueError(f"{text!r} is no adapter")
+    return [f"{each['name']}={each['path']}" for each in found]
+
+
+def _origins(text: str) -> list[str]:
+    """An origin, or those of a JSON list."""
+    found = json.loads(text) if text.startswith("[") else [text]
+    if not all(isinstance(each, str) for each in found):
+        raise ValueError(f"{text!r} is no list of origins")
+    return list(found)
+
+
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if path and not path.startswith("/"):
+        raise ValueError(f"{text!r} is no path")
+    return path
+
+
 def _milliseconds(text: str) -> float:
     return parse_duration(text, unit_s=0.001)
 
@@ -157,11 +230,11 @@ _EXAMPLES = "such as 30s, 10m, 12h or 30d, 0 or more"
 TEXT = Kind("TEXT", "a text")
 HOST = Kind("HOST", "an address")
 NAME = Kind("NAME", "a name")
-JSON = Kind("JSON", "a JSON object")
-ADAPTER = Kind("NAME=PATH", "a name and a directory")
+JSON = Kind("JSON", "a JSON object", _json_object)
+ADAPTER = Kind("NAME=PATH", 'NAME=PATH, or {"name": …, "path": …}', _adapters)
 OVERRIDE = Kind("MODULE=KIND", "a module and a kind")
 KEY = Kind("KEY", "a key")
-ORIGIN = Kind("ORIGIN", "an origin")
+ORIGIN = Kind("ORIGIN", "an origin", _origins)
 FILE = Kind("FILE", "a path")
 URL = Kind("URL", "a URL")
 PORT = Kind("PORT", "between 0 and 65535", _integer(0, 65535))
@@ -169,9 +242,15 @@ INTEGER = Kind("N", "a whole number", _integer())
 REPLICAS = Kind("N", "a whole number from 0 to 1024", _integer(0, 1024))
 ENDPOINT = Kind("HOST:PORT", "an address and a port, such as 10.0.0.1:7000", _endpoint)
 COUNT = Kind("N", "a whole number, 1 or more", _integer(1))
+CONTEXT = Kind("N", "a number of tokens such as 4096, 32k or 32K, or auto", _context_len)
+TOKENS = Kind("N", f"a number of tokens from 1 to {_MAX_COUNT}, such as 8192, 8k or 8K",
+              _batched_tokens)  # fmt: skip
+LOGPROBS = Kind("N", "a whole number, 0 or more; -1: no limit of its own", _logprobs)
+PREFIX = Kind("PATH", "a path that begins with /", _root_path)
 BOUNDED = Kind("N", f"a whole number from 1 to {_MAX_COUNT}", _integer(1, _MAX_COUNT))
 RANKS = Kind("N", f"a whole number from 1 to {MAX_RANKS}", _integer(1, MAX_RANKS))
 THREADS = Kind("N", f"a whole number from 1 to {_MAX_THREADS}", _integer(1, _MAX_THREADS))
+NUMBER = Kind("X", "a number", float)
 SHARE = Kind("SHARE", "a number between 0 and 1", float)
 SIZE = Kind("SIZE", "a size such as 4M or 2GiB", parse_bytes, show_bytes)
 GIB = Kind("GIB", "a number of GiB, or a size such as 512M", parse_gib)
@@ -204,7 +283,9 @@ class Flag:
     """One setting of `serve`.
 
     Attributes:
-        takes_several: values may follow each other, as with vLLM.
+        is_list: several values may follow the option, and it may be repeated.
+        aliases: other options that mean the same, with their hyphens: vLLM's names.
+        spellings: other texts for a value.
 
     The text of a secret is in no message; `launch.cli` also hides it from the list of processes.
     """
@@ -216,7 +297,8 @@ class Flag:
     choices: tuple[str, ...] = ()
     is_list: bool = False
     is_secret: bool = False
-    takes_several: bool = False
+    aliases: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -231,7 +313,7 @@ class Flag:
         """What a value must be, after "must be"."""
         if isinstance(self.default, bool):
             return "true or false"
-        if self.is_list:
+        if self.is_list and self.kind.parse is str:
             return "a list of texts"
         return f"one of {', '.join(self.choices)}" if self.choices else self.kind.expected
 
@@ -240,11 +322,21 @@ class Flag:
         Raises:
             ValueError: the text is no value of this flag.
         """
-        value = self.kind.parse(text)
+        value = self.kind.parse(self.spellings.get(text, text))
         if self.choices and value not in self.choices:
             raise ValueError(f"{value!r} is not among the choices")
         return value
 
+
+# What vLLM calls a checkpoint's own quantization; `bitsandbytes` rounds a dense one to 4 bits.
+_QUANTIZATION_SPELLINGS = {
+    **dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "modelopt",
+         "modelopt_fp4", "mxfp4", "gpt_oss_mxfp4", "auto-round", "moe_wna16"), "none"),
+    "bitsandbytes": "int4",
+}  # fmt: skip
+_LOAD_FORMATS = ("safetensors", "hf", "gguf", "mistral", "bitsandbytes", "fastsafetensors",
+                 "runai_streamer")  # fmt: skip
 
 _MODEL, _CACHE, _SCHEDULER = ModelConfig(), CacheConfig(), SchedulerConfig()
 _LORA = LoraConfig()
@@ -255,8 +347,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("host", "127.0.0.1", "address to listen on; the default accepts only this machine",
              HOST),
         Flag("port", 8000, "port to listen on; 0 picks a free one", PORT),
+        Flag("uds", None, "path of a Unix socket to listen on, instead of --host and --port", FILE),
+        Flag("root-path", None, "path under which a proxy offers the server, such as /llm; "
+             "requests may have it or not", PREFIX),
         Flag("api-workers", 1, "gateway processes that share the port; more than one need "
-             "--redis-url", COUNT),
+             "--redis-url", COUNT, aliases=("--api-server-count", "-asc")),
         Flag("max-connections", _GATEWAY.max_connections, "connections per gateway process, with "
              "TLS handshakes and WebSockets; further ones get 503", COUNT),
         Flag("header-timeout-s", _GATEWAY.header_timeout_s, "time for a TLS handshake, and then "
@@ -270,8 +365,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "a stream; text in between is merged; 0: an event per engine step", MILLISECONDS),
         Flag("shutdown-grace-s", _GATEWAY.shutdown_grace_s, "how long streams may continue after "
              "SIGTERM", SECONDS),
-        Flag("served-model-name", (), "name of the model in the API; may be repeated; default: "
-             "MODEL as given", NAME, is_list=True),
+        Flag("served-model-name", (), "name of the model in the API; may be repeated; *: any "
+             "name; default: MODEL as given", NAME, is_list=True),
     ),
     "security": (
         Flag("api-key", (), "a key that callers must send; may be repeated", KEY, is_list=True,
@@ -290,6 +385,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("allowed-media-domains", (), "host that images may be fetched from, as HOST or "
              "HOST:PORT; may be repeated; default: none, so that images are data URLs", NAME,
              is_list=True),
+        Flag("allowed-local-media-path", None, "directory from which requests may name images, as "
+             "file:///DIR/NAME; default: none", FILE),
         Flag("media-timeout-s", _GATEWAY.media_timeout_s, "time to fetch an image", INTERVAL),
         Flag("max-image-bytes", _GATEWAY.max_image_bytes, "largest image file; --max-body-bytes "
              "bounds it too, unless it is fetched", SIZE),
@@ -300,16 +397,30 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "truncate_prompt_tokens); default: 16 bytes per token of context, at least 1M", SIZE),
     ),
     "model": (
+        Flag("tokenizer", None, "another model, whose tokenizer and chat template are used: a "
+             "directory, a GGUF file or a Hub id"),
         Flag("revision", None, "branch, tag or commit of a model on the Hub"),
+        Flag("tokenizer-revision", None, "the same of the tokenizer; default: of the model's own, "
+             "that of the model"),
+        Flag("hf-token", None, "token for the Hub; default: HF_TOKEN", KEY, is_secret=True),
+        Flag("download-dir", None, "directory for models of the Hub; default: the Hub's own cache",
+             FILE),
+        Flag("hf-overrides", None, "fields that replace those of the model's config.json", JSON),
+        Flag("rope-scaling", None, 'scaling of positions instead of the model\'s, such as '
+             '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}',
+             JSON),
+        Flag("rope-theta", None, "base of the rotary frequencies instead of the model's", NUMBER),
         Flag("model-impl", _MODEL.model_impl, "native: one of our own families; transformers: the "
              "library's code over our cache and matrix products; auto: native where there is one "
              "that has the model's options",
              choices=MODEL_IMPLS),
         Flag("trust-remote-code", False, "run Python code that comes with a model. Read it first: "
              "it may do whatever this user may"),
-        Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
+        Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES,
+             spellings={"half": "float16", "float": "float32"}),
         Flag("quantization", _MODEL.quantization, "store a dense checkpoint's matrices in fewer "
-             "bits: less memory, faster, less exact", choices=QUANTIZATIONS),
+             "bits: less memory, faster, less exact; how a quantized one is stored, it says itself",
+             choices=QUANTIZATIONS, aliases=("-q",), spellings=_QUANTIZATION_SPELLINGS),
         Flag("quantization-override", (), "another quantization for a module, such as "
              "lm_head=int8; may be repeated", OVERRIDE, is_list=True),
         Flag("quantization-exclude", (), "a module to leave as it is, such as lm_head or "
@@ -317,22 +428,32 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("quantize-activations", True, "round the inputs of quantized matrices to bytes, for "
              "speed (on a GPU: of matrices in 8 bits); off: slower, more exact"),
         Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
-             choices=("auto", "dummy")),
-        Flag("max-model-len", None, "context length in tokens; default: the model's own", COUNT),
+             choices=("auto", "dummy"), spellings=dict.fromkeys(_LOAD_FORMATS, "auto")),
+        Flag("max-model-len", None, "context length in tokens; default: the model's own; auto: as "
+             "much of it as the KV cache has room for", CONTEXT),
         Flag("generation-config", _MODEL.generation_config, "auto: take sampling defaults and EOS "
-             "from generation_config.json", choices=("auto", "none")),
+             "from generation_config.json", choices=("auto", "none"), spellings={"vllm": "none"}),
+        Flag("override-generation-config", None, "sampling defaults before the model's own, such "
+             'as {"temperature": 0.5}', JSON),
+        Flag("seed", None, "draw the seeds of requests without one from this, in the order in "
+             "which they come; and the random weights of --load-format dummy", INTEGER),
+        Flag("max-logprobs", -1, "alternatives that a request may ask for beside each token; -1: "
+             "as many as the API allows", LOGPROBS),
+        Flag("chat-template", None, "file with a chat template, or its text, instead of the "
+             "model's own", FILE),
+        Flag("default-chat-template-kwargs", None, "variables of the chat template where a request "
+             'has none, such as {"enable_thinking": false}', JSON),
         Flag("tool-call-parser", None, "how the model writes tool calls, by vLLM's names (hermes, "
              "llama3_json, mistral, …) or none; default: as its chat template shows"),
         Flag("reasoning-parser", None, "how it writes thoughts (qwen3, deepseek_r1, …) or none; "
              "default: as its chat template shows"),
-        Flag("enable-auto-tool-choice", False, "accepted without effect: it is always on"),
         Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
         Flag("num-threads", None, "CPU threads of the engine, or of each of its ranks; default: "
              "one per core", THREADS),
         Flag("tensor-parallel-size", 1, "processes that share each matrix of the model, one for "
-             "each GPU or NUMA node", RANKS),
+             "each GPU or NUMA node", RANKS, aliases=("-tp",)),
         Flag("pipeline-parallel-size", 1, "parts into which the layers are cut, each in such "
-             "processes", RANKS),
+             "processes", RANKS, aliases=("-pp",)),
         Flag("deterministic", False, "results never depend on batch, chunks, preemption or cache; "
              "slower on a GPU"),
         Flag("cudagraph-mode", "auto", "CUDA graphs. full: whole decode batches, other batches "
@@ -341,17 +462,20 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "memory": (
         Flag("kv-cache-memory-bytes", None, "memory for KV blocks; default: a share of free "
-             "memory", SIZE),
-        Flag("num-blocks", None, "number of KV blocks, instead of a size", INTEGER),
+             "memory", SIZE, aliases=("--kv-cache-memory",)),
+        Flag("num-blocks", None, "number of KV blocks, instead of a size", INTEGER,
+             aliases=("--num-gpu-blocks-override",)),
         Flag("block-size", _CACHE.block_size, "tokens per KV block; an even number", BLOCK_SIZE),
         Flag("kv-cache-dtype", _CACHE.kv_cache_dtype, "fp8: half the KV memory per token, slightly "
-             "less exact; int8: as little, more exact, on a CPU", choices=KV_CACHE_DTYPES),
+             "less exact; int8: as little, more exact, on a CPU", choices=KV_CACHE_DTYPES,
+             spellings={"fp8_e4m3": "fp8"}),
         Flag("gpu-memory-utilization", _CACHE.gpu_memory_utilization, "share of the GPU's memory "
              "to use in total", SHARE),
         Flag("enable-prefix-caching", _CACHE.enable_prefix_caching, "share KV between requests "
              "that begin with the same tokens"),
         Flag("swap-space", None, "GiB of host memory for KV that does not fit on the device; 0: "
-             "none; default: a moderate share of free memory", GIB),
+             "none; default: a moderate share of free memory", GIB,
+             aliases=("--kv-offloading-size",)),
         Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", INTEGER),
         Flag("mm-encoder-cache-bytes", _CACHE.mm_encoder_cache_bytes, "memory for the features of "
              "images that are kept for further requests", SIZE),
@@ -360,21 +484,23 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("enable-lora", _LORA.enable_lora, "serve adapters (LoRA) of the model beside it; they "
              "are loaded by --lora-modules and POST /v1/load_lora_adapter"),
         Flag("lora-modules", (), "adapters in PEFT's format, and their names in the API", ADAPTER,
-             is_list=True, takes_several=True),
-        Flag("max-loras", _LORA.max_loras, "adapters whose requests run at once", COUNT),
+             is_list=True),
+        Flag("max-loras", None, f"adapters whose requests run at once; default: {MAX_LORAS}, or "
+             "--max-cpu-loras if that is less", COUNT),
         Flag("max-lora-rank", _LORA.max_lora_rank, "largest rank of an adapter", COUNT),
         Flag("max-cpu-loras", None, "adapters kept in host memory; default: --max-loras", COUNT),
     ),
     "scheduling": (
         Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", BOUNDED),
         Flag("max-num-batched-tokens", _SCHEDULER.max_num_batched_tokens, "tokens computed per "
-             "step", BOUNDED),
+             "step", TOKENS),
         Flag("enable-chunked-prefill", _SCHEDULER.enable_chunked_prefill, "compute a long prompt "
              "over several steps"),
         Flag("max-stall-ms", _SCHEDULER.max_stall_ms, "how long prompts may delay running streams "
              "in one step", MILLISECONDS),
         Flag("preemption", _SCHEDULER.preemption, "what happens to a sequence's KV when blocks run "
-             "out; auto: whichever costs less", choices=("auto", "swap", "recompute")),
+             "out; auto: whichever costs less", choices=("auto", "swap", "recompute"),
+             aliases=("--preemption-mode",)),
         Flag("speculative-config", None, "draft several tokens a step, which changes no token: "
              '{"method": "ngram"} where the text repeats itself, {"model": DIRECTORY_OR_ID} by a '
              'smaller model, {"method": "eagle3", "model": …} by an EAGLE-3 head (CPU only); '
@@ -393,7 +519,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "several engines": (
         Flag("replicas", 1, "engines on this machine, each with its share of the cores or a GPU of "
-             "its own; 0: none, only others'", REPLICAS),
+             "its own; 0: none, only others'", REPLICAS, aliases=("--data-parallel-size", "-dp")),
         Flag("routing", _GATEWAY.routing, "which engine gets a request. prefix: the one that has "
              "most of the prompt cached, less what it has to compute",
              choices=get_args(Routing)),
@@ -450,15 +576,103 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("log-format", _GATEWAY.log_format, "lines of text, or one JSON object per line",
              choices=("text", "json")),
         Flag("otlp-endpoint", None, "OpenTelemetry collector for traces, as "
-             "http://localhost:4318", URL),
+             "http://localhost:4318", URL, aliases=("--otlp-traces-endpoint",)),
     ),
 }  # fmt: skip
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 
+
+@dataclass(frozen=True, slots=True)
+class WithoutEffect:
+    """Options of vLLM that have no meaning here: they are accepted, and said so once.
+
+    Attributes:
+        why: for the message.
+        switches: those without a value, or with `--no-`.
+        options: those with one.
+        lists: those with several.
+    """
+
+    why: str
+    switches: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.switches + self.options + self.lists
+
+
+WITHOUT_EFFECT = (
+    WithoutEffect("it is always so", (
+        "--enable-auto-tool-choice", "--enable-reasoning", "--enable-request-id-headers",
+        "--enable-prompt-tokens-details", "--disable-frontend-multiprocessing",
+        "--enable-ssl-refresh",
+    )),
+    WithoutEffect("the log has no prompts, and one line for each request", (
+        "--disable-log-requests", "--enable-log-requests", "--disable-uvicorn-access-log",
+    ), (
+        "--max-log-len", "--uvicorn-log-level", "--disable-access-log-for-endpoints",
+        "--log-config-file",
+    )),
+    WithoutEffect("numbers are at /metrics, not in the log", (
+        "--disable-log-stats", "--kv-cache-metrics", "--cudagraph-metrics",
+        "--enable-logging-iteration-details",
+    ), (
+        "--show-hidden-metrics-for-version",
+    ), ("--collect-detailed-traces",)),
+    WithoutEffect("a model does all that it can: it generates, and makes vectors or scores",
+                  options=("--runner", "--task", "--convert")),
+    WithoutEffect("the files of the model decide", ("--allow-deprecated-quantization",), (
+        "--tokenizer-mode", "--config-format", "--chat-template-content-format",
+    )),
+    WithoutEffect("there is one way to load files", ("--use-tqdm-on-load",), (
+        "--safetensors-load-strategy", "--max-parallel-loading-workers",
+        "--model-loader-extra-config",
+    ), ("--ignore-patterns",)),
+    WithoutEffect("there is one implementation", (
+        "--use-v2-block-manager", "--async-scheduling", "--disable-async-output-proc",
+        "--disable-hybrid-kv-cache-manager", "--disable-cascade-attn", "--calculate-kv-scales",
+        "--disable-custom-all-reduce", "--multi-step-stream-outputs", "--numa-bind",
+    ), (
+        "--attention-backend", "--structured-outputs-config", "--guided-decoding-backend",
+        "--distributed-executor-backend", "--prefix-caching-hash-algo", "--reasoning-backend",
+        "--kv-offloading-backend", "--num-scheduler-steps", "--moe-backend",
+    )),
+    WithoutEffect("nothing is compiled by it: see --cudagraph-mode", (), (
+        "--compilation-config", "-O", "-cc", "--optimization-level", "--performance-mode",
+        "--max-cudagraph-capture-size", "--max-seq-len-to-capture",
+    ), ("--cudagraph-capture-sizes", "--cuda-graph-sizes")),
+    WithoutEffect("--max-stall-ms bounds what prompts delay", (), (
+        "--max-num-partial-prefills", "--max-long-partial-prefills",
+        "--long-prefill-token-threshold",
+    )),
+    WithoutEffect("see --stream-interval-ms", options=("--stream-interval",)),
+    WithoutEffect("an answer's role is assistant", options=("--response-role",)),
+    WithoutEffect("weights stay where they are computed with", options=("--cpu-offload-gb",)),
+    WithoutEffect("experts are shared among ranks like other matrices", (
+        "--enable-expert-parallel", "-ep", "--enable-eplb",
+    ), ("--eplb-config",)),
+    WithoutEffect("adapters have the model's dtype, and all their own parts", (
+        "--fully-sharded-loras",
+    ), ("--lora-dtype", "--lora-extra-vocab-size", "--long-lora-scaling-factors")),
+    WithoutEffect("see --mm-encoder-cache-bytes and --limit-mm-per-prompt", (
+        "--disable-mm-preprocessor-cache", "--skip-mm-profiling", "--language-model-only",
+        "--interleave-mm-strings", "--disable-chunked-mm-input",
+    ), ("--mm-processor-cache-gb", "--mm-processor-cache-type", "--mm-encoder-tp-mode",
+        "--mm-encoder-attn-backend", "--media-io-kwargs", "--video-pruning-rate")),
+    WithoutEffect("browsers may send what the API needs: see --allowed-origins", (
+        "--allow-credentials",
+    ), ("--allowed-methods", "--allowed-headers")),
+    WithoutEffect("this server has no such limit or page", ("--disable-fastapi-docs",), (
+        "--h11-max-incomplete-event-size", "--h11-max-header-count",
+    )),
+)  # fmt: skip
+
 # Those of `penstock engine`: what an engine needs of the above, and these.
 _OF_ENGINE = {
-    "served_model_name", "redis_url", "tls_cert", "tls_key", "tls_ca", "shutdown_grace_s",
-    "step_timeout_s", "log_level", "log_format",
+    "served_model_name", "hf_token", "redis_url", "tls_cert", "tls_key", "tls_ca",
+    "shutdown_grace_s", "step_timeout_s", "log_level", "log_format",
     *(name for part in (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, LoraConfig)
       for name in part.__slots__),
 }  # fmt: skip

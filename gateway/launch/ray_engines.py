@@ -28,6 +28,7 @@ from typing import Any
 from penstock.engine.errors import ConfigError
 from penstock.engine.logs import configure_logging
 from penstock.engine.process import Status, run_child
+from penstock.gateway.config import pool_name
 from penstock.gateway.launch.flags import ENGINE_FLAGS
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
 from penstock.gateway.storage.redis_engines import EngineRecord, RedisEngines
@@ -174,7 +175,7 @@ async def _serve(
 
 
 async def _scale(settings: Mapping[str, Any], more: list[Any], start: Callable[[], Any]) -> None:
-    model = (settings["served_model_name"] or [settings["model"]])[0]
+    model = pool_name(settings)
     found = RedisEngines(RedisLink(RedisAddress.parse(settings["redis_url"])), model)
     scaling = Scaling(
         least=settings["replicas"],

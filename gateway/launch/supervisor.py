@@ -28,13 +28,14 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import MAX_LOGPROBS, CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.logs import configure_logging
+from penstock.gateway.config import pool_name
 from penstock.gateway.launch.child import LOOK_INTERVAL_S, MAX_FAILED_STARTS, Child
 
 _LOG = logging.getLogger("penstock")
@@ -62,11 +63,19 @@ class Supervisor:
 
     Args:
         settings: every option of the command by key (`launch.flags`).
+        without_effect: options of the command line that have no meaning here, and why.
     """
 
-    def __init__(self, settings: Mapping[str, Any], engine: EngineConfig) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        engine: EngineConfig,
+        *,
+        without_effect: Sequence[str] = (),
+    ) -> None:
         self._settings = settings
         self._engine_config = engine
+        self._without_effect = without_effect
         self._children: list[Child] = []  # the engines first
         self._num_engines = 1  # or what starts them elsewhere
         self._num_local = 1
@@ -87,10 +96,12 @@ class Supervisor:
                     self._start(child)
                 self._await_ready()
                 if not self._num_stop_signals:
+                    self._say_without_effect()
                     print(self._ready_line(listener, time.monotonic() - started_s), flush=True)
                     self._keep_running()
                 is_well = True
             except ServeError as error:
+                self._say_without_effect()
                 print(f"penstock: error: {error}", file=sys.stderr, flush=True)
                 failed = error.exit_code
             finally:
@@ -98,6 +109,8 @@ class Supervisor:
                     grace_s = self._settings["shutdown_grace_s"]
                     _LOG.info("stopping; streams have %g s, a second signal ends them now", grace_s)
                 listener.close()  # new connections are refused instead of left waiting
+                if self._settings.get("uds") is not None:
+                    Path(self._settings["uds"]).unlink(missing_ok=True)
                 is_well = self._stop_all() and is_well
         return 0 if is_well else failed
 
@@ -129,7 +142,8 @@ class Supervisor:
         self._num_local, self._num_engines = num_local, len(engines)
         gateway = {
             **self._settings,
-            "host": listener.getsockname()[0],
+            # A Unix socket has no host that a web page could have in common with it.
+            "host": "" if listener.family == socket.AF_UNIX else listener.getsockname()[0],
             "host_name": self._settings["host"],
             "model": dataclasses.asdict(self._engine_config.model),
             "engine_address": address,
@@ -189,18 +203,42 @@ class Supervisor:
             if all(child.ready is not None for child in self._children):
                 return
 
+    def _say_without_effect(self) -> None:
+        found = [*self._without_effect, *self._without_effect_here()]
+        self._without_effect = ()
+        if found:
+            _LOG.info("accepted without effect: %s", ", ".join(found))
+
+    def _without_effect_here(self) -> Iterator[str]:
+        """Options that mean nothing for this engine, model or API."""
+        if (self._settings.get("max_logprobs") or 0) > MAX_LOGPROBS:
+            yield f"--max-logprobs (more than {MAX_LOGPROBS} are never given)"
+        engine, device = self._children[0].ready or {}, self._engine_config.device
+        if engine.get("device") == "cpu":
+            if device.enforce_eager:
+                yield "--enforce-eager (a CPU has no CUDA graphs)"
+            share = self._engine_config.cache.gpu_memory_utilization
+            if share != CacheConfig().gpu_memory_utilization:
+                yield "--gpu-memory-utilization (it runs on a CPU: see --kv-cache-memory-bytes)"
+        if engine.get("is_native") and self._engine_config.model.trust_remote_code:
+            yield "--trust-remote-code (this model runs without code of its own)"
+
     def _ready_line(self, listener: socket.socket, took_s: float) -> str:
+        if listener.family == socket.AF_UNIX:
+            return f"penstock is ready at unix:{listener.getsockname()}  ({self._about(took_s)})"
         scheme = "http" if self._settings["ssl_certfile"] is None else "https"
         host, port = listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104, E501  # fmt: skip
         base_url = f"{scheme}://{host}:{port}"  # harnesses read the first URL of this line
-        several = f"{self._num_local} engines, each " if self._num_local > 1 else ""
-        about = self._about_engine() if self._num_local else "on engines elsewhere"
         return (
             f"penstock is ready at {base_url}  (chat page), "
-            f"API: {base_url}/v1, dashboard: {base_url}/dashboard  "
-            f"(model {self._settings['model']}, {several}{about}, {took_s:.1f} s)"
+            f"API: {base_url}/v1, dashboard: {base_url}/dashboard  ({self._about(took_s)})"
         )
+
+    def _about(self, took_s: float) -> str:
+        several = f"{self._num_local} engines, each " if self._num_local > 1 else ""
+        about = self._about_engine() if self._num_local else "on engines elsewhere"
+        return f"model {self._settings['model']}, {several}{about}, {took_s:.1f} s"
 
     def _about_engine(self) -> str:
         engine = self._children[0].ready or {}
@@ -349,7 +387,7 @@ class EngineSupervisor(Supervisor):
             "log_level": settings["log_level"],
             "log_format": settings["log_format"],
             "redis_url": settings["redis_url"],
-            "model": (settings["served_model_name"] or [settings["model"]])[0],
+            "model": pool_name(settings),
             "engine_address": address,
             "advertised": self._endpoint(listener),
         }
@@ -380,8 +418,10 @@ def _max_silent_looks(step_timeout_s: float) -> int:
 def _listen(settings: Mapping[str, Any]) -> socket.socket:
     """
     Raises:
-        ConfigError: host and port cannot be listened on.
+        ConfigError: host and port, or the path of --uds, cannot be listened on.
     """
+    if settings.get("uds") is not None:
+        return _listen_at_path(Path(settings["uds"]))
     host, port = settings["host"], settings["port"]
     problem: Exception = OSError("the host has no address")
     try:
@@ -401,6 +441,25 @@ def _listen(settings: Mapping[str, Any]) -> socket.socket:
             return listener
     reason = _listen_fault(problem, host, port)
     raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from problem
+
+
+def _listen_at_path(path: Path) -> socket.socket:
+    """A Unix socket, for whoever may write to it: this user. That of a server that was killed is
+    replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(str(path)) == 0:
+                    raise OSError(errno.EADDRINUSE, "another server listens there")
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--uds: cannot listen on {path}: {reason}") from error
+    return listener
 
 
 def _listen_fault(problem: Exception, host: str, port: int) -> str:

@@ -31,7 +31,7 @@ from penstock.gateway.telemetry.request_record import (
 
 _LOG = logging.getLogger("penstock.access")
 PROBES = frozenset(
-    {"/health", "/ready", "/metrics", "/ping", "/load"}
+    {"/health", "/live", "/ready", "/metrics", "/ping", "/load"}
 )  # polled: logged at debug level
 ANY_PATH = "/{path:path}"  # the template of a WebSocket that is not there
 _PAGE_ROUTE = "/"  # the template of the mount with the page's files

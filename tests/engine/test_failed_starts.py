@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import FITTING_LEN, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.model_files import DEMO_MODEL_PATH
 from penstock.engine.startup import build_core
@@ -45,6 +45,16 @@ def fault(**settings: Any) -> str:
 def test_settings_that_cannot_work(settings: Mapping[str, Any], words: tuple[str, ...]) -> None:
     text = fault(**settings)
     assert all(each in text for each in words), text
+
+
+def test_a_context_that_is_as_long_as_the_cache(tmp_path: Path) -> None:
+    """`--max-model-len auto`, where the model's whole context would be refused."""
+    for num_blocks, length in ((20, 320), (500, 2048)):
+        settings = {"num_blocks": num_blocks, "max_model_len": FITTING_LEN}
+        core, info = build_core(engine_config(resolve_settings(settings, {})))
+        core.close()
+        assert info.max_model_len == length
+    assert "2048 tokens" in fault(num_blocks=20)
 
 
 def test_a_model_that_is_not_supported(

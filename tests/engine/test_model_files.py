@@ -30,9 +30,10 @@ import sys, json
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files import read_generation_defaults, resolve_model
-model, revision, weights = json.loads(sys.argv[1])
+model, revision, weights, folder = json.loads(sys.argv[1])
+config = ModelConfig(model=model, revision=revision, download_dir=folder)
 try:
-    path = resolve_model(ModelConfig(model=model, revision=revision), weights=weights)
+    path = resolve_model(config, weights=weights)
     files = sorted(file.name for file in path.iterdir())
     eos = read_generation_defaults(path).eos_token_ids
     print(json.dumps({"files": files, "eos": eos, "path": str(path)}))
@@ -54,11 +55,13 @@ def resolve(
     *,
     revision: str | None = None,
     weights: bool = True,
+    folder: Path | None = None,
     **environment: str,
 ) -> dict[str, object]:
     """In a process of its own: the Hub's client reads its environment when it is imported."""
+    asked = [model, revision, weights, None if folder is None else str(folder)]
     result = subprocess.run(
-        [sys.executable, "-c", _RESOLVE, json.dumps([model, revision, weights])],
+        [sys.executable, "-c", _RESOLVE, json.dumps(asked)],
         env={
             **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
             "HF_ENDPOINT": endpoint,
@@ -84,6 +87,9 @@ def test_the_hub_brings_what_serving_needs(hub: tuple[str, list[str]], tmp_path:
     assert whole["files"] == ["config.json", "generation_config.json", "model.safetensors"]
     assert str(whole["path"]).startswith(str(tmp_path)), "HF_HOME is honoured"
     assert not any("README" in path for path in asked)
+    folder = tmp_path / "models"
+    elsewhere = resolve(endpoint, tmp_path, folder=folder)
+    assert str(elsewhere["path"]).startswith(str(folder)), "--download-dir is honoured"
 
 
 def test_the_hub_brings_how_a_model_embeds(

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from penstock.engine.gguf_directory import GGUF_FILE
-from penstock.engine.json_file import is_present
+from penstock.engine.config_fields import ConfigFields, read_model_fields
+from penstock.engine.json_file import GGUF_FILE, is_present
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats.awq import read_awq
 from penstock.engine.weights.formats.bitsandbytes import read_bitsandbytes
@@ -58,15 +58,34 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GgufCheckpoint(path) if is_present(path / GGUF_FILE) else Checkpoint(path)
 
 
+def check_format(path: Path, *, has_weights: bool) -> str:
+    """How the weights of a model in directory `path` are stored; the name among the `FORMATS`.
+
+    Args:
+        has_weights: their files must be there.
+
+    Raises:
+        ModelLoadError: as far as can be known before they are read, they cannot be.
+    """
+    if is_present(path / GGUF_FILE):
+        GgufCheckpoint(path).check_types()
+        return "gguf"
+    if has_weights:
+        open_checkpoint(path)
+    return _format_by(read_model_fields(path))
+
+
 def format_of(checkpoint: Checkpoint) -> str:
     """The name of a checkpoint's format among the `FORMATS`, by the `quant_method` in its config.
 
     Raises:
         ModelLoadError: it is not among the `FORMATS`.
     """
-    if isinstance(checkpoint, GgufCheckpoint):
-        return "gguf"
-    config, method = checkpoint.config, "dense"
+    return "gguf" if isinstance(checkpoint, GgufCheckpoint) else _format_by(checkpoint.config)
+
+
+def _format_by(config: ConfigFields) -> str:
+    method = "dense"
     if "quantization_config" in config:
         method = config.section("quantization_config").text("quant_method")
     if method not in FORMATS:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX, ROPE_FACTORS
-from penstock.engine.json_file import check_file, read_json
+from penstock.engine.gguf_directory import ROPE_FACTORS
+from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX, check_file, read_json
 from penstock.engine.weights.checkpoint import FLOATS, Checkpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 
@@ -98,6 +98,22 @@ class GgufCheckpoint(Checkpoint):
         num_rows = math.prod(shape[:-1])
         return self._bytes[start : start + size].view(num_rows, -1), tensor.text("type")
 
+    def check_types(self) -> None:
+        """
+        Raises:
+            ModelLoadError: a tensor has a type that is not supported.
+        """
+        for stored in sorted(self.unread):
+            kind = self._tensors.section(stored).text("type", "F32")
+            if kind not in _DTYPES and kind not in _TYPES:
+                raise self._of_wrong_type(stored, kind)
+
+    def _of_wrong_type(self, stored: str, kind: str) -> ModelLoadError:
+        supported = ", ".join((*_DTYPES, *_TYPES))
+        return ModelLoadError(
+            f"{self.path / GGUF_FILE}: tensor {stored} is {kind}; supported: {supported}"
+        )
+
     @property
     def types(self) -> tuple[str, ...]:
         """Those that a tenth of the bytes or more have, the largest first."""
@@ -138,8 +154,6 @@ def read_gguf(checkpoint: Checkpoint, prefix: str, shape: tuple[int, ...]) -> Ma
         rows = rows[_order_of_halves(shape[0], checkpoint.config.integer(heads))]
     if kind in _DTYPES:
         return DenseMatrix(rows.view(_DTYPES[kind]).view(-1, shape[-1]))
-    if kind not in _TYPES:
-        raise checkpoint.fault(name, f"is {kind}; supported: {', '.join((*_DTYPES, *_TYPES))}")
     return _TYPES[kind].decode(rows)
 
 

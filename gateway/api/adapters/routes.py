@@ -76,6 +76,8 @@ class Adapters:
             await self._registry.require(asked.lora_name, ANYBODY)
             if asked.lora_name in self._model.names:
                 raise _refused("lora_name", f"{asked.lora_name!r} is the base model")
+            if self._registry.known(asked.lora_name) is None:  # though any name is the base model's
+                raise self._model.not_found(asked.lora_name, tuple(self._registry.of(ANYBODY)))
             await self._registry.unload(asked.lora_name)
         return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 

@@ -106,7 +106,7 @@ class ChatCompletions:
             request_id,
             chat.kept(prompt_token_ids),
             constrained(
-                chat.options(model.defaults.sampling), chat.offered, output_format, model.formats
+                chat.options(model.sampling_defaults()), chat.offered, output_format, model.formats
             ),
             param="messages",
             caller=caller_of(request.scope),

@@ -109,7 +109,7 @@ class Completions:
         request_id: str,
     ) -> Generation:
         token_ids = await self._token_ids(prompt, completion)
-        options = completion.options(self._generator.model.defaults.sampling)
+        options = completion.options(self._generator.model.sampling_defaults())
         if completion.suffix:
             options = ending_there(options, self._generator.gaps.require(param="suffix"))
         return await self._generator.plan(

@@ -60,7 +60,7 @@ class Infill:
             extra=[(each.filename, each.text) for each in asked.input_extra],
             num_output_tokens=asked.output_limit,
         )
-        options = asked.options(self._generator.model.defaults.sampling)
+        options = asked.options(self._generator.model.sampling_defaults())
         generation = await self._generator.plan(
             f"infill-{uuid.uuid4().hex}",
             prompt.token_ids,

@@ -126,7 +126,7 @@ class ResponseService:
             response_id,
             prompt.token_ids,
             constrained(
-                request.options(self._generator.model.defaults.sampling),
+                request.options(self._generator.model.sampling_defaults()),
                 request.offered,
                 prompt.output_format,
                 self._generator.model.formats,

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.engine.config import MAX_LOGPROBS
 from penstock.engine.request import (
     MAX_BRANCHES,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     SAMPLING_PARAMETERS,
     BeamSearch,
     SamplingParams,
@@ -241,10 +241,11 @@ class SamplingRequest(_Common):
 
     def options(self, model_defaults: Mapping[str, Any]) -> GenerationOptions:
         """What it asks of its output."""
-        asked = self.output_limit
+        asked, most = self.output_limit, model_defaults.get("max_tokens")
+        limits = [self.default_output_limit if asked is None else asked, most]
         return GenerationOptions(
             sampling_params=self._sampling_params(model_defaults),
-            max_tokens=self.default_output_limit if asked is None else asked,
+            max_tokens=min((each for each in limits if each is not None), default=None),
             is_limit_given=asked is not None,
             priority=self.priority if "priority" in self.model_fields_set else None,
             cache_salt=self.cache_salt,
@@ -260,11 +261,14 @@ class SamplingRequest(_Common):
         branching = self.branching
         defaults = model_defaults if branching.beam_search is None else _SEARCH_DEFAULTS
         given = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
+        seed = model_defaults.get("seed") if self.seed is None else self.seed
+        drawn = {
+            "seed": secrets.randbits(63) if seed is None else seed,
+            "max_tokens": UNKNOWN_LIMIT,
+        }
         return SamplingParams(
-            **{**defaults, **given},
+            **{**defaults, **given, **drawn},
             logit_bias={int(token_id): bias for token_id, bias in self.logit_bias.items()},
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
-            max_tokens=UNKNOWN_LIMIT,
             stop_token_ids=tuple(self.stop_token_ids),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,

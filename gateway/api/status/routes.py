@@ -1,4 +1,4 @@
-"""`/health`, `/ping`, `/ready`, `/load`, `/metrics`, `/version` and `/openapi.json`."""
+"""`/health`, `/ping`, `/live`, `/ready`, `/load`, `/metrics`, `/version` and `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ class Status:
 
     @operation("GET /health", "Check whether the engine is up.", "Status", needs_key=False)
     async def health(self, _: Request) -> Response:
-        """200 unless the engine was lost: a server that is still starting is healthy. So is one
-        whose Redis is not, because it serves what needs no Redis, and one with several engines of
-        which one is left; the answer names what is wrong.
+        """200 once there was an engine, unless it is lost. A server whose Redis is not well is
+        healthy, because it serves what needs no Redis, and so is one with several engines of which
+        one is left; the answer names what is wrong.
         """
-        if self._engine.is_lost:
-            return refusal(503, code="engine_unavailable", message="the engine died").response()
+        if self._engine.info is None:
+            state = "the engine died" if self._engine.is_lost else "the engine is starting"
+            return refusal(503, code="engine_unavailable", message=state).response()
         if self._redis is not None and (trouble := self._redis()) is not None:
             state, message = trouble
             redis = {"state": state, "message": message}
@@ -77,6 +78,11 @@ class Status:
         """What is said of several engines."""
         links = self._engine.links
         return {"engines": [_about(link) for link in links]} if len(links) > 1 else {}
+
+    @operation("GET /live", "Check whether the server runs.", "Status", needs_key=False)
+    async def live(self, _: Request) -> Response:
+        """200 from the first second on, while the model is loaded and while there is no engine."""
+        return json_response({"status": "live"})
 
     @operation("GET /ready", "Check whether requests would be served.", "Status", needs_key=False)
     async def ready(self, _: Request) -> Response:
@@ -120,8 +126,9 @@ def _about(link: EngineLink) -> dict[str, Any]:
 class Description:
     """`GET /openapi.json`."""
 
-    def __init__(self, model_names: Callable[[Caller], Sequence[str]]) -> None:
+    def __init__(self, model_names: Callable[[Caller], Sequence[str]], root_path: str = "") -> None:
         self._model_names = model_names
+        self._root_path = root_path
 
     @operation("GET /openapi.json", "This document.", "Document", needs_key=False)
     async def read(self, request: Request) -> Response:
@@ -129,4 +136,5 @@ class Description:
         from penstock.gateway.api.openapi import document
 
         names = self._model_names(caller_of(request.scope))
-        return json_response(document(names, operations_of(request.app.routes)))
+        operations = operations_of(request.app.routes)
+        return json_response(document(names, operations, root_path=self._root_path))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX
+from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX
 from penstock.engine.models import backends, packed_experts
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.language_model import LanguageModel

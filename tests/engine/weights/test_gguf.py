@@ -18,7 +18,8 @@ from transformers.models.llama import LlamaConfig
 
 from penstock.engine import LLM, ModelLoadError, SamplingParams
 from penstock.engine.config import ModelConfig
-from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX, _rope_scaling, gguf_directory
+from penstock.engine.gguf_directory import _rope_scaling, gguf_directory
+from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX
 from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model, weights_fingerprint
 from penstock.engine.models.loader import load_model
 from penstock.engine.weights.formats.gguf import _TYPES, _stored_name

@@ -176,7 +176,10 @@ async def test_before_the_first_engine(model_path: Path, tmp_path: Path) -> None
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "engine_unavailable"
             wait_ms(refused)
-        assert (await http.get("/health")).status_code == 200  # it is starting
+        starting = await http.get("/health")  # as compose files and probes written for vLLM ask
+        assert starting.status_code == 503
+        assert starting.json()["error"]["message"] == "the engine is starting"
+        assert (await http.get("/live")).json() == {"status": "live"}
 
 
 @pytest.mark.usefixtures("soon_alarmed")
@@ -187,6 +190,7 @@ async def test_engine_death_and_return(serve: Serve) -> None:
         await served.engine.die()
         await answers(served, "/health", 503)
         assert (await served.http.post("/ping")).status_code == 503
+        assert (await served.http.get("/live")).status_code == 200
         ready = await served.http.get("/ready")
         assert ready.status_code == 503
         assert ready.json()["error"]["code"] == "engine_unavailable"

@@ -21,6 +21,7 @@ ASK = {"prompt": "x", "max_tokens": 1}
         ("[::1]:8000", True),
         ("127.0.0.2:8000", True),
         ("evil.example", False),
+        ("host.docker.internal:8000", False),  # a hostile network's DNS may have a name like it
         ("localhost.evil.example:8000", False),
         ("127.0.0.1.evil.example", False),
     ],
@@ -29,7 +30,11 @@ async def test_rebound_names_are_refused(served: Served, host: str, is_let_in: b
     response = await served.http.get("/v1/models", headers={"Host": host})
     assert response.status_code == (200 if is_let_in else 403)
     if not is_let_in:
-        assert response.json()["error"]["code"] == "host_not_allowed"
+        error = response.json()["error"]
+        assert error["code"] == "host_not_allowed"
+        name = host.partition(":")[0]
+        for remedy in ("--host 0.0.0.0", f"--allowed-origins http://{name}"):
+            assert remedy in error["message"]
 
 
 async def test_a_proxy_may_pass_an_allowed_name_on(serve: Serve) -> None:
@@ -111,7 +116,7 @@ async def test_key_is_required(serve: Serve, header: str | None) -> None:
         assert response.json()["error"]["code"] == "invalid_api_key"
         good = {"Authorization": "Bearer secret"}
         assert (await served.http.get("/v1/models", headers=good)).status_code == 200
-        for path in ("/", "/health", "/ready", "/metrics", "/version"):
+        for path in ("/", "/health", "/live", "/ready", "/metrics", "/version"):
             assert (await served.http.get(path)).status_code == 200
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import os
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from penstock.engine.errors import ConfigError
 from penstock.engine.vision.image_file import open_image
 from penstock.engine.vision.image_tokens import ImageTokens
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.image_fetch import ImageFetcher, is_public
 from penstock.gateway.generation.images import ImageLoader, ImageSource
+from penstock.gateway.generation.local_images import LocalImages
 
 TOKENS = ImageTokens(
     placeholder="<image>", token="<image>", token_id=7, expand=lambda *_: "<image>" * 3
@@ -86,10 +90,14 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 def loader(
-    *domains: str, tokens: ImageTokens | None = TOKENS, timeout_s: float = 5.0
+    *domains: str,
+    tokens: ImageTokens | None = TOKENS,
+    timeout_s: float = 5.0,
+    directory: Path | None = None,
 ) -> ImageLoader:
     fetcher = ImageFetcher(domains, max_bytes=1 << 16, timeout_s=timeout_s)
-    return ImageLoader(tokens, fetcher, max_images=4, max_bytes=1 << 16)
+    local = LocalImages(None if directory is None else str(directory), max_bytes=1 << 16)
+    return ImageLoader(tokens, fetcher, local, max_images=4, max_bytes=1 << 16)
 
 
 async def refusal(images: ImageLoader, *urls: str) -> RequestRefusedError:
@@ -301,7 +309,62 @@ async def test_no_redirect_leaves_the_list() -> None:
 )  # fmt: skip
 async def test_only_listed_hosts_are_asked(url: str) -> None:
     await refusal(loader("listed.example"), url)
-    assert "fetches no images" in str(await refusal(loader(), "https://listed.example/"))
+    error = str(await refusal(loader(), "https://listed.example/"))
+    assert "fetches no images" in error
+    assert "--allowed-media-domains listed.example" in error
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """An open directory, with a picture, beside one that is not."""
+    for name in ("open", "open/in", "closed"):
+        (tmp_path / name).mkdir()
+    for name in ("open/a cat.png", "open/in/cat.png", "closed/cat.png"):
+        (tmp_path / name).write_bytes(file_of(small()))
+    (tmp_path / "open/there.png").symlink_to("in/cat.png")
+    (tmp_path / "open/out.png").symlink_to("../closed/cat.png")
+    (tmp_path / "open/loop.png").symlink_to("loop.png")
+    (tmp_path / "open/large.png").write_bytes(bytes(1 << 17))
+    os.mkfifo(tmp_path / "open/fifo.png")
+    return tmp_path / "open"
+
+
+@pytest.mark.parametrize("name", ["a%20cat.png", "in/cat.png", "in/../in/cat.png", "there.png"])
+async def test_a_file_of_the_open_directory_is_read(directory: Path, name: str) -> None:
+    for host in ("", "localhost"):
+        url = f"file://{host}{directory}/{name}"
+        [image] = await loader(directory=directory).load([ImageSource(url=url, param="x")])
+        assert (image.width, image.height) == small().size
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("../closed/cat.png", "--allowed-local-media-path"),
+        ("%2e%2e/closed/cat.png", "--allowed-local-media-path"),
+        ("../closed/nothing.png", "--allowed-local-media-path"),
+        ("out.png", "--allowed-local-media-path"),
+        ("loop.png", ""),
+        ("nothing.png", "cannot be read: No such file"),
+        ("in", "not a regular file"),
+        ("fifo.png", "not a regular file"),
+        ("large.png", "has 131072 bytes"),
+        ("nul%00l.png", "--allowed-local-media-path"),
+    ],
+)
+async def test_other_files_are_not_read(directory: Path, name: str, reason: str) -> None:
+    images = loader(directory=directory)
+    assert reason in str(await refusal(images, f"file://{directory}/{name}"))
+    error = str(await refusal(images, f"file://elsewhere{directory}/in/cat.png"))
+    assert "--allowed-local-media-path" in error
+
+
+async def test_without_an_open_directory_a_file_is_refused_with_the_option(directory: Path) -> None:
+    error = str(await refusal(loader(), f"file://{directory}/in/cat.png"))
+    assert "--allowed-local-media-path DIRECTORY" in error
+    for wrong in (directory / "nothing", directory / "in/cat.png"):
+        with pytest.raises(ConfigError, match="--allowed-local-media-path"):
+            LocalImages(str(wrong), max_bytes=1)
 
 
 async def test_a_listed_name_must_have_public_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ class Tls:
     async def status(self, port: int) -> int:
         """Of a request on a connection of its own."""
         async with self.client() as http:
-            return (await http.get(f"https://127.0.0.1:{port}/health")).status_code
+            return (await http.get(f"https://127.0.0.1:{port}/live")).status_code
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def answer(_: Request) -> Response:
     return Response()
 
 
-_APP = Starlette(routes=[Route("/health", answer)])
+_APP = Starlette(routes=[Route("/live", answer)])
 
 
 @contextlib.asynccontextmanager
@@ -199,7 +199,7 @@ async def test_a_replaced_certificate_is_that_of_the_next_connections(
     tls: Tls, tmp_path: Path
 ) -> None:
     async with in_process(**tls.settings) as (_, port):
-        url = f"https://127.0.0.1:{port}/health"
+        url = f"https://127.0.0.1:{port}/live"
         async with tls.client() as before:
             await before.get(url)
             make_certificate(tmp_path, password=_PASSWORD)  # in place
@@ -218,7 +218,7 @@ async def test_without_a_free_descriptor_connections_wait_and_the_log_says_so(
             client.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", port))
-            await loop.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await loop.sock_sendall(client, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
             await asyncio.sleep(0.05)  # the server, in the same loop, has tried to accept it
             assert is_closed(client) is False
             let_files_open()

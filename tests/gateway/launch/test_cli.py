@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict
 from importlib import metadata
@@ -14,7 +15,13 @@ import pytest
 from penstock.engine.config import EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.launch.cli import _parser, engine_config, main, resolve_settings
+from penstock.gateway.launch.cli import (
+    _hide_secrets,
+    _parser,
+    engine_config,
+    main,
+    resolve_settings,
+)
 from penstock.gateway.launch.flags import (
     BLOCK_SIZE,
     ENGINE_FLAGS,
@@ -135,6 +142,17 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
     )
     assert "pw" not in repr(GatewayConfig.from_settings(values))
     assert "word" not in repr(GatewayConfig.from_settings(values)).replace("password", "")
+
+
+def test_the_hubs_token_reaches_the_children_and_no_list_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "before")
+    titles: list[str] = []
+    monkeypatch.setattr("setproctitle.setproctitle", titles.append)
+    _hide_secrets({"hf_token": "hunter2"}, model="demo")
+    assert os.environ["HF_TOKEN"] == "hunter2"
+    assert titles == ["penstock serve demo (arguments hidden)"]
 
 
 def test_what_is_secret_is_in_no_message(tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path
     with launched(str(model_path), address, shutdown_grace_s=0.2) as (process, port, status_fd):
         async with client_of(port) as http:
             assert (await http.get("/ready")).status_code == 503  # no engine yet
-            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/health")).status_code == 503
+            assert (await http.get("/live")).status_code == 200
             async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.01) as engine:
                 line = await asyncio.to_thread(os.read, status_fd, 1000)
                 assert json.loads(line) == {"event": "ready"}

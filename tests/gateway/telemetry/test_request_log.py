@@ -154,7 +154,7 @@ async def test_a_websocket_has_one_line(served: Served, lines: _Lines) -> None:
 
 
 async def test_probes_are_not_told(served: Served, lines: _Lines) -> None:
-    for path in ("/health", "/ready", "/metrics"):
+    for path in ("/health", "/live", "/ready", "/metrics"):
         await served.http.get(path)
     assert lines.access == []
 
