@@ -87,7 +87,7 @@ class OfferedTools:
         choice: `none`: they are only shown; `required`: there is at least one call.
         named: the one tool that must be called.
         allowed: the tools that may be called; None: all.
-        is_parallel: whether an output may have several calls.
+        is_parallel: whether an output may have several calls, where none is named.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -108,6 +108,11 @@ class OfferedTools:
         if self.allowed is not None:
             return tuple(tool for tool in self.tools if tool.name in self.allowed)
         return self.tools
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether an output has at most one call. OpenAI promises it of a tool that is named."""
+        return bool(self.named) or not self.is_parallel
 
     @property
     def for_template(self) -> list[dict[str, Any]] | None:
@@ -155,7 +160,7 @@ class OfferedTools:
             tools=self.callable,
             custom=self.custom,
             aliases=self.aliases,
-            max_calls=None if self.is_parallel else 1,
+            max_calls=1 if self.has_one_call else None,
         )
 
     def format_within_message(self, formats: ModelFormats) -> OutputFormat | None:
@@ -207,7 +212,7 @@ class OfferedTools:
                 syntax,
                 output_format.tools,
                 required=is_required,
-                parallel=self.is_parallel,
+                parallel=not self.has_one_call,
                 tokens=tokens,
                 otherwise=asked,
             )

@@ -110,11 +110,24 @@ async def test_an_answer_may_be_text_only(serve: Serve) -> None:
         assert whole["reasoning"] == ""
 
 
-async def test_without_parallel_calls_the_first_one_ends_the_answer(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            "parallel_tool_calls": True,
+        },
+    ],
+)
+async def test_the_one_call_that_is_allowed_ends_the_answer(
+    serve: Serve, asked: dict[str, Any]
+) -> None:
     async with serve(step_s=0.001, **PARSERS) as served:
-        says(served, f"{CALL}\n{CUSTOM}")
+        says(served, f"{CALL}\n{CUSTOM if len(asked) == 1 else CALL}")
         [whole] = await collected(
-            served, parallel_tool_calls=False, extra_body={"ignore_eos": True, "max_tokens": 900}
+            served, extra_body={"ignore_eos": True, "max_tokens": 900}, **asked
         )
         assert [call["name"] for call in whole["calls"].values()] == ["weather"]
         assert (whole["calls"][0]["said"], whole["finish_reason"]) == (ARGUMENTS, "tool_calls")
