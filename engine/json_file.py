@@ -13,6 +13,7 @@ from penstock.engine.errors import ModelLoadError
 
 MAX_TEXT_BYTES = 512 << 20  # the largest tokenizers have a tenth of it
 GGUF_MAGIC = b"GGUF"
+ADDITIONAL_TEMPLATES = "additional_chat_templates/*.jinja"  # each named by its file
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BEGINNING_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`

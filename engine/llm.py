@@ -97,9 +97,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_directory(path)
         self._chat_template = ChatTemplate.from_directory(path)
         self._chat_template.check()
-        self._formats = ModelFormats.found_in(
-            self._chat_template.source, self.tokenizer.added_tokens
-        )
+        self._formats = ModelFormats.of(self._chat_template, self.tokenizer.added_tokens)
         self._image_tokens = read_image_tokens(path)
         self._message_parts = parts_of(self._chat_template, self._image_tokens)
         self._pooling = read_pooling(path, self.info.model)
@@ -184,7 +182,8 @@ class LLM:
                 As over HTTP, an assistant's message may have `tool_calls`, and a message of the
                 role `tool` is a result; a user's message may have images among its parts, as
                 `image_url` (a data URL) or, as in vLLM, `image_pil` (Pillow's).
-            chat_template: a template to use instead of the model's.
+            chat_template: a template to use instead of the model's, or the name of another one of
+                the model's.
             chat_template_kwargs: further variables for the template (`enable_thinking`, …).
             tools: functions that the model may call, as in OpenAI's chat API. They are not run.
             tool_choice: `auto`, `none`, `required`, or the name of the function to call.
@@ -194,11 +193,19 @@ class LLM:
         Raises:
             InvalidRequestError: a template refuses its conversation, or as for `generate`.
         """
-        source = self._chat_template.source if chat_template is None else chat_template
         offered = offered_tools(tools or (), tool_choice)
+        source = self._chat_template.source_for(chat_template, has_tools=bool(offered.tools))
         talks = [
             take_images(conversation, takes_images=self._image_tokens is not None)
             for conversation in conversations(messages)
+        ]
+        shown = [
+            self._formats.for_template(
+                conversation,
+                offered.for_template,
+                template=None if chat_template is None else source,
+            )
+            for conversation, _ in talks
         ]
         texts = [
             self._chat_template.render(
@@ -206,10 +213,10 @@ class LLM:
                     with_parts(conversation, self._message_parts, self._image_tokens), source
                 ),
                 add_generation_prompt=add_generation_prompt,
-                template=chat_template,
-                kwargs={"tools": offered.for_template, **(chat_template_kwargs or {})},
+                template=source,
+                kwargs={"tools": shown_tools, **(chat_template_kwargs or {})},
             )
-            for conversation, _ in talks
+            for conversation, shown_tools in shown
         ]
         formats = [
             offered.output_format(self._formats, text, template=chat_template) for text in texts

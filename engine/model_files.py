@@ -26,7 +26,13 @@ from huggingface_hub.errors import (
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import check_file, is_present, read_json, weight_samples
+from penstock.engine.json_file import (
+    ADDITIONAL_TEMPLATES,
+    check_file,
+    is_present,
+    read_json,
+    weight_samples,
+)
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
@@ -90,6 +96,10 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
         )
         if is_present(Path(path) / "modules.json"):
             snapshot_download(config.model, revision=config.revision, allow_patterns=list(_MODULES))
+        if is_present(Path(path) / "chat_template.jinja"):
+            snapshot_download(
+                config.model, revision=config.revision, allow_patterns=[ADDITIONAL_TEMPLATES]
+            )
         return Path(path)
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error

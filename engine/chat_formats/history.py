@@ -11,6 +11,7 @@ from typing import Any
 
 _OBJECT_USES = re.compile(
     r"arguments['\"\]]*\s*(\|\s*(tojson|items)|\.items\(|is (mapping|not string|string))"
+    r"|call(\.|\[['\"])function['\"\]]*\s*\|\s*tojson"  # Mistral's
 )
 _SHORT_ID_CHARS = 9
 _Rename = Callable[[str, str, int], str]  # a call's id, its function, its number → the new id

@@ -5,7 +5,7 @@ are rendered, how calls are found, and which grammar enforces them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -20,9 +20,20 @@ from penstock.engine.chat_formats.syntax import (
     opens_thoughts,
     syntax_of,
 )
+from penstock.engine.chat_formats.tools_in_text import (
+    ALL_SHOWN,
+    FALLBACK_FORMAT,
+    Messages,
+    TemplateScope,
+    Tools,
+    scope_in,
+    scope_of,
+    with_tools_in_text,
+)
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.json_schema import check_schema
+from penstock.engine.text.chat_template import ChatTemplate
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -35,18 +46,59 @@ class ModelFormats:
         tools, reasoning: names of formats; empty: it writes none.
         template: the source of its chat template.
         added_tokens: of its tokenizer.
+        scope: what its template shows.
+        scope_with_tools: what the template for conversations with tools shows.
     """
 
     tools: str = ""
     reasoning: str = ""
     template: str | None = None
     added_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
+    scope: TemplateScope = ALL_SHOWN
+    scope_with_tools: TemplateScope = ALL_SHOWN
+
+    @classmethod
+    def of(cls, template: ChatTemplate, added_tokens: Mapping[str, int]) -> ModelFormats:
+        """Those that a model's chat template shows."""
+        formats = cls.found_in(template.source, added_tokens)
+        source = template.source_for(None, has_tools=True)
+        formats = replace(formats, tools=formats_of(source)[0] or formats.tools)
+        return formats.shown_by(template)
+
+    def shown_by(self, template: ChatTemplate) -> ModelFormats:
+        """The same, with what a template shows."""
+        return replace(
+            self,
+            scope=scope_of(template, has_tools=False),
+            scope_with_tools=scope_of(template, has_tools=True),
+        )
 
     @classmethod
     def found_in(cls, template: str | None, added_tokens: Mapping[str, int]) -> ModelFormats:
-        """Those that a chat template shows."""
+        """Those that the source of a chat template shows; calls are in the fallback's otherwise."""
         tools, reasoning = formats_of(template)
-        return cls(tools=tools, reasoning=reasoning, template=template, added_tokens=added_tokens)
+        return cls(
+            tools=tools or FALLBACK_FORMAT,
+            reasoning=reasoning,
+            template=template,
+            added_tokens=added_tokens,
+        )
+
+    def for_template(
+        self, messages: Messages, tools: Tools | None, *, template: str | None = None
+    ) -> tuple[Messages, Tools | None]:
+        """Messages and tools of which a chat template shows everything.
+
+        Args:
+            template: the source of the chat template, if it is not the model's.
+        """
+        scope = self.scope_with_tools if tools else self.scope
+        named = self.tools
+        if template is not None:
+            scope, named = scope_in(template), formats_of(template)[0] or named
+        return with_tools_in_text(
+            messages, tools, scope=scope, tool_format=named or FALLBACK_FORMAT
+        )
 
     def syntax_after(
         self, prompt: str, *, has_tools: bool, template: str | None = None
@@ -140,14 +192,13 @@ class OfferedTools:
             template: see `ModelFormats.syntax_after`.
 
         Raises:
-            InvalidRequestError: nothing is known of how this model calls tools.
+            InvalidRequestError: no calls are read.
         """
         tools = self.callable
         syntax = formats.syntax_after(prompt, has_tools=bool(tools), template=template)
         if tools and not syntax.tools:
             raise InvalidRequestError(
-                "this model's chat template has no tools; --tool-call-parser names the format of "
-                "its calls",
+                "this server does not read calls of tools: --tool-call-parser is none",
                 param="tools",
             )
         if syntax == OutputSyntax():

@@ -155,20 +155,24 @@ class Generator:
 
     async def _rendered(self, prompt: ChatPrompt) -> str:
         template = self.model.chat_template
-        source = template.source if prompt.template is None else prompt.template
+        source = template.source_for(prompt.template, has_tools=bool(prompt.tools))
+        is_own = prompt.template is None or prompt.template in template.named
+        messages, tools = self.model.formats.for_template(
+            prompt.messages, prompt.tools, template=None if prompt.template is None else source
+        )
         arguments: dict[str, Any] = {
             "messages": template_messages(
-                with_parts(prompt.messages, self.model.message_parts, self.model.images), source
+                with_parts(messages, self.model.message_parts, self.model.images), source
             ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": prompt.tools, **prompt.kwargs},
+            "kwargs": {"tools": tools, **prompt.kwargs},
         }
-        if prompt.template is None:
+        if is_own:
             num_chars = sum(map(_num_chars, prompt.messages))
             num_chars += 0 if prompt.tools is None else len(orjson.dumps(prompt.tools))
             is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
-            render = partial(template.render, **arguments)
+            render = partial(template.render, template=source, **arguments)
             if not is_long:
                 with contextlib.suppress(SlowTemplateError):  # then it counts as long
                     return render(max_cpu_s=_MAX_SHORT_S)
@@ -180,7 +184,8 @@ class Generator:
                 code="unsupported_parameter",
                 param="chat_template",
             )
-        return await self._templates.render(prompt.template, template.special_tokens, arguments)
+        assert source is not None
+        return await self._templates.render(source, template.special_tokens, arguments)
 
     async def tokenise(
         self,

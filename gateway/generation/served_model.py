@@ -95,14 +95,15 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
     """
     path = resolve_model(config.model, weights=False)
     files = TemplateFiles.read(path)
-    check = TemplateCheck(files) if checks_template and files.source is not None else None
+    has_template = files.source is not None or files.named
+    check = TemplateCheck(files) if checks_template and has_template else None
     tokenizer = Tokenizer.from_directory(path)  # while the check runs
     if check is not None:
         check.result()
-    formats = ModelFormats.found_in(files.source, tokenizer.added_tokens)
+    template, images = ChatTemplate(*files), read_image_tokens(path)
+    formats = ModelFormats.of(template, tokenizer.added_tokens)
     tools = _format("--tool-call-parser", config.tool_call_parser, TOOL_FORMATS)
     reasoning = _format("--reasoning-parser", config.reasoning_parser, REASONING_FORMATS)
-    template, images = ChatTemplate(*files), read_image_tokens(path)
     return ServedModel(
         images=images,
         message_parts=parts_of(template, images),

@@ -21,6 +21,7 @@ from penstock.engine.model_files import (
     weights_fingerprint,
 )
 from penstock.engine.pooling import read_pooling
+from penstock.engine.text.chat_template import TemplateFiles
 
 from .stub_hub import TOKEN, stub_hub
 from .test_pooling import write_modules
@@ -98,6 +99,21 @@ def test_the_hub_brings_how_a_model_embeds(
         path = Path(str(resolve(endpoint, tmp_path / "home")["path"]))
     assert read_pooling(path).kind == "mean"
     assert not (path / "onnx").exists()
+
+
+def test_the_hub_brings_all_chat_templates(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("LlamaForCausalLM"), model)
+    (model / "additional_chat_templates").mkdir()
+    (model / "chat_template.jinja").write_text("default")
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (model / "additional_chat_templates" / "notes.md").write_text("")
+    with stub_hub(model) as (endpoint, _):
+        path = Path(str(resolve(endpoint, tmp_path / "home", weights=False)["path"]))
+    assert TemplateFiles.read(path).named == {"default": "default", "tool_use": "tools"}
+    assert not (path / "additional_chat_templates" / "notes.md").exists()
 
 
 def test_offline_takes_the_cache_or_says_so(hub: tuple[str, list[str]], tmp_path: Path) -> None:

@@ -155,6 +155,46 @@ async def test_a_required_call_is_enforced(serve: Serve) -> None:
                 assert (f'\\"name\\": \\"{name}\\"' in grammar.text) == (name in names), choice
 
 
+async def test_a_template_without_tools(serve: Serve) -> None:
+    """They are in the prompt all the same, whatever the choice is, and calls are found."""
+    async with serve() as served:
+        says(served, f"Let me see.\n{CALL}\n{CUSTOM}")
+        for choice in ("auto", "none", *(choice for choice, _ in REQUIRED)):
+            is_named = isinstance(choice, dict) and choice["type"] != "allowed_tools"
+            answer = (await chat(served, tool_choice=choice)).choices[0]
+            [whole] = await collected(served, tool_choice=choice)
+            prompt = served.prompt_of()
+            assert prompt.startswith("<system># Tools\n"), choice
+            for each in ("weather", "of a city", json.dumps(SCHEMA), '"sh"', "<tool_call>"):
+                assert each in prompt
+            calls = [] if choice == "none" else ["weather", "sh"][: 1 if is_named else 2]
+            assert [call["name"] for call in whole["calls"].values()] == calls
+            assert len(answer.message.tool_calls or ()) == len(calls)
+            assert answer.finish_reason == ("tool_calls" if calls else "stop")
+
+
+async def test_calls_and_results_of_a_template_without_tools(serve: Serve) -> None:
+    call = {"name": "weather", "arguments": ARGUMENTS}
+    history = [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "c", "content": "sun"},
+    ]
+    async with serve() as served:
+        says(served, "It is fine.")
+        await chat(served, messages=history)
+        prompt = served.prompt_of()
+        assert prompt.startswith("<system>Be brief.\n\n# Tools\n")
+        assert f"<assistant>{CALL}\n<tool>sun\n<assistant>" in prompt
+        tokenised = await served.http.post("/tokenize", json={"messages": history})
+        assert f"<assistant>{CALL}\n" in served.tokenizer.decode(tokenised.json()["tokens"])
+    async with serve(tool_call_parser="none") as served:
+        body = {"model": "tiny", "messages": USER, "tools": CHAT_TOOLS}
+        answer = await served.http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
 async def test_only_strict_tools_are_enforced_by_themselves(serve: Serve) -> None:
     async with serve(**PARSERS) as served:
         await chat(served)
