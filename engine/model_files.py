@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
+from penstock.engine.end_tokens import end_token_ids
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.json_file import (
     ADDITIONAL_TEMPLATES,
@@ -146,8 +147,8 @@ class GenerationDefaults:
 def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaults:
     """EOS ids and sampling defaults of the model in directory `path`.
 
-    `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) EOS
-    comes from `config.json`, and there are no sampling defaults.
+    `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) there are
+    no sampling defaults, and EOS comes from the other places that name it; see `end_tokens`.
 
     Raises:
         ModelLoadError: names the file that cannot be read, or the field that is no value or id.
@@ -170,9 +171,7 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
         for name in ("bos_token_id", "pad_token_id"):  # not used, and may lie beside the vocabulary
             fields.token_ids(name, lowest=-1, num_tokens=MAX_INTEGER)
     return GenerationDefaults(
-        eos_token_ids=(generation if "eos_token_id" in generation else config).token_ids(
-            "eos_token_id", num_tokens=num_tokens
-        ),
+        eos_token_ids=end_token_ids(path, generation, config, num_tokens=num_tokens),
         sampling=sampling,
     )
 
