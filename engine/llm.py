@@ -57,7 +57,7 @@ from penstock.engine.request import (
     most_output_tokens,
 )
 from penstock.engine.startup import build_core
-from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.engine.text import ChatTemplate, Tokenizer, with_special_stops
 from penstock.engine.text.pairs import PairPrompts
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.image_tokens import read_image_tokens
@@ -505,6 +505,7 @@ class LLM:
         size = self.info.vocab_size
         check_vocabulary(params.logit_bias, size, param="logit_bias")
         check_vocabulary(params.stop_token_ids, size, param="stop_token_ids")
+        params = with_special_stops(params, self.tokenizer, vocab_size=size)
         check_choice(params, vocab_size=size, eos_token_ids=self.info.eos_token_ids)
         if params.structured_outputs is not None:
             self._core.grammars.compile(params.structured_outputs)

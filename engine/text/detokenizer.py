@@ -153,6 +153,28 @@ def _new_utf8_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
+def with_special_stops(
+    params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: int
+) -> SamplingParams:
+    """Parameters with which a stop string that is the text of a special token, such as
+    `<|im_end|>`, ends the output at that token: its text may be left out of the output, where the
+    string would never be found."""
+    new = tuple(
+        token_id
+        for token_id in _special_stops(params, tokenizer)
+        if token_id < vocab_size and token_id not in params.stop_token_ids
+    )
+    if not new:
+        return params
+    return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *new))
+
+
+def _special_stops(params: SamplingParams, tokenizer: Tokenizer) -> list[int]:
+    """The special tokens that stop strings are the texts of."""
+    known = (tokenizer.added_tokens.get(stop.strip()) for stop in params.stop)
+    return [each for each in known if each in tokenizer.special_token_ids]
+
+
 class TextDelta(msgspec.Struct, gc=False):
     """The text that a push released.
 
@@ -189,6 +211,8 @@ class OutputText:
         context: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
     ) -> None:
+        if params.include_stop_str_in_output and params.stop:
+            shown |= frozenset(_special_stops(params, tokenizer))
         self._detokenizer = new_detokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,

@@ -29,7 +29,7 @@ from penstock.engine.chat_formats import (
     template_messages,
 )
 from penstock.engine.request import ImageInput, Request, Retention, SamplingParams, check_choice
-from penstock.engine.text import OutputText
+from penstock.engine.text import OutputText, with_special_stops
 from penstock.engine.text.chat_template import SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
@@ -269,6 +269,7 @@ class Generator:
             ("prediction", prediction_token_ids),
         ):
             check_vocabulary(token_ids, info.vocab_size, param=name)
+        params = with_special_stops(params, self.model.tokenizer, vocab_size=info.vocab_size)
         check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         reservation = await self._admission.admit(
             caller, len(prompt_token_ids), params, deadline_s=deadline_s
