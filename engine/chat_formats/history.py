@@ -1,4 +1,4 @@
-"""Earlier tool calls as a chat template wants them."""
+"""Earlier tool calls, and efforts, as a chat template wants them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _OBJECT_USES = re.compile(
     r"arguments['\"\]]*\s*(\|\s*(tojson|items)|\.items\(|is (mapping|not string|string))"
     r"|call(\.|\[['\"])function['\"\]]*\s*\|\s*tojson"  # Mistral's
 )
+_OTHER_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _SHORT_ID_CHARS = 9
 _Rename = Callable[[str, str, int], str]  # a call's id, its function, its number → the new id
 
@@ -48,6 +49,17 @@ def template_messages(
             changed["tool_call_id"] = new_ids.get(asked, asked)
         shown.append(changed)
     return shown
+
+
+def template_variables(variables: Mapping[str, Any], template: str | None) -> Mapping[str, Any]:
+    """Variables of a chat template, with an effort that it knows: gpt-oss was trained on three, and
+    cannot be told not to think."""
+    effort = variables.get("reasoning_effort")
+    if not isinstance(effort, str) or effort not in _OTHER_EFFORTS:
+        return variables
+    if "<|channel|>" not in (template or ""):
+        return variables
+    return {**variables, "reasoning_effort": _OTHER_EFFORTS[effort]}
 
 
 @lru_cache(maxsize=16)

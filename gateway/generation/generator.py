@@ -27,6 +27,7 @@ from penstock.engine.chat_formats import (
     OutputFormat,
     Piece,
     template_messages,
+    template_variables,
 )
 from penstock.engine.request import ImageInput, Request, Retention, SamplingParams, check_choice
 from penstock.engine.text import OutputText, with_special_stops
@@ -166,7 +167,7 @@ class Generator:
             ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": tools, **prompt.kwargs},
+            "kwargs": {"tools": tools, **template_variables(prompt.kwargs, source)},
         }
         if is_own:
             num_chars = sum(map(_num_chars, prompt.messages))

@@ -11,6 +11,7 @@ from penstock.engine.chat_formats import (
     OutputSyntax,
     formats_of,
     template_messages,
+    template_variables,
 )
 
 # The parts of published templates that tell.
@@ -131,6 +132,16 @@ def test_ids() -> None:
     )
     assert called["tool_calls"][0]["id"] == result["tool_call_id"] == "functions.f:0"
     assert again["tool_calls"][0]["id"] == "functions.f:1"
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"), [("none", "low"), ("low", "low"), ("max", "high"), (["x"], ["x"])]
+)
+def test_efforts(effort: Any, shown: Any) -> None:
+    variables = {"reasoning_effort": effort, "enable_thinking": True}
+    assert template_variables(variables, TEMPLATES["qwen3"]) == variables
+    known = template_variables(variables, TEMPLATES["gpt-oss"])
+    assert known == {**variables, "reasoning_effort": shown}
 
 
 def test_messages_without_calls_stay_as_they_are() -> None:
