@@ -355,14 +355,15 @@ class ResponsesChoice(_Lenient):
 
 
 class ReasoningOptions(_Lenient):
-    """`reasoning` of responses. Summaries are never made; thoughts are shown as they are."""
+    """`reasoning` of responses. With `summary`, or its older name, thoughts are in `summary`, as
+    they are; nothing is summarised."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
     def echo(self) -> dict[str, Any]:
-        return {"effort": self.effort, "summary": self.summary}
+        return {"effort": self.effort, "summary": self.summary or self.generate_summary}
 
 
 # -- both ----------------------------------------------------------------------------------------

@@ -274,16 +274,26 @@ async def _events(answer: Any) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) async for line in answer.aiter_lines() if line[:6] == "data: "]
 
 
-async def test_responses_are_items_with_their_own_events(serve: Serve) -> None:
+@pytest.mark.parametrize("reasoning", [{}, {"summary": "auto"}, {"generate_summary": "concise"}])
+async def test_responses_are_items_with_their_own_events(
+    serve: Serve, reasoning: dict[str, str]
+) -> None:
     async with serve(**PARSERS) as served:
         says(served, OUTPUT)
-        events = await _streamed(served)
+        events = await _streamed(served, reasoning=reasoning)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         for event in events:
             EVENTS.validate_python(event)
         response = events[-1]["response"]
-        reasoning, message, function, custom = response["output"]
-        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm < m."}]
+        thought, message, function, custom = response["output"]
+        if reasoning:
+            assert (thought["summary"], thought["content"]) == (
+                [{"type": "summary_text", "text": "Hm < m."}],
+                [],
+            )
+            assert response["reasoning"]["summary"] in reasoning.values()
+        else:
+            assert thought["content"] == [{"type": "reasoning_text", "text": "Hm < m."}]
         assert message["content"][0]["text"] == "Let me see.\n"
         assert (function["name"], function["arguments"]) == ("weather", ARGUMENTS)
         assert (custom["name"], custom["input"]) == ("sh", COMMAND)
@@ -308,16 +318,19 @@ async def test_responses_are_items_with_their_own_events(serve: Serve) -> None:
         assert kept == response
         # the same over a WebSocket
         async with served.connect() as socket:
-            await send(socket, type="response.create", input="hello", tools=TOOLS)
+            asked = {"input": "hello", "tools": TOOLS, "reasoning": reasoning}
+            await send(socket, type="response.create", **asked)
             told = await until_end(socket)
         assert [event["type"] for event in told] == [event["type"] for event in events]
 
 
-async def test_a_tool_loop_over_responses(serve: Serve) -> None:
+@pytest.mark.parametrize("summary", [None, "detailed"])
+async def test_a_tool_loop_over_responses(serve: Serve, summary: str | None) -> None:
     async with serve(trust_request_chat_template=True, **PARSERS) as served:
         template = "{{ messages | tojson }}"
         says(served, OUTPUT)
-        first = (await _streamed(served, chat_template=template))[-1]["response"]
+        shown = {"chat_template": template, "reasoning": {"summary": summary}}
+        first = (await _streamed(served, **shown))[-1]["response"]
         *_, function, custom = first["output"]
         results = [
             {"type": "function_call_output", "call_id": function["call_id"], "output": "sun"},
