@@ -42,13 +42,20 @@ def new_detokenizer(
     skip_special_tokens: bool,
     context: Sequence[int] = (),
     shown: frozenset[int] = frozenset(),
+    joined: bool = False,
 ) -> Detokenizer:
     """For one sequence of tokens.
 
     Args:
         context: ids before the sequence, whose text was already shown.
         shown: special tokens that are never skipped.
+        joined: the tokenizer's spaces between added tokens are left out.
     """
+    if joined:
+        plain = new_detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, context=context, shown=shown
+        )
+        return _JoinedTokens(plain, frozenset(tokenizer.added_tokens.values()))
     skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
     recent = [token_id for token_id in context if token_id not in skipped][-_KEEP:]
     if tokenizer.is_byte_level:
@@ -83,6 +90,26 @@ class _JoinedBytes:
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+
+class _JoinedTokens:
+    """Another detokenizer without the spaces between added tokens in a row, as in vLLM."""
+
+    def __init__(self, plain: Detokenizer, added: frozenset[int]) -> None:
+        self._plain = plain
+        self._added = added
+        self._is_after_added = False
+
+    def push(self, token_id: int) -> str:
+        text = self._plain.push(token_id)
+        is_added = token_id in self._added
+        if is_added and self._is_after_added:
+            text = text.removeprefix(" ")
+        self._is_after_added = is_added
+        return text
+
+    def finish(self) -> str:
+        return self._plain.finish()
 
 
 class _DecodedWindow:
@@ -218,6 +245,7 @@ class OutputText:
             skip_special_tokens=params.skip_special_tokens,
             context=context,
             shown=shown,
+            joined=not (params.skip_special_tokens or params.spaces_between_special_tokens),
         )
         self._stops = tuple(stop for stop in params.stop if stop)
         self._includes_stop = params.include_stop_str_in_output

@@ -29,9 +29,10 @@ from penstock.engine.chat_formats import (
     template_messages,
     template_variables,
 )
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import ImageInput, Request, Retention, SamplingParams, check_choice
 from penstock.engine.text import OutputText, with_special_stops
-from penstock.engine.text.chat_template import SlowTemplateError
+from penstock.engine.text.chat_template import ChatTemplate, SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import with_parts
@@ -158,6 +159,9 @@ class Generator:
         template = self.model.chat_template
         source = template.source_for(prompt.template, has_tools=bool(prompt.tools))
         is_own = prompt.template is None or prompt.template in template.named
+        documents = prompt.kwargs.get("documents")
+        if documents and "documents" not in (source or ""):
+            raise InvalidRequestError(_no_documents(template), param="documents")
         messages, tools = self.model.formats.for_template(
             prompt.messages, prompt.tools, template=None if prompt.template is None else source
         )
@@ -171,7 +175,7 @@ class Generator:
         }
         if is_own:
             num_chars = sum(map(_num_chars, prompt.messages))
-            num_chars += 0 if prompt.tools is None else len(orjson.dumps(prompt.tools))
+            num_chars += sum(len(orjson.dumps(each)) for each in (tools, documents) if each)
             is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
             render = partial(template.render, template=source, **arguments)
             if not is_long:
@@ -376,6 +380,13 @@ class Generator:
             loop = asyncio.get_running_loop()
             weakref.finalize(generation, _release, reservation, loop).atexit = False
         return generation
+
+
+def _no_documents(template: ChatTemplate) -> str:
+    """Why a request with documents is refused."""
+    able = [repr(name) for name, source in template.named.items() if "documents" in source]
+    hint = f"; chat_template may be {' or '.join(able)}" if able else ""
+    return f"the chat template shows no documents{hint}"
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:

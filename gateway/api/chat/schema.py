@@ -43,6 +43,7 @@ class ChatRequest(ChoicesRequest):
     top_logprobs: NumLogprobs | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] = Field(default_factory=list)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -79,7 +80,9 @@ class ChatRequest(ChoicesRequest):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        return {**reasoning_kwargs(self.reasoning_effort), **self.chat_template_kwargs}
+        documents = {"documents": self.documents} if self.documents else {}
+        effort = reasoning_kwargs(self.reasoning_effort)
+        return {**effort, **documents, **self.chat_template_kwargs}
 
     @property
     def output_limit(self) -> int | None:

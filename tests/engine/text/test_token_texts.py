@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.engine.model_files import DEMO_MODEL_PATH
-from penstock.engine.request import TokenLogprobs
-from penstock.engine.text import Tokenizer
+from penstock.engine.request import SamplingParams, TokenLogprobs
+from penstock.engine.text import OutputText, Tokenizer
 from penstock.gateway.api.logprobs import TokenLists, TokenObjects
 
 from .conftest import byte_fallback, byte_level
@@ -129,6 +129,30 @@ def test_within_a_text_nothing_is_first(kind: str, first: str, text: str) -> Non
     assert b"".join(bytes(each["bytes"]) for each in made) == rest.encode()
     lists = TokenLists(tokenizer, num_top=0, skip_special_tokens=True, context=context)
     assert lists.add(entries(token_ids))["tokens"] == [each["token"] for each in made]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 9])
+def test_spaces_between_special_tokens(kind: str, chunk: int) -> None:
+    """Those that the tokenizer puts there; none of the text is lost."""
+    backend = tokenizers.Tokenizer.from_str(KINDS[kind]._backend.to_str())
+    backend.add_special_tokens(["<A>", "<B>"])
+    tokenizer = Tokenizer(backend)
+    token_ids = tokenizer.encode("it<A><B><B>is it<A>", add_special_tokens=False)
+    texts = []
+    for spaces in (True, False):
+        params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        output = OutputText(tokenizer, params)
+        parts = [
+            output.push(token_ids[start : start + chunk]).text
+            for start in range(0, len(token_ids), chunk)
+        ]
+        texts.append("".join([*parts, output.finish().text]))
+    assert texts[0] == tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert "<A><B><B>" in texts[1]
+    assert texts[1] == texts[0].replace("> <", "><")
+    if kind == "word_piece":
+        assert texts[0] == "it <A> <B> <B> is it <A>"
 
 
 @pytest.mark.parametrize("kind", ["llama_2", "byte_fallback"])

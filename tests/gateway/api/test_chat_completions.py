@@ -135,6 +135,25 @@ async def test_max_tokens_is_an_upper_bound(served: Served) -> None:
     await served.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=10**6)
 
 
+async def test_documents_reach_the_template(serve: Serve) -> None:
+    documents = [{"title": "Rhine", "text": "A river."}]
+    async with serve(trust_request_chat_template=True) as served:
+        body = {"model": "tiny", "messages": HELLO, "documents": documents}
+        answer = await served.http.post("/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "documents")
+        assert "shows no documents" in error["message"]
+        body["chat_template"] = "{{ documents | tojson }}"
+        await served.http.post("/v1/chat/completions", json=body)
+        assert json.loads(served.prompt_of()) == documents
+        for none in ([], None):
+            answer = await served.http.post(
+                "/v1/chat/completions", json={**body, "documents": none}
+            )
+            assert answer.status_code == 200
+            assert served.prompt_of() == "null"
+
+
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("is_included", [False, True])
 async def test_a_stop_string_may_be_a_special_token(

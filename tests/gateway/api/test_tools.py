@@ -575,6 +575,27 @@ async def test_what_no_grammar_can_bear(serve: Serve) -> None:
         assert not served.engine.submitted
 
 
+async def test_arguments_may_be_objects(serve: Serve) -> None:
+    """In histories that a client has parsed."""
+    arguments = {"city": "Köln", "days": 2}
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "sun"}
+    async with serve(**PARSERS) as served:
+        says(served, "Hi")
+        history = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+        await chat(served, messages=history)
+        shown = served.prompt_of()
+        assert written("weather", json.dumps(arguments, ensure_ascii=False)) in shown
+        item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": arguments}
+        output = {"type": "function_call_output", "call_id": "c", "output": "sun"}
+        await _streamed(served, input=[*USER, item, output])
+        assert served.prompt_of() == shown
+        deep = '{"a":' * 1000 + "1" + "}" * 1000
+        body = json.dumps({"messages": history}).replace(json.dumps(arguments), deep)
+        answer = await served.http.post("/v1/chat/completions", content=body)
+        assert answer.status_code in (200, 400)
+
+
 async def test_odd_histories(serve: Serve) -> None:
     """An empty result, and arguments with half a surrogate pair."""
     template = (
