@@ -265,35 +265,20 @@ def xml_arguments(tool: Tool, rules: list[str], *, begin: Callable[[str], str], 
     if not properties and not _is_closed(parameters):
         before, _, after = begin("\0").partition("\0")
         value = _suffixed("/(?s:.*)/", end, rules)
-        return f"({_json(before)} /[A-Za-z_][A-Za-z0-9_.-]*/ {_json(after)} {value})*"
+        return f"({_quoted(before)} /[A-Za-z_][A-Za-z0-9_.-]*/ {_quoted(after)} {value})*"
     parts: list[str] = []
     for key, schema in properties.items():
         kinds = kinds_of(tool, key)
         if kinds and kinds != {"string"}:
             whole = {**schema, **_definitions(parameters)}
-            value = f"%json {json_options(whole, is_strict=tool.strict)} {_json(end)}"
+            value = f"%json {json_options(whole, is_strict=tool.strict)} {_quoted(end)}"
         elif {"enum", "const", "pattern"} & set(schema):  # written without quotes
-            value = f"{_choices(schema)} {_json(end)}"
+            value = f"{_choices(schema)} {_quoted(end)}"
         else:
             value = _suffixed(_free_text(tool, key), end, rules)
-        part = f"({_json(begin(key))} {value})"
+        part = f"({_quoted(begin(key))} {value})"
         parts.append(part if key in required else f"{part}?")
     return " ".join(parts)
-
-
-def xml_written(values: Mapping[str, Any], *, begin: Callable[[str], str], end: str) -> str:
-    """Arguments with a tag each."""
-    texts = {key: each if isinstance(each, str) else _json(each) for key, each in values.items()}
-    return "".join(f"{begin(key)}{text}{end}" for key, text in texts.items())
-
-
-def python_written(values: Mapping[str, Any]) -> str:
-    """Named arguments."""
-    return ", ".join(f"{key}={_json(value)}" for key, value in values.items())
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _suffixed(pattern: str, end: str, rules: list[str]) -> str:
@@ -332,13 +317,17 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _choices(schema: Mapping[str, Any]) -> str:
     """The grammar of a text that its schema limits."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is None:
         pattern = str(schema["pattern"]).removeprefix("^").removesuffix("$").replace("/", "\\/")
         return f"/{pattern}/"
-    return "(" + " | ".join(_json(str(each)) for each in values) + ")"
+    return "(" + " | ".join(_quoted(str(each)) for each in values) + ")"
 
 
 def python_arguments(tool: Tool, rules: list[str]) -> str:
@@ -357,7 +346,7 @@ def python_arguments(tool: Tool, rules: list[str]) -> str:
     for key, schema in properties.items():
         value = json_options({**schema, **_definitions(parameters)}, is_strict=tool.strict)
         names[key] = f"argument_{len(rules)}"
-        rules.append(f"{names[key]}: {_json(f'{key}=')} %json {value}")
+        rules.append(f"{names[key]}: {_quoted(f'{key}=')} %json {value}")
     needed = [names[key] for key in properties if key in required]
     optional = [names[key] for key in properties if key not in required]
     rest = [
@@ -377,3 +366,19 @@ def json_options(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """
     options = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
     return json.dumps({**schema, "x-guidance": options | {"lenient": not is_strict}})
+
+
+def xml_written(values: Mapping[str, Any], *, begin: Callable[[str], str], end: str) -> str:
+    """Arguments with a tag each."""
+    texts = {
+        key: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+        for key, each in values.items()
+    }
+    return "".join(f"{begin(key)}{text}{end}" for key, text in texts.items())
+
+
+def python_written(values: Mapping[str, Any]) -> str:
+    """Named arguments."""
+    return ", ".join(
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
+    )

@@ -110,17 +110,25 @@ class TokenLists:
 
     def add(self, entries: Sequence[TokenLogprobs]) -> Lists:
         """The lists of the next tokens."""
-        lists: Lists = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in entries:
-            lists["tokens"].append(self._name(entry.token_id))
-            lists["token_logprobs"].append(max(entry.logprob, _LEAST))
+        if self._is_first and len(entries) > 1:  # the others are not first
+            return joined(self.add(entries[:1]), self.add(entries[1:]))
+        name = self._name
+        return {
+            "tokens": [name(entry.token_id) for entry in entries],
+            "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
             # As with OpenAI, the token itself is always among them.
-            candidates = (*entry.top[: self._num_top], (entry.token_id, entry.logprob))
-            lists["top_logprobs"].append(
-                {self._name(token_id): max(logprob, _LEAST) for token_id, logprob in candidates}
-            )
-            lists["text_offset"].append(self._offset(entry.token_id))
-        return lists
+            "top_logprobs": [
+                {
+                    name(token_id): max(logprob, _LEAST)
+                    for token_id, logprob in (
+                        *entry.top[: self._num_top],
+                        (entry.token_id, entry.logprob),
+                    )
+                }
+                for entry in entries
+            ],
+            "text_offset": [self._offset(entry.token_id) for entry in entries],
+        }
 
     def add_prompt(self, first_token_id: int, entries: Sequence[TokenLogprobs]) -> Lists:
         """The lists of a prompt, whose first token has no logprobs."""
