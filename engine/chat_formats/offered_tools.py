@@ -58,19 +58,31 @@ class ModelFormats:
     scope_with_tools: TemplateScope = ALL_SHOWN
 
     @classmethod
-    def of(cls, template: ChatTemplate, added_tokens: Mapping[str, int]) -> ModelFormats:
-        """Those that a model's chat template shows."""
-        formats = cls.found_in(template.source, added_tokens)
-        source = template.source_for(None, has_tools=True)
-        formats = replace(formats, tools=formats_of(source)[0] or formats.tools)
-        return formats.shown_by(template)
+    def of(
+        cls,
+        template: ChatTemplate,
+        added_tokens: Mapping[str, int],
+        *,
+        tools: str | None = None,
+        reasoning: str | None = None,
+    ) -> ModelFormats:
+        """Those that a model's chat template shows, and what else it shows.
 
-    def shown_by(self, template: ChatTemplate) -> ModelFormats:
-        """The same, with what a template shows."""
+        Args:
+            tools, reasoning: formats that are used instead; None: those of the template.
+        """
+        source = template.source_for(None, has_tools=True)
+        formats = cls.found_in(template.source, added_tokens)
+        found = formats_of(source)[0]
+        scope, with_tools = (scope_of(template, has_tools=each) for each in (False, True))
+        if not found and tools is None:  # its own calls would not be found
+            with_tools = replace(with_tools, tools=False, calls=False)
         return replace(
-            self,
-            scope=scope_of(template, has_tools=False),
-            scope_with_tools=scope_of(template, has_tools=True),
+            formats,
+            tools=(found or FALLBACK_FORMAT) if tools is None else tools,
+            reasoning=formats.reasoning if reasoning is None else reasoning,
+            scope=scope,
+            scope_with_tools=with_tools,
         )
 
     @classmethod

@@ -6,7 +6,7 @@ Only the engine loads weights.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.chat_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormats
@@ -101,7 +101,6 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
     if check is not None:
         check.result()
     template, images = ChatTemplate(*files), read_image_tokens(path)
-    formats = ModelFormats.of(template, tokenizer.added_tokens)
     tools = _format("--tool-call-parser", config.tool_call_parser, TOOL_FORMATS)
     reasoning = _format("--reasoning-parser", config.reasoning_parser, REASONING_FORMATS)
     return ServedModel(
@@ -113,9 +112,5 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         chat_template=template,
         defaults=read_generation_defaults(path, config.model.generation_config),
         pooling=read_pooling(path, config.model.model),
-        formats=replace(
-            formats,
-            tools=formats.tools if tools is None else tools,
-            reasoning=formats.reasoning if reasoning is None else reasoning,
-        ),
+        formats=ModelFormats.of(template, tokenizer.added_tokens, tools=tools, reasoning=reasoning),
     )

@@ -124,8 +124,7 @@ def test_the_text_is_that_of_qwen() -> None:
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_calls_are_written_as_they_are_read(name: str) -> None:
     """In the format of `--tool-call-parser`: the model copies what it sees."""
-    formats = ModelFormats(tools=name, template=ALL["smollm2"])
-    formats = formats.shown_by(ChatTemplate(ALL["smollm2"], {}))
+    formats = ModelFormats.of(ChatTemplate(ALL["smollm2"], {}), {}, tools=name)
     calls = [("weather", json.loads(ARGUMENTS)), ("now", {})]
     messages = [HISTORY[0], assistant("", *(call(each, json.dumps(v)) for each, v in calls))]
     shown, tools = formats.for_template(messages, OFFERED.for_template)
@@ -143,9 +142,27 @@ def test_calls_are_written_as_they_are_read(name: str) -> None:
     assert len(json.loads(item.text)) == 1
 
 
+def test_tools_in_words_that_nobody_reads() -> None:
+    """A template that shows tools, and calls in a format that is not known: what is asked for is
+    what is read. Whoever names the format knows better."""
+    source = (
+        "{% if tools %}<TOOLS>{{ tools | tojson }}</TOOLS>{% endif %}{% for message in messages %}"
+        "{{ message.content }}{% for call in message.tool_calls or [] %}<CALL>"
+        "{{ call.function | tojson }}</CALL>{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    for named, mark in ((None, "<tool_call>"), ("hermes", "<TOOLS>")):
+        formats = ModelFormats.of(template, {}, tools=named)
+        assert formats.tools == "hermes"
+        shown, tools = formats.for_template(HISTORY, OFFERED.for_template)
+        text = template.render(template_messages(shown, source), kwargs={"tools": tools})
+        assert mark in text
+        assert ("<CALL>" in text) == (named is not None)
+
+
 def test_broken_arguments_are_shown_as_they_are() -> None:
     for name in TOOL_FORMATS:
-        formats = ModelFormats(tools=name).shown_by(ChatTemplate(ALL["chatml"], {}))
+        formats = ModelFormats.of(ChatTemplate(ALL["chatml"], {}), {}, tools=name)
         history = [HISTORY[0], assistant("", call("weather", '{"city": '))]
         shown, _ = formats.for_template(history, None)
         assert '{"city": ' in shown[1]["content"]
