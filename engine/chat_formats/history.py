@@ -38,8 +38,10 @@ def template_messages(
             calls = []
             for call in message["tool_calls"]:
                 function = dict(call["function"])
-                if wants_objects:
-                    function["arguments"] = _parsed(function["arguments"])
+                arguments = function.get("arguments") or "{}"
+                if not isinstance(arguments, str):  # offline, a caller may have parsed them
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                function["arguments"] = _parsed(arguments) if wants_objects else arguments
                 new_id = new_ids[call["id"]] = rename(call["id"], function["name"], num_calls)
                 num_calls += 1
                 calls.append({**call, "id": new_id, "function": function})
@@ -100,7 +102,7 @@ def _without_surrogates(text: str) -> str:
 def _parsed(arguments: str) -> Any:
     """The object that the text is, or the text if it is none."""
     try:
-        value = json.loads(_without_surrogates(arguments or "{}"))
+        value = json.loads(_without_surrogates(arguments))
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -204,7 +204,9 @@ def _calls_in(frame: Frame, calls: Sequence[Mapping[str, Any]]) -> str:
     written = []
     for call in calls:
         function = call["function"]
-        arguments = function["arguments"] or "{}"
+        arguments = function.get("arguments") or "{}"
+        if not isinstance(arguments, str):  # offline, a caller may have parsed them
+            arguments = json.dumps(arguments, ensure_ascii=False)
         if frame.written is not None:
             try:
                 values = json.loads(arguments)
