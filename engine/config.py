@@ -51,7 +51,7 @@ class ModelConfig:
             those of matrices of 8 bits.
         max_model_len: context in tokens; None uses the model's own.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
-            `generation_config.json`; `none` reads EOS ids from `config.json` only.
+            `generation_config.json`, and EOS ids from elsewhere too; `none` ignores that file.
     """
 
     model: str = DEMO_MODEL

@@ -69,6 +69,8 @@ def _ids_of_tokenizer(path: Path) -> list[int]:
 def _templates(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """The sources of all chat templates."""
     own = config.get("chat_template")
+    if own is None and is_present(path / "chat_template.json"):
+        own = read_json(path / "chat_template.json").get("chat_template")
     for each in own if isinstance(own, list) else [own]:
         source = each.get("template") if isinstance(each, Mapping) else each
         if isinstance(source, str):

@@ -71,20 +71,23 @@ class TemplateFiles(NamedTuple):
     @classmethod
     def read(cls, path: Path) -> TemplateFiles:
         """Read `chat_template.jinja` and `additional_chat_templates/`, else `chat_template` in
-        `tokenizer_config.json`.
+        `tokenizer_config.json`, else in `chat_template.json` (of models that take images).
 
         Raises:
             ModelLoadError: a file cannot be read, or a field has the wrong type.
         """
         file = path / "tokenizer_config.json"
         config = read_json(file) if is_present(file) else {}
+        special_tokens = _special_tokens(config, file)
         source, named = config.get("chat_template"), dict[str, str]()
+        if source is None and is_present(path / "chat_template.json"):
+            file = path / "chat_template.json"
+            source = read_json(file).get("chat_template")
         if isinstance(source, list):
             named = _named(source, file)
             source = named.get(_DEFAULT)
         if source is not None and not isinstance(source, str):
             raise ModelLoadError(f"{file}: chat_template: expected a string or a list of templates")
-        special_tokens = _special_tokens(config, file)
         texts = [*special_tokens.items(), *(("chat_template", each) for each in named.values())]
         for name, text in [*texts, ("chat_template", source or "")]:
             if not _is_unicode(text):

@@ -193,6 +193,7 @@ _CHATML = "{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}"
         # or only in the template.
         ({"tokenizer_config": {"chat_template": _CHATML, "eos_token": "</s>"}}, {2, 3, 9}),
         ({"tokenizer_config": {"chat_template": [{"template": _CHATML}]}}, {2, 9}),
+        ({"chat_template": {"chat_template": _CHATML}}, {2, 9}),
         ({"config": {"text_config": {"eos_token_id": [5, 6]}}}, {5, 6}),
         (
             {

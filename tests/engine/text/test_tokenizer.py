@@ -75,6 +75,19 @@ def test_templates_in_files_of_their_own(tmp_path: Path) -> None:
     assert template.render(_HELLO, template="rag") == "rag"
 
 
+def test_a_template_in_json(tmp_path: Path) -> None:
+    """As of many models that take images."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "p{{ eos_token }}"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert ChatTemplate.from_directory(tmp_path).render(_HELLO) == "p</s>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "t"}))
+    assert ChatTemplate.from_directory(tmp_path).render(_HELLO) == "t"
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": 1}))
+    with pytest.raises(ModelLoadError, match=r"chat_template\.json"):
+        ChatTemplate.from_directory(tmp_path)
+
+
 def test_each_of_several_templates_is_checked() -> None:
     for broken in ("{% if %}", "{{ 1 // 0 }}"):
         with pytest.raises(ModelLoadError, match="broken"):

@@ -155,9 +155,10 @@ async def test_a_required_call_is_enforced(serve: Serve) -> None:
                 assert (f'\\"name\\": \\"{name}\\"' in grammar.text) == (name in names), choice
 
 
-async def test_a_template_without_tools(serve: Serve) -> None:
+@pytest.mark.parametrize("settings", [{}, PARSERS])
+async def test_a_template_without_tools(serve: Serve, settings: dict[str, str]) -> None:
     """They are in the prompt all the same, whatever the choice is, and calls are found."""
-    async with serve() as served:
+    async with serve(**settings) as served:
         says(served, f"Let me see.\n{CALL}\n{CUSTOM}")
         for choice in ("auto", "none", *(choice for choice, _ in REQUIRED)):
             is_named = isinstance(choice, dict) and choice["type"] != "allowed_tools"
