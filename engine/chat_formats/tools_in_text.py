@@ -131,7 +131,7 @@ def with_tools_in_text(
         tool_format: a key of `TOOL_FORMATS`, in which the answer's calls are read.
     """
     if scope == ALL_SHOWN or not (
-        tools or any("tool_calls" in each or each["role"] == "tool" for each in messages)
+        tools or any("tool_calls" in each or each.get("role") == "tool" for each in messages)
     ):
         return messages, tools
     frame = TOOL_FORMATS[tool_format].frame
@@ -167,10 +167,10 @@ def _introduce(messages: list[dict[str, Any]], text: str, *, has_system: bool) -
     """Add a text to the system message, or to the user's first one."""
     if not has_system:
         for message in messages:
-            if message["role"] == "user":
+            if message.get("role") == "user":
                 message["content"] = _prepended(text, message.get("content"))
                 return
-    if has_system and messages and messages[0]["role"] in ("system", "developer"):
+    if has_system and messages and messages[0].get("role") in ("system", "developer"):
         messages[0]["content"] = _appended(messages[0].get("content"), f"\n{text}")
     else:
         role = "system" if has_system else "user"
@@ -183,7 +183,7 @@ def _without_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     is_result = False  # the last message tells results
     for message in messages:
-        if message["role"] == "tool":
+        if message.get("role") == "tool":
             text = f"<tool_response>\n{_text_of(message.get('content'))}\n</tool_response>"
             if is_result:
                 shown[-1]["content"] = _appended(shown[-1]["content"], text)
@@ -191,7 +191,7 @@ def _without_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 shown.append({"role": "user", "content": text})
             is_result = True
             continue
-        if is_result and message["role"] == "user":
+        if is_result and message.get("role") == "user":
             shown[-1]["content"] = _prepended(shown[-1]["content"], message.get("content"))
         else:
             shown.append(message)
