@@ -205,9 +205,10 @@ class Tokenizer:
         depend on that."""
         if self.is_byte_level:
             return None
+        others = self.special_token_ids | self.byte_of_token_id.keys()
         for token_id in range(self.vocab_size):
             text = self._backend.decode([token_id], skip_special_tokens=False)
-            if text.isalnum() and token_id not in self.special_token_ids:
+            if text.isalnum() and token_id not in others:
                 return token_id, text
         return None
 
