@@ -60,7 +60,7 @@ class ModelConfig:
         max_model_len: context in tokens; None uses the model's own, and `FITTING_LEN` as much of it
             as the KV cache has room for.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
-            `generation_config.json`; `none` reads EOS ids from `config.json` only.
+            `generation_config.json`, and EOS ids from elsewhere too; `none` ignores that file.
         override_generation_config: a JSON object: fields that replace those of the file, or are
             there without it.
         seed: of dummy weights, 0 if None; a gateway draws from it the seeds of requests without.

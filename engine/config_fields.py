@@ -157,6 +157,10 @@ class ConfigFields:
                 raise self.error(name, f"{expected} {num_tokens - 1}, not {shown(value)}")
         return tuple(ids)
 
+    def raw(self, name: str) -> Any:
+        """The value as it is; None if absent."""
+        return self._values.get(self._own(name))
+
     def section(self, name: str) -> ConfigFields:
         """An object within this one; empty if absent."""
         value = self._get(name, {})

@@ -28,14 +28,14 @@ from penstock.engine.json_file import (
 )
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
-_VERSION = 4  # of what is written; a change makes other directories
+_VERSION = 5  # of what is written; a change makes other directories
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields of experts that transformers leaves at their defaults, and the file's names for them.
 _EXPERT_SIZES = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-_EOS_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+_EOS_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 # Of `FillInMiddle`, and the file's names for them, the older one last.
 _FIM_IDS = {
     "pre": ("fim_pre", "prefix"),

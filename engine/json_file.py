@@ -16,6 +16,7 @@ GGUF_MAGIC = b"GGUF"
 FIM_FIELD = "fim_token_ids"  # of tokenizer_config.json, where it is made of a GGUF file
 # In the directory that is made for a GGUF file: a link to it, and what is in it.
 GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
+ADDITIONAL_TEMPLATES = "additional_chat_templates/*.jinja"  # each named by its file
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BEGINNING_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`

@@ -57,7 +57,7 @@ from penstock.engine.request import (
     most_output_tokens,
 )
 from penstock.engine.startup import build_core
-from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.engine.text import ChatTemplate, Tokenizer, with_special_stops
 from penstock.engine.text.pairs import PairPrompts
 from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_file import LoadedImage
@@ -104,9 +104,7 @@ class LLM:
             self._defaults = read_generation_defaults(
                 path, config.model.generation_config, config.model.generation_overrides
             )
-        self._formats = ModelFormats.found_in(
-            self._chat_template.source, self.tokenizer.added_tokens
-        )
+        self._formats = ModelFormats.of(self._chat_template, self.tokenizer.added_tokens)
         self._message_parts = parts_of(self._chat_template, self._image_tokens)
         self._adapters = AdapterFinder(config.lora, self._core.adapters)
         self._end: str | None = None  # why further calls are refused
@@ -188,7 +186,8 @@ class LLM:
                 As over HTTP, an assistant's message may have `tool_calls`, and a message of the
                 role `tool` is a result; a user's message may have images among its parts, as
                 `image_url` (a data URL) or, as in vLLM, `image_pil` (Pillow's).
-            chat_template: a template to use instead of the model's.
+            chat_template: a template to use instead of the model's, or the name of another one of
+                the model's.
             chat_template_kwargs: further variables for the template (`enable_thinking`, …).
             tools: functions that the model may call, as in OpenAI's chat API. They are not run.
             tool_choice: `auto`, `none`, `required`, or the name of the function to call.
@@ -198,11 +197,19 @@ class LLM:
         Raises:
             InvalidRequestError: a template refuses its conversation, or as for `generate`.
         """
-        source = self._chat_template.source if chat_template is None else chat_template
         offered = offered_tools(tools or (), tool_choice)
+        source = self._chat_template.source_for(chat_template, has_tools=bool(offered.tools))
         talks = [
             take_images(conversation, takes_images=self._image_tokens is not None)
             for conversation in conversations(messages)
+        ]
+        shown = [
+            self._formats.for_template(
+                conversation,
+                offered.for_template,
+                template=None if chat_template is None else source,
+            )
+            for conversation, _ in talks
         ]
         texts = [
             self._chat_template.render(
@@ -210,10 +217,10 @@ class LLM:
                     with_parts(conversation, self._message_parts, self._image_tokens), source
                 ),
                 add_generation_prompt=add_generation_prompt,
-                template=chat_template,
-                kwargs={"tools": offered.for_template, **(chat_template_kwargs or {})},
+                template=source,
+                kwargs={"tools": shown_tools, **(chat_template_kwargs or {})},
             )
-            for conversation, _ in talks
+            for conversation, shown_tools in shown
         ]
         formats = [
             offered.output_format(self._formats, text, template=chat_template) for text in texts
@@ -511,6 +518,7 @@ class LLM:
         size = self.info.vocab_size
         check_vocabulary(params.logit_bias, size, param="logit_bias")
         check_vocabulary(params.stop_token_ids, size, param="stop_token_ids")
+        params = with_special_stops(params, self.tokenizer, vocab_size=size)
         check_choice(params, vocab_size=size, eos_token_ids=self.info.eos_token_ids)
         if params.structured_outputs is not None:
             self._core.grammars.compile(params.structured_outputs)

@@ -26,8 +26,10 @@ from huggingface_hub.errors import (
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
+from penstock.engine.end_tokens import end_token_ids
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.json_file import (
+    ADDITIONAL_TEMPLATES,
     GGUF_MAGIC,
     check_file,
     is_present,
@@ -135,6 +137,13 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
                 allow_patterns=list(_MODULES),
                 cache_dir=config.download_dir,
             )
+        if is_present(Path(path) / "chat_template.jinja"):
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=[ADDITIONAL_TEMPLATES],
+                cache_dir=config.download_dir,
+            )
         return Path(path)
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error
@@ -185,9 +194,9 @@ def read_generation_defaults(
 ) -> GenerationDefaults:
     """EOS ids and sampling defaults of the model in directory `path`.
 
-    `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) EOS
-    comes from `config.json`, and there are no sampling defaults. `overrides` come before the file's
-    fields, whatever the mode.
+    `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) there are
+    no sampling defaults, and EOS comes from the other places that name it; see `end_tokens`.
+    `overrides` come before the file's fields, whatever the mode; their EOS is the only one.
 
     Raises:
         ModelLoadError: names the file that cannot be read, or the field that is no value or id.
@@ -207,9 +216,9 @@ def read_generation_defaults(
         for name in ("bos_token_id", "pad_token_id"):  # not used, and may lie beside the vocabulary
             fields.token_ids(name, lowest=-1, num_tokens=MAX_INTEGER)
     return GenerationDefaults(
-        eos_token_ids=next(
-            (each for each in (given, generation) if "eos_token_id" in each), config
-        ).token_ids("eos_token_id", num_tokens=num_tokens),
+        eos_token_ids=given.token_ids("eos_token_id", num_tokens=num_tokens)
+        if "eos_token_id" in given
+        else end_token_ids(path, generation, config, num_tokens=num_tokens),
         sampling=sampling,
         max_new_tokens=given.integer("max_new_tokens") if "max_new_tokens" in given else None,
     )

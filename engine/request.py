@@ -200,6 +200,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = ()
     include_stop_str_in_output: Annotated[bool, _common(), "Show the text that ends it."] = False
     skip_special_tokens: Annotated[bool, _common(), "Leave special tokens out of the text."] = True
+    spaces_between_special_tokens: Annotated[
+        bool, _common(), "Keep the spaces that a tokenizer puts between special tokens."
+    ] = True
     speculation: Annotated[
         bool, Declared(), "False: each token is computed in a step of its own, without drafts."
     ] = True

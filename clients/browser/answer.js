@@ -36,7 +36,8 @@
  */
 
 const BLOCK_DELTAS = new Set([
-  "response.reasoning_text.delta", "response.function_call_arguments.delta", "response.custom_tool_call_input.delta",
+  "response.reasoning_text.delta", "response.reasoning_summary_text.delta",
+  "response.function_call_arguments.delta", "response.custom_tool_call_input.delta",
 ]);
 const TERMINAL = new Set(["response.completed", "response.incomplete", "response.failed"]);
 

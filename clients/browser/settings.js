@@ -54,7 +54,8 @@ export class Settings {
     if (this.#values.instructions?.trim()) found.instructions = this.#values.instructions;
     for (const name of NUMBERS) if (this.#values[name]) found[name] = Number(this.#values[name]);
     if (this.hasTools) found.tools = TOOLS;
-    if (this.#values.think) found.reasoning = { effort: "low" };
+    // Said either way: left to themselves, some models think.
+    found.reasoning = { effort: this.#values.think ? "low" : "none" };
     return found;
   }
 

@@ -21,6 +21,8 @@ from .sources import Event, Source
 from .steps import Locked, Sleep, Steps, T
 from .track import TERMINAL
 
+_THOUGHT_DELTAS = ("response.reasoning_text.delta", "response.reasoning_summary_text.delta")
+
 _NOT_RESUMABLE = "the server could not store this response, so its stream cannot be resumed"
 
 
@@ -157,7 +159,7 @@ class EventStream(Resource[R], Generic[R]):
             event = yield from self._patiently(self._read)
         if event["type"] == "response.output_text.delta":
             self.text += event["delta"]
-        elif event["type"] == "response.reasoning_text.delta":
+        elif event["type"] in _THOUGHT_DELTAS:
             self.reasoning += event["delta"]
         elif event["type"] in TERMINAL:
             self.response = event["response"]

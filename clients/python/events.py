@@ -70,6 +70,35 @@ class ReasoningDone(TypedDict):
     text: str
 
 
+class SummaryPart(TypedDict):
+    """A thought begins or ends, where `reasoning.summary` was asked for."""
+
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int
+    part: dict[str, Any]
+
+
+class SummaryDelta(TypedDict):
+    type: Literal["response.reasoning_summary_text.delta"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int
+    delta: str
+
+
+class SummaryDone(TypedDict):
+    type: Literal["response.reasoning_summary_text.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int
+    text: str
+
+
 class ArgumentsDelta(TypedDict):
     type: Literal["response.function_call_arguments.delta", "response.custom_tool_call_input.delta"]
     sequence_number: int
@@ -136,6 +165,9 @@ ResponseEvent: TypeAlias = (
     | TextDone
     | ReasoningDelta
     | ReasoningDone
+    | SummaryPart
+    | SummaryDelta
+    | SummaryDone
     | ArgumentsDelta
     | ArgumentsDone
     | InputDone

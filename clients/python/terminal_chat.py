@@ -127,7 +127,8 @@ class TerminalChat:
         thinks: bool = False,
     ) -> None:
         self._tools = tools
-        self._reasoning = {"effort": "low"} if thinks else None
+        # Said either way: left to themselves, some models think.
+        self._reasoning = {"effort": "low" if thinks else "none"}
         self._calls: dict[str, str] = {}  # arguments of the current turn's, by `call_id`
         self._client = client
         self._socket = self._client.connect()

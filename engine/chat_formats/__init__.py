@@ -7,11 +7,12 @@ syntax          which formats a model writes in, and how a prompt ends
 tool_format     what a format is; formats/ has a module for each
 grammar         grammars in a format
 history         earlier calls as chat templates want them
+tools_in_text   tools, calls and results for chat templates that do not show them
 """
 
 from penstock.engine.chat_formats.formats import TOOL_FORMATS
 from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
-from penstock.engine.chat_formats.history import template_messages
+from penstock.engine.chat_formats.history import template_messages, template_variables
 from penstock.engine.chat_formats.offered_tools import ModelFormats, OfferedTools, ToolMode
 from penstock.engine.chat_formats.output_format import (
     CUSTOM_INPUT,
@@ -46,4 +47,5 @@ __all__ = [
     "items_of",
     "pieces_after",
     "template_messages",
+    "template_variables",
 ]

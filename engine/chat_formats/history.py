@@ -1,4 +1,4 @@
-"""Earlier tool calls as a chat template wants them."""
+"""Earlier tool calls, and efforts, as a chat template wants them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 _OBJECT_USES = re.compile(
     r"arguments['\"\]]*\s*(\|\s*(tojson|items)|\.items\(|is (mapping|not string|string))"
+    r"|call(\.|\[['\"])function['\"\]]*\s*\|\s*tojson"  # Mistral's
 )
+_OTHER_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _SHORT_ID_CHARS = 9
 _Rename = Callable[[str, str, int], str]  # a call's id, its function, its number → the new id
 
@@ -36,8 +38,10 @@ def template_messages(
             calls = []
             for call in message["tool_calls"]:
                 function = dict(call["function"])
-                if wants_objects:
-                    function["arguments"] = _parsed(function["arguments"])
+                arguments = function.get("arguments") or "{}"
+                if not isinstance(arguments, str):  # offline, a caller may have parsed them
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                function["arguments"] = _parsed(arguments) if wants_objects else arguments
                 new_id = new_ids[call["id"]] = rename(call["id"], function["name"], num_calls)
                 num_calls += 1
                 calls.append({**call, "id": new_id, "function": function})
@@ -47,6 +51,17 @@ def template_messages(
             changed["tool_call_id"] = new_ids.get(asked, asked)
         shown.append(changed)
     return shown
+
+
+def template_variables(variables: Mapping[str, Any], template: str | None) -> Mapping[str, Any]:
+    """Variables of a chat template, with an effort that it knows: gpt-oss was trained on three, and
+    cannot be told not to think."""
+    effort = variables.get("reasoning_effort")
+    if not isinstance(effort, str) or effort not in _OTHER_EFFORTS:
+        return variables
+    if "<|channel|>" not in (template or ""):
+        return variables
+    return {**variables, "reasoning_effort": _OTHER_EFFORTS[effort]}
 
 
 @lru_cache(maxsize=16)
@@ -87,7 +102,7 @@ def _without_surrogates(text: str) -> str:
 def _parsed(arguments: str) -> Any:
     """The object that the text is, or the text if it is none."""
     try:
-        value = json.loads(_without_surrogates(arguments or "{}"))
+        value = json.loads(_without_surrogates(arguments))
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -5,7 +5,7 @@ are rendered, how calls are found, and which grammar enforces them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -20,9 +20,20 @@ from penstock.engine.chat_formats.syntax import (
     opens_thoughts,
     syntax_of,
 )
+from penstock.engine.chat_formats.tools_in_text import (
+    ALL_SHOWN,
+    FALLBACK_FORMAT,
+    Messages,
+    TemplateScope,
+    Tools,
+    scope_in,
+    scope_of,
+    with_tools_in_text,
+)
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.json_schema import check_schema
+from penstock.engine.text.chat_template import ChatTemplate
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -35,18 +46,71 @@ class ModelFormats:
         tools, reasoning: names of formats; empty: it writes none.
         template: the source of its chat template.
         added_tokens: of its tokenizer.
+        scope: what its template shows.
+        scope_with_tools: what the template for conversations with tools shows.
     """
 
     tools: str = ""
     reasoning: str = ""
     template: str | None = None
     added_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
+    scope: TemplateScope = ALL_SHOWN
+    scope_with_tools: TemplateScope = ALL_SHOWN
+
+    @classmethod
+    def of(
+        cls,
+        template: ChatTemplate,
+        added_tokens: Mapping[str, int],
+        *,
+        tools: str | None = None,
+        reasoning: str | None = None,
+    ) -> ModelFormats:
+        """Those that a model's chat template shows, and what else it shows.
+
+        Args:
+            tools, reasoning: formats that are used instead; None: those of the template.
+        """
+        source = template.source_for(None, has_tools=True)
+        formats = cls.found_in(template.source, added_tokens)
+        found = formats_of(source)[0]
+        scope, with_tools = (scope_of(template, has_tools=each) for each in (False, True))
+        if not found and tools is None:  # its own calls would not be found
+            with_tools = replace(with_tools, tools=False, calls=False)
+        return replace(
+            formats,
+            tools=(found or FALLBACK_FORMAT) if tools is None else tools,
+            reasoning=formats.reasoning if reasoning is None else reasoning,
+            scope=scope,
+            scope_with_tools=with_tools,
+        )
 
     @classmethod
     def found_in(cls, template: str | None, added_tokens: Mapping[str, int]) -> ModelFormats:
-        """Those that a chat template shows."""
+        """Those that the source of a chat template shows; calls are in the fallback's otherwise."""
         tools, reasoning = formats_of(template)
-        return cls(tools=tools, reasoning=reasoning, template=template, added_tokens=added_tokens)
+        return cls(
+            tools=tools or FALLBACK_FORMAT,
+            reasoning=reasoning,
+            template=template,
+            added_tokens=added_tokens,
+        )
+
+    def for_template(
+        self, messages: Messages, tools: Tools | None, *, template: str | None = None
+    ) -> tuple[Messages, Tools | None]:
+        """Messages and tools of which a chat template shows everything.
+
+        Args:
+            template: the source of the chat template, if it is not the model's.
+        """
+        scope = self.scope_with_tools if tools else self.scope
+        named = self.tools
+        if template is not None:
+            scope, named = scope_in(template), formats_of(template)[0] or named
+        return with_tools_in_text(
+            messages, tools, scope=scope, tool_format=named or FALLBACK_FORMAT
+        )
 
     def syntax_after(
         self, prompt: str, *, has_tools: bool, template: str | None = None
@@ -87,7 +151,7 @@ class OfferedTools:
         choice: `none`: they are only shown; `required`: there is at least one call.
         named: the one tool that must be called.
         allowed: the tools that may be called; None: all.
-        is_parallel: whether an output may have several calls.
+        is_parallel: whether an output may have several calls, where none is named.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -108,6 +172,11 @@ class OfferedTools:
         if self.allowed is not None:
             return tuple(tool for tool in self.tools if tool.name in self.allowed)
         return self.tools
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether an output has at most one call. OpenAI promises it of a tool that is named."""
+        return bool(self.named) or not self.is_parallel
 
     @property
     def for_template(self) -> list[dict[str, Any]] | None:
@@ -135,14 +204,13 @@ class OfferedTools:
             template: see `ModelFormats.syntax_after`.
 
         Raises:
-            InvalidRequestError: nothing is known of how this model calls tools.
+            InvalidRequestError: no calls are read.
         """
         tools = self.callable
         syntax = formats.syntax_after(prompt, has_tools=bool(tools), template=template)
         if tools and not syntax.tools:
             raise InvalidRequestError(
-                "this model's chat template has no tools; --tool-call-parser names the format of "
-                "its calls",
+                "this server does not read calls of tools: --tool-call-parser is none",
                 param="tools",
             )
         if syntax == OutputSyntax():
@@ -155,7 +223,7 @@ class OfferedTools:
             tools=self.callable,
             custom=self.custom,
             aliases=self.aliases,
-            max_calls=None if self.is_parallel else 1,
+            max_calls=1 if self.has_one_call else None,
         )
 
     def format_within_message(self, formats: ModelFormats) -> OutputFormat | None:
@@ -207,7 +275,7 @@ class OfferedTools:
                 syntax,
                 output_format.tools,
                 required=is_required,
-                parallel=self.is_parallel,
+                parallel=not self.has_one_call,
                 tokens=tokens,
                 otherwise=asked,
             )

@@ -24,6 +24,7 @@ class Frame:
     Attributes:
         first, between, last: around all calls of an output.
         arguments: makes the rule of a tool's arguments, and may add rules; None: a JSON object.
+        written: arguments as they stand in a call; None: as JSON.
         thought: what begins a thought, its end, and what follows, where the format has its own.
         answer: before a message that is all of the output.
     """
@@ -34,6 +35,7 @@ class Frame:
     between: Sequence[str] = ()
     last: Sequence[str] = ()
     arguments: Callable[[Tool, list[str]], str] | None = None
+    written: Callable[[Mapping[str, Any]], str] | None = None
     thought: tuple[Sequence[str], str, Sequence[str]] | None = None
     answer: Sequence[str] = ()
 
@@ -364,3 +366,19 @@ def json_options(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """
     options = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
     return json.dumps({**schema, "x-guidance": options | {"lenient": not is_strict}})
+
+
+def xml_written(values: Mapping[str, Any], *, begin: Callable[[str], str], end: str) -> str:
+    """Arguments with a tag each."""
+    texts = {
+        key: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+        for key, each in values.items()
+    }
+    return "".join(f"{begin(key)}{text}{end}" for key, text in texts.items())
+
+
+def python_written(values: Mapping[str, Any]) -> str:
+    """Named arguments."""
+    return ", ".join(
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
+    )

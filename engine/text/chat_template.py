@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
@@ -35,11 +36,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import is_present, read_json, read_text
+from penstock.engine.json_file import ADDITIONAL_TEMPLATES, is_present, read_json, read_text
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _SAMPLE = ({"role": "user", "content": "Hello!"},)
 _MAX_REASON_CHARS = 200
+_DEFAULT = "default"
 MAX_CPU_S = 2.0  # for one rendering; ordinary ones take milliseconds
 _WIDE_PATTERN = re.compile(r"%\D*\d{4}")
 _MAX_CHARS = 64 << 20  # of a text that an operator, a filter or a method makes
@@ -52,39 +54,50 @@ _MAKING_FILTERS = ("batch", "center", "format", "indent", "join", "replace", "ro
 
 
 class TemplateFiles(NamedTuple):
-    """The chat template of a model directory, not compiled.
+    """The chat templates of a model directory, not compiled.
 
     Attributes:
+        source: of the one that is used by default.
         special_tokens: by their names in templates (`bos_token`, …).
         file: has the source; for messages.
+        named: sources of all, by name, where there are several.
     """
 
     source: str | None
     special_tokens: Mapping[str, str]
     file: Path | None = None
+    named: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def read(cls, path: Path) -> TemplateFiles:
-        """Read `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.
+        """Read `chat_template.jinja` and `additional_chat_templates/`, else `chat_template` in
+        `tokenizer_config.json`, else in `chat_template.json` (of models that take images).
 
         Raises:
             ModelLoadError: a file cannot be read, or a field has the wrong type.
         """
         file = path / "tokenizer_config.json"
         config = read_json(file) if is_present(file) else {}
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several named templates: use `default`
-            source = _named(source, file).get("default")
+        special_tokens = _special_tokens(config, file)
+        source, named = config.get("chat_template"), dict[str, str]()
+        if source is None and is_present(path / "chat_template.json"):
+            file = path / "chat_template.json"
+            source = read_json(file).get("chat_template")
+        if isinstance(source, list):
+            named = _named(source, file)
+            source = named.get(_DEFAULT)
         if source is not None and not isinstance(source, str):
             raise ModelLoadError(f"{file}: chat_template: expected a string or a list of templates")
-        special_tokens = _special_tokens(config, file)
-        for name, text in {**special_tokens, "chat_template": source or ""}.items():
+        texts = [*special_tokens.items(), *(("chat_template", each) for each in named.values())]
+        for name, text in [*texts, ("chat_template", source or "")]:
             if not _is_unicode(text):
                 raise ModelLoadError(f"{file}: {name}: expected valid Unicode, not half a pair")
         if is_present(path / "chat_template.jinja"):
             file = path / "chat_template.jinja"
             source = read_text(file)
-        return cls(source, special_tokens, file)
+            named = {each.stem: read_text(each) for each in sorted(path.glob(ADDITIONAL_TEMPLATES))}
+            named |= {_DEFAULT: source} if named else {}
+        return cls(source, special_tokens, file, named)
 
 
 class SlowTemplateError(InvalidRequestError):
@@ -96,20 +109,29 @@ class ChatTemplate:
 
     Args:
         file: has the source; for messages.
+        named: where there are several; the one named `tool_use` is for conversations with tools.
 
     Raises:
         ModelLoadError: the template cannot be compiled.
     """
 
     def __init__(
-        self, source: str | None, special_tokens: Mapping[str, str], file: Path | None = None
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str],
+        file: Path | None = None,
+        named: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.source = source
+        self.named = named
         self.special_tokens = dict(special_tokens)
         self._file = file
         self._environment = _environment()
         try:
-            self._default = None if source is None else self._environment.from_string(source)
+            self._own = {
+                text: self._environment.from_string(text)
+                for text in {*named.values(), *(() if source is None else (source,))}
+            }
         except Exception as error:  # RecursionError, SyntaxError, … besides Jinja's own
             raise self._broken(error) from error
 
@@ -124,10 +146,12 @@ class ChatTemplate:
         Raises:
             ModelLoadError: it crashes.
         """
-        if self._default is None:
-            return
+        for source in self._own:
+            self._check(source)
+
+    def _check(self, source: str) -> None:
         try:
-            text = self.render(_SAMPLE)
+            text = self.render(_SAMPLE, template=source)
             if not _is_unicode(text):
                 raise self._fault("produces invalid Unicode")
         except SlowTemplateError as error:
@@ -143,6 +167,17 @@ class ChatTemplate:
     def _fault(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"{located(self._file)}the model's chat template {what}")
 
+    def source_for(self, template: str | None, *, has_tools: bool) -> str | None:
+        """The source that `render` uses.
+
+        Args:
+            template: asked for: the name of one of the model's, or a source.
+            has_tools: tools are offered.
+        """
+        if template is not None:
+            return self.named.get(template, template)
+        return self.named.get("tool_use", self.source) if has_tools else self.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -157,7 +192,7 @@ class ChatTemplate:
 
         Args:
             continue_final_message: end inside the last message, right after its text.
-            template: a template to use instead of the model's; only from trusted callers.
+            template: see `source_for`; a source only from trusted callers.
             kwargs: further variables for the template (`enable_thinking`, …).
             max_cpu_s: of this thread.
 
@@ -176,11 +211,12 @@ class ChatTemplate:
             "messages": _marked(messages, mark) if continue_final_message else messages,
             "add_generation_prompt": add_generation_prompt,
         }
-        chosen = self._default if template is None else self._compiled(template)
-        if chosen is None:
+        source = self.source_for(template, has_tools=bool(variables["tools"]))
+        if source is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
+        chosen = self._own.get(source) or self._compiled(source)
         try:
             with self._environment.spend(max_cpu_s):
                 text = chosen.render(variables)
@@ -190,7 +226,7 @@ class ChatTemplate:
             ) from error
         except Exception as error:  # a template can raise anything
             name, param = ("the chat template", "messages")
-            if template is not None:
+            if source not in self._own:
                 name = param = "chat_template"
             if isinstance(error, TimeoutError):
                 text = f"{name} takes more than {max_cpu_s:g} s to render"
@@ -258,7 +294,7 @@ def _cut(text: str, mark: str, final_message: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _named(templates: list[Any], file: Path) -> dict[str, Any]:
+def _named(templates: list[Any], file: Path) -> dict[str, str]:
     """Several templates by name."""
     for each in templates:
         if not isinstance(each, dict) or not all(

@@ -42,13 +42,20 @@ def new_detokenizer(
     skip_special_tokens: bool,
     context: Sequence[int] = (),
     shown: frozenset[int] = frozenset(),
+    joined: bool = False,
 ) -> Detokenizer:
     """For one sequence of tokens.
 
     Args:
         context: ids before the sequence, whose text was already shown.
         shown: special tokens that are never skipped.
+        joined: the tokenizer's spaces between added tokens are left out.
     """
+    if joined:
+        plain = new_detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, context=context, shown=shown
+        )
+        return _JoinedTokens(plain, frozenset(tokenizer.added_tokens.values()))
     skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
     recent = [token_id for token_id in context if token_id not in skipped][-_KEEP:]
     if tokenizer.is_byte_level:
@@ -83,6 +90,26 @@ class _JoinedBytes:
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+
+class _JoinedTokens:
+    """Another detokenizer without the spaces between added tokens in a row, as in vLLM."""
+
+    def __init__(self, plain: Detokenizer, added: frozenset[int]) -> None:
+        self._plain = plain
+        self._added = added
+        self._is_after_added = False
+
+    def push(self, token_id: int) -> str:
+        text = self._plain.push(token_id)
+        is_added = token_id in self._added
+        if is_added and self._is_after_added:
+            text = text.removeprefix(" ")
+        self._is_after_added = is_added
+        return text
+
+    def finish(self) -> str:
+        return self._plain.finish()
 
 
 class _DecodedWindow:
@@ -153,6 +180,28 @@ def _new_utf8_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
+def with_special_stops(
+    params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: int
+) -> SamplingParams:
+    """Parameters with which a stop string that is the text of a special token, such as
+    `<|im_end|>`, ends the output at that token: its text may be left out of the output, where the
+    string would never be found."""
+    new = tuple(
+        token_id
+        for token_id in _special_stops(params, tokenizer)
+        if token_id < vocab_size and token_id not in params.stop_token_ids
+    )
+    if not new:
+        return params
+    return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *new))
+
+
+def _special_stops(params: SamplingParams, tokenizer: Tokenizer) -> list[int]:
+    """The special tokens that stop strings are the texts of."""
+    known = (tokenizer.added_tokens.get(stop.strip()) for stop in params.stop)
+    return [each for each in known if each in tokenizer.special_token_ids]
+
+
 class TextDelta(msgspec.Struct, gc=False):
     """The text that a push released.
 
@@ -189,11 +238,14 @@ class OutputText:
         context: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
     ) -> None:
+        if params.include_stop_str_in_output and params.stop:
+            shown |= frozenset(_special_stops(params, tokenizer))
         self._detokenizer = new_detokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
             context=context,
             shown=shown,
+            joined=not (params.skip_special_tokens or params.spaces_between_special_tokens),
         )
         self._stops = tuple(stop for stop in params.stop if stop)
         self._includes_stop = params.include_stop_str_in_output

@@ -27,11 +27,13 @@ class TemplateJob(TypedDict):
 
     Attributes:
         source: the template; in a check, the model's own.
+        named: in a check: the model's others.
         arguments: the other arguments of `ChatTemplate.render`; None only checks the template.
     """
 
     source: str | None
     special_tokens: dict[str, str]
+    named: dict[str, str]
     arguments: dict[str, Any] | None
 
 
@@ -51,7 +53,7 @@ def _rendered(job: TemplateJob) -> bytes:
     """Raises: InvalidRequestError, ModelLoadError."""
     arguments = job["arguments"]
     if arguments is None:
-        ChatTemplate(job["source"], job["special_tokens"]).check()
+        ChatTemplate(job["source"], job["special_tokens"], named=job["named"]).check()
         return b""
     template = ChatTemplate(None, job["special_tokens"])
     text = template.render(template=job["source"], max_cpu_s=math.inf, **arguments)

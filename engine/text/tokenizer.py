@@ -22,6 +22,7 @@ _MAX_CHAR_BYTES = 4
 _REWRITING = frozenset({"ByteLevel", "Metaspace", "Prepend", "Replace"})
 _MAX_REASON_CHARS = 200
 _MANY_CHARS = 1024
+_SPACE = 0x20
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _NOTHING = contextlib.nullcontext()
 _MANY_TOKENS = 4096  # from here on decoding would hold the GIL for noticeably long
@@ -201,17 +202,45 @@ class Tokenizer:
         """A token as the vocabulary writes it (`Ġthe`, `▁the`); None if there is none."""
         return self._backend.id_to_token(token_id)
 
-    def token_text(self, token_id: int) -> str:
-        """One token on its own, special ones included."""
+    def token_text(self, token_id: int, *, is_first: bool = False) -> str:
+        """The text of one token, special ones included.
+
+        Args:
+            is_first: it begins a text. SentencePiece's and WordPiece's tokens lose the space before
+                them there.
+        """
+        anchor = None if is_first else self._anchor
+        if anchor is not None:
+            first_id, first = anchor
+            text = self._backend.decode([first_id, token_id], skip_special_tokens=False)
+            if text.startswith(first):
+                return text[len(first) :]
         return self._backend.decode([token_id], skip_special_tokens=False)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, even if they are not whole characters."""
+    @cached_property
+    def _anchor(self) -> tuple[int, str] | None:
+        """A token that can stand before another one, and its text; None: a token's text does not
+        depend on that."""
+        if self.is_byte_level:
+            return None
+        others = self.special_token_ids | self.byte_of_token_id.keys()
+        for token_id in range(self.vocab_size):
+            text = self._backend.decode([token_id], skip_special_tokens=False)
+            if text.isalnum() and token_id not in others:
+                return token_id, text
+        return None
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """The bytes a token stands for, even if they are not whole characters.
+
+        Args:
+            is_first: see `token_text`.
+        """
         byte = self.byte_of_token_id.get(token_id)
-        if byte is not None:
+        if byte is not None and not (is_first and byte == _SPACE):
             return bytes([byte])
         piece = self._backend.id_to_token(token_id) or ""
-        text = self.token_text(token_id)
+        text = self.token_text(token_id, is_first=is_first)
         if "\ufffd" in text and all(char in self._byte_of_char for char in piece):
             return bytes(self._byte_of_char[char] for char in piece)
         return text.encode()

@@ -68,10 +68,19 @@ def decode(frame: bytes) -> Message:
 def _without_text_fields(submit: Submit) -> Submit:
     """Only `engine.text` reads these fields; it runs where ids become text."""
     params = submit.request.sampling_params
-    if not params.stop and not params.include_stop_str_in_output and params.skip_special_tokens:
+    if (
+        not params.stop
+        and not params.include_stop_str_in_output
+        and params.skip_special_tokens
+        and params.spaces_between_special_tokens
+    ):
         return submit
     params = msgspec.structs.replace(
-        params, stop=(), include_stop_str_in_output=False, skip_special_tokens=True
+        params,
+        stop=(),
+        include_stop_str_in_output=False,
+        skip_special_tokens=True,
+        spaces_between_special_tokens=True,
     )
     request = msgspec.structs.replace(submit.request, sampling_params=params)
     return msgspec.structs.replace(submit, request=request)

@@ -19,30 +19,42 @@ def token_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def token_objects(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
-) -> list[dict[str, Any]]:
-    """The format of chat completions and responses: one object per token.
+class TokenObjects:
+    """The format of chat completions and responses: one object per token of an output. Joined, the
+    bytes are the output's text.
 
     Args:
+        begins: the output begins a text, and with its first token.
         as_ids: name tokens by id instead of by text.
     """
-    name = token_name if as_ids else tokenizer.token_text
 
-    def token_object(token_id: int, logprob: float) -> dict[str, Any]:
+    def __init__(self, tokenizer: Tokenizer, *, begins: bool, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._is_first = begins
+        self._as_ids = as_ids
+
+    def of(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """The objects of the next tokens."""
+        return [self._of(entry) for entry in entries]
+
+    def _of(self, entry: TokenLogprobs) -> dict[str, Any]:
+        found = {
+            **self._object(entry.token_id, entry.logprob),
+            "top_logprobs": [self._object(*candidate) for candidate in entry.top],
+        }
+        if self._is_first:  # nothing is first after a token that is shown
+            self._is_first = entry.token_id in self._tokenizer.special_token_ids
+        return found
+
+    def _object(self, token_id: int, logprob: float) -> dict[str, Any]:
+        tokenizer, is_first = self._tokenizer, self._is_first
         return {
-            "token": name(token_id),
+            "token": token_name(token_id)
+            if self._as_ids
+            else tokenizer.token_text(token_id, is_first=is_first),
             "logprob": max(logprob, _LEAST),
-            "bytes": list(tokenizer.token_bytes(token_id)),
+            "bytes": list(tokenizer.token_bytes(token_id, is_first=is_first)),
         }
-
-    return [
-        {
-            **token_object(entry.token_id, entry.logprob),
-            "top_logprobs": [token_object(*candidate) for candidate in entry.top],
-        }
-        for entry in entries
-    ]
 
 
 def prompt_dictionaries(
@@ -87,7 +99,9 @@ class TokenLists:
         next_offset: int = 0,
         as_ids: bool = False,
     ) -> None:
-        self._name = token_name if as_ids else tokenizer.token_text
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+        self._is_first = not set(context) - tokenizer.special_token_ids
         self._num_top = num_top
         self._next_offset = next_offset
         self._detokenizer = new_detokenizer(
@@ -96,6 +110,8 @@ class TokenLists:
 
     def add(self, entries: Sequence[TokenLogprobs]) -> Lists:
         """The lists of the next tokens."""
+        if self._is_first and len(entries) > 1:  # the others are not first
+            return joined(self.add(entries[:1]), self.add(entries[1:]))
         name = self._name
         return {
             "tokens": [name(entry.token_id) for entry in entries],
@@ -123,8 +139,16 @@ class TokenLists:
         }
         return joined(first, self.add(entries))
 
+    def _name(self, token_id: int) -> str:
+        if self._as_ids:
+            return token_name(token_id)
+        return self._tokenizer.token_text(token_id, is_first=self._is_first)
+
     def _offset(self, token_id: int) -> int:
-        """Where the token's text begins. Tokens that share a character get the same offset."""
+        """Where the token's text begins. Tokens that share a character get the same offset. The
+        next token follows this one."""
+        if self._is_first:
+            self._is_first = token_id in self._tokenizer.special_token_ids
         offset = self._next_offset
         self._next_offset += len(self._detokenizer.push(token_id))
         return offset

@@ -28,7 +28,9 @@ from penstock.engine.chat_formats import (
     OutputFormat,
     Piece,
     template_messages,
+    template_variables,
 )
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import (
     Adapter,
     ImageInput,
@@ -37,8 +39,8 @@ from penstock.engine.request import (
     SamplingParams,
     check_choice,
 )
-from penstock.engine.text import OutputText
-from penstock.engine.text.chat_template import SlowTemplateError
+from penstock.engine.text import OutputText, with_special_stops
+from penstock.engine.text.chat_template import ChatTemplate, SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import MessageParts, with_parts
@@ -187,22 +189,31 @@ class Generator:
 
     async def _rendered(self, prompt: ChatPrompt) -> str:
         template = self.model.chat_template
-        source = template.source if prompt.template is None else prompt.template
-        reads = self._reads_part if prompt.template is None else names_parts_of(prompt.template)
-        messages = as_read(prompt.messages, reads)
+        source = template.source_for(prompt.template, has_tools=bool(prompt.tools))
+        is_own = prompt.template is None or prompt.template in template.named
+        documents = prompt.kwargs.get("documents")
+        if documents and "documents" not in (source or ""):
+            raise InvalidRequestError(_no_documents(template), param="documents")
+        reads = self._reads_part if prompt.template is None else names_parts_of(source)
+        messages, tools = self.model.formats.for_template(
+            as_read(prompt.messages, reads),
+            prompt.tools,
+            template=None if prompt.template is None else source,
+        )
+        variables = {**self.model.template_defaults, **prompt.kwargs}
         arguments: dict[str, Any] = {
             "messages": template_messages(
                 with_parts(messages, self.model.message_parts, self.model.images), source
             ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": prompt.tools, **self.model.template_defaults, **prompt.kwargs},
+            "kwargs": {"tools": tools, **template_variables(variables, source)},
         }
-        if prompt.template is None:
+        if is_own:
             num_chars = sum(map(_num_chars, messages))
-            num_chars += 0 if prompt.tools is None else len(orjson.dumps(prompt.tools))
+            num_chars += sum(len(orjson.dumps(each)) for each in (tools, documents) if each)
             is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
-            render = partial(template.render, **arguments)
+            render = partial(template.render, template=source, **arguments)
             if not is_long:
                 with contextlib.suppress(SlowTemplateError):  # then it counts as long
                     return render(max_cpu_s=_MAX_SHORT_S)
@@ -214,7 +225,8 @@ class Generator:
                 code="unsupported_parameter",
                 param="chat_template",
             )
-        return await self._templates.render(prompt.template, template.special_tokens, arguments)
+        assert source is not None
+        return await self._templates.render(source, template.special_tokens, arguments)
 
     async def tokenise(
         self,
@@ -299,6 +311,7 @@ class Generator:
         ):
             check_vocabulary(token_ids, info.vocab_size, param=name)
         check_logprobs(params, self._max_logprobs)
+        params = with_special_stops(params, self.model.tokenizer, vocab_size=info.vocab_size)
         check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         reservation = await self._admission.admit(
             caller, len(prompt_token_ids), params, deadline_s=deadline_s
@@ -413,6 +426,13 @@ class Generator:
 def _fingerprint(weights: bytes, adapter: str) -> str:
     digest = hashlib.sha256(weights).hexdigest()[:_NAME_CHARS]
     return "_".join(filter(None, ("fp", installed_version(), digest, adapter[:_NAME_CHARS])))
+
+
+def _no_documents(template: ChatTemplate) -> str:
+    """Why a request with documents is refused."""
+    able = [repr(name) for name, source in template.named.items() if "documents" in source]
+    hint = f"; chat_template may be {' or '.join(able)}" if able else ""
+    return f"the chat template shows no documents{hint}"
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:

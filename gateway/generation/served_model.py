@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +152,14 @@ def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> 
     files = TemplateFiles.read(path)
     if config.chat_template is not None:
         files = _given_template(config.chat_template, files)
-    check = TemplateCheck(files) if checks_template and files.source is not None else None
+    has_template = files.source is not None or files.named
+    check = TemplateCheck(files) if checks_template and has_template else None
     tokenizer = Tokenizer.from_directory(path)  # while the check runs
     if check is not None:
         check.result()
-    formats = ModelFormats.found_in(files.source, tokenizer.added_tokens)
+    template, images = ChatTemplate(*files), read_image_tokens(path)
     tools = _format("--tool-call-parser", config.tool_call_parser, TOOL_FORMATS)
     reasoning = _format("--reasoning-parser", config.reasoning_parser, REASONING_FORMATS)
-    template, images = ChatTemplate(*files), read_image_tokens(path)
     return ServedModel(
         images=images,
         message_parts=parts_of(template, images),
@@ -175,9 +175,5 @@ def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> 
             path, config.model.generation_config, config.model.generation_overrides
         ),
         pooling=read_pooling(path, config.model.model),
-        formats=replace(
-            formats,
-            tools=formats.tools if tools is None else tools,
-            reasoning=formats.reasoning if reasoning is None else reasoning,
-        ),
+        formats=ModelFormats.of(template, tokenizer.added_tokens, tools=tools, reasoning=reasoning),
     )

@@ -55,7 +55,10 @@ class TemplateProcess(Sandbox):
                 status=503,
             )
         job = TemplateJob(
-            source=source, special_tokens=dict(special_tokens), arguments=dict(arguments)
+            source=source,
+            special_tokens=dict(special_tokens),
+            named={},
+            arguments=dict(arguments),
         )
         try:
             answer = await self.answer(job)
@@ -70,12 +73,15 @@ class TemplateProcess(Sandbox):
 
 
 class TemplateCheck:
-    """Renders a model's own template before anything else uses it. The process runs in parallel
+    """Renders a model's own templates before anything else uses it. The process runs in parallel
     until `result` is called."""
 
     def __init__(self, files: TemplateFiles) -> None:
         job = TemplateJob(
-            source=files.source, special_tokens=dict(files.special_tokens), arguments=None
+            source=files.source,
+            special_tokens=dict(files.special_tokens),
+            named=dict(files.named),
+            arguments=None,
         )
         self._where = located(files.file)
         self._frame = framed(orjson.dumps(job))

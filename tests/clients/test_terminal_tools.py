@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from penstock.clients.python.responses_socket import ResponsesSocket
 from penstock.clients.python.terminal_tools import calculator, local_tools
 from penstock.gateway.launch.cli import main
 
@@ -57,6 +59,17 @@ def test_in_a_pipe_only_answers_are_printed(demo_server: Served) -> None:
     assert second
     assert "tool_call" not in done.output
     assert "think" not in done.output
+
+
+def test_whether_to_think_is_always_said(demo_server: Served) -> None:
+    """Some models think unless they are told not to."""
+    stream = ResponsesSocket._stream
+    sent = mock.patch.object(ResponsesSocket, "_stream", autospec=True, side_effect=stream)
+    for thinks, effort in ((False, "none"), (True, "low")):
+        with sent as spy:
+            done = Piped(["Hello!"], demo_server.base_url, thinks=thinks)
+        assert done.exit_code == 0
+        assert spy.call_args.args[1]["reasoning"] == {"effort": effort}
 
 
 def test_in_a_terminal_calls_and_thoughts_are_shown(demo_server: Served) -> None:

@@ -20,7 +20,7 @@ def test_node(demo_server: Served, node_modules: Path) -> None:
     shutil.copy(PACKAGES / "tools.mjs", node_modules)
     outcomes = json.loads(run(["node", "tools.mjs"], demo_server, cwd=node_modules))
     assert {name: fault for name, fault in outcomes.items() if fault} == {}
-    assert len(outcomes) == 11
+    assert len(outcomes) == 12
 
 
 @pytest.mark.external

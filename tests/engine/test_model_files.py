@@ -21,6 +21,7 @@ from penstock.engine.model_files import (
     weights_fingerprint,
 )
 from penstock.engine.pooling import read_pooling
+from penstock.engine.text.chat_template import TemplateFiles
 
 from .stub_hub import TOKEN, stub_hub
 from .test_pooling import write_modules
@@ -106,6 +107,21 @@ def test_the_hub_brings_how_a_model_embeds(
     assert not (path / "onnx").exists()
 
 
+def test_the_hub_brings_all_chat_templates(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("LlamaForCausalLM"), model)
+    (model / "additional_chat_templates").mkdir()
+    (model / "chat_template.jinja").write_text("default")
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (model / "additional_chat_templates" / "notes.md").write_text("")
+    with stub_hub(model) as (endpoint, _):
+        path = Path(str(resolve(endpoint, tmp_path / "home", weights=False)["path"]))
+    assert TemplateFiles.read(path).named == {"default": "default", "tool_use": "tools"}
+    assert not (path / "additional_chat_templates" / "notes.md").exists()
+
+
 def test_offline_takes_the_cache_or_says_so(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     endpoint, asked = hub
     missing = resolve(endpoint, tmp_path, HF_HUB_OFFLINE="1")
@@ -120,7 +136,7 @@ def test_offline_takes_the_cache_or_says_so(hub: tuple[str, list[str]], tmp_path
 def test_revisions_and_tokens(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     endpoint, _ = hub
     assert resolve(endpoint, tmp_path)["eos"] == [2]
-    assert resolve(endpoint, tmp_path, revision="v1")["eos"] == [7]
+    assert resolve(endpoint, tmp_path, revision="v1")["eos"] == [7, 2]
     unknown = resolve(endpoint, tmp_path, revision="v9")
     assert "no such revision" in str(unknown["error"])
     private = resolve(endpoint, tmp_path, model="acme/private")
@@ -151,13 +167,85 @@ def test_generation_defaults(tmp_path: Path) -> None:
         '{"eos_token_id": [6, 7], "temperature": 0.6, "top_k": 20, "top_p": 0.95}'
     )
     defaults = read_generation_defaults(tmp_path)
-    assert defaults.eos_token_ids == (6, 7)
+    assert defaults.eos_token_ids == (6, 7, 5)
     assert defaults.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     none = read_generation_defaults(tmp_path, "none")
     assert (none.eos_token_ids, none.sampling) == ((5,), {})
     (tmp_path / "generation_config.json").write_text("[1]")
     with pytest.raises(ModelLoadError, match="JSON object"):
         read_generation_defaults(tmp_path)
+
+
+def _model(path: Path, **files: object) -> Path:
+    """A directory with files of these contents, and names without the ending."""
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+_END = {"id": 9, "content": "<|im_end|>", "special": True}
+_OTHERS = [{"id": 3, "content": "</s>"}, {"id": 4, "content": "<|end|>"}]
+_CHATML = "{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}"
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        # The generation config is its base's: the end of a turn is in config.json,
+        ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": 9}}, {1, 9}),
+        # or only the tokenizer's,
+        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, {2, 9}),
+        ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}}, {2, 9}),
+        # or only in the template.
+        ({"tokenizer_config": {"chat_template": _CHATML, "eos_token": "</s>"}}, {2, 3, 9}),
+        ({"tokenizer_config": {"chat_template": [{"template": _CHATML}]}}, {2, 9}),
+        ({"chat_template": {"chat_template": _CHATML}}, {2, 9}),
+        ({"config": {"text_config": {"eos_token_id": [5, 6]}}}, {5, 6}),
+        (
+            {
+                "tokenizer_config": {
+                    "eos_token": "</x>",
+                    "added_tokens_decoder": {"8": {"content": "</x>"}},
+                }
+            },
+            {2, 8},
+        ),
+        # gpt-oss: each of an answer's messages ends so.
+        ({"tokenizer_config": {"chat_template": "<|channel|>final<|message|>x<|end|>"}}, {2}),
+        ({"tokenizer_config": {"chat_template": "<|assistant|>x<|end|>"}}, {2, 4}),
+        # What is no id of this model, or no token, does not count.
+        (
+            {
+                "config": {"vocab_size": 8, "eos_token_id": 2},
+                "tokenizer_config": {"eos_token": "<|im_end|>"},
+            },
+            {2},
+        ),
+        ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": -1}}, {1}),
+        ({"tokenizer_config": {"eos_token": "<|none|>", "chat_template": "<|eot_id|>"}}, {2}),
+        ({"tokenizer_config": {"eos_token": 7, "added_tokens_decoder": [1]}}, {2}),
+        ({"tokenizer": [], "tokenizer_config": {"eos_token": "</s>"}}, {2}),
+    ],
+)
+def test_all_places_that_name_an_end(
+    tmp_path: Path, files: dict[str, object], ids: set[int]
+) -> None:
+    _model(
+        tmp_path,
+        **{
+            "config": {"eos_token_id": 2},
+            "tokenizer": {"version": "1.0", "added_tokens": [*_OTHERS, _END], "model": {}},
+            **files,
+        },
+    )
+    assert set(read_generation_defaults(tmp_path).eos_token_ids) == ids
+
+
+def test_the_ends_of_a_template_in_a_file(tmp_path: Path) -> None:
+    _model(tmp_path, config={"eos_token_id": 2}, tokenizer={"added_tokens": [_END]})
+    (tmp_path / "chat_template.jinja").write_text(_CHATML)
+    assert read_generation_defaults(tmp_path).eos_token_ids == (2, 9)
+    assert read_generation_defaults(tmp_path, "none").eos_token_ids == (2, 9)
 
 
 _FINGERPRINT = """

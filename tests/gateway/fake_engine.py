@@ -289,14 +289,15 @@ class FakeEngine:
                 return
             is_eos = number == len(script) and not params.ignore_eos
             token_id = 0 if is_eos else script[number % len(script)]
+            is_end = is_eos or token_id in params.stop_token_ids
             reason = self.limit_reason if number + 1 == params.max_tokens else None
             output = RequestOutput(
                 request_id=first.request_id,
                 index=index,
                 token_ids=(token_id,),
                 logprobs=self._logprobs(index, token_id, params.num_logprobs),
-                finish_reason=FinishReason.STOP if is_eos else reason,
-                stop_token_id=0 if is_eos else None,
+                finish_reason=FinishReason.STOP if is_end else reason,
+                stop_token_id=token_id if is_end else None,
                 num_draft_tokens=self.drafts[0],
                 num_accepted_tokens=self.drafts[1],
             )

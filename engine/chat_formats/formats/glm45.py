@@ -4,6 +4,7 @@ each argument, typed by the tool's schema, then `</tool_call>`."""
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from penstock.engine.chat_formats.parser import Scanner, Steps, Tool, Write
 from penstock.engine.chat_formats.tool_format import (
@@ -12,6 +13,7 @@ from penstock.engine.chat_formats.tool_format import (
     kinds_of,
     xml_arguments,
     xml_value,
+    xml_written,
 )
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -49,6 +51,10 @@ def _arguments(scanner: Scanner, tool: Tool, marker: str) -> Steps[None]:
     scanner.end_call("}" if separator == ", " else "{}")
 
 
+def _begin(key: str) -> str:
+    return f"{_KEY}{key}{_KEY_END}\n{_VALUE}"
+
+
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END),
@@ -58,11 +64,7 @@ FORMAT = ToolFormat(
         begin=lambda name: [_BEGIN, f"{name}\n"],
         end=[_END],
         between=["\n"],
-        arguments=lambda tool, rules: xml_arguments(
-            tool,
-            rules,
-            begin=lambda key: f"{_KEY}{key}{_KEY_END}\n{_VALUE}",
-            end=f"{_VALUE_END}\n",
-        ),
+        arguments=partial(xml_arguments, begin=_begin, end=f"{_VALUE_END}\n"),
+        written=partial(xml_written, begin=_begin, end=f"{_VALUE_END}\n"),
     ),
 )

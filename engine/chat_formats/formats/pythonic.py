@@ -12,6 +12,7 @@ from penstock.engine.chat_formats.tool_format import (
     ToolFormat,
     escaped,
     python_arguments,
+    python_written,
     skip_all,
 )
 
@@ -185,6 +186,7 @@ FORMAT = ToolFormat(
         between=[", "],
         last=["]"],
         arguments=python_arguments,
+        written=python_written,
     ),
 )
 LLAMA_4 = ToolFormat(
@@ -200,5 +202,6 @@ LLAMA_4 = ToolFormat(
         between=[", "],
         last=["]", _END],
         arguments=python_arguments,
+        written=python_written,
     ),
 )

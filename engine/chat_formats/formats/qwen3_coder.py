@@ -12,6 +12,7 @@ value
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from penstock.engine.chat_formats.parser import Scanner, Steps, Tool, Write
 from penstock.engine.chat_formats.tool_format import (
@@ -20,6 +21,7 @@ from penstock.engine.chat_formats.tool_format import (
     kinds_of,
     xml_arguments,
     xml_value,
+    xml_written,
 )
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -63,6 +65,11 @@ def _parameters(scanner: Scanner, tool: Tool) -> Steps[None]:
     scanner.end_call("}" if separator == ", " else "{}")
 
 
+def _begin(key: str) -> str:
+    return f"{_PARAMETER}{key}>\n"
+
+
+_VALUE_END = f"\n{_PARAMETER_END}\n"
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _END),
@@ -72,8 +79,7 @@ FORMAT = ToolFormat(
         begin=lambda name: [_BEGIN, f"\n{_FUNCTION}{name}>\n"],
         end=[f"{_FUNCTION_END}\n", _END],
         between=["\n"],
-        arguments=lambda tool, rules: xml_arguments(
-            tool, rules, begin=lambda key: f"{_PARAMETER}{key}>\n", end=f"\n{_PARAMETER_END}\n"
-        ),
+        arguments=partial(xml_arguments, begin=_begin, end=_VALUE_END),
+        written=partial(xml_written, begin=_begin, end=_VALUE_END),
     ),
 )

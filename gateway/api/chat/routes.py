@@ -17,7 +17,7 @@ from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt, image_sou
 from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
-from penstock.gateway.api.logprobs import prompt_dictionaries, token_objects
+from penstock.gateway.api.logprobs import TokenObjects, prompt_dictionaries
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
@@ -159,6 +159,7 @@ class _Answer(Answer):
         self._callers: set[int] = set()  # choices with a tool call
         self._num_calls: dict[int, int] = {}  # sent in chunks, by choice
         self._messages: dict[int, int] = {}  # begun in chunks, by choice
+        self._token_objects: dict[int, TokenObjects] = {}  # by choice
         self._extras: dict[str, Any] = {}
         self._is_prompt_told = not chat.return_token_ids
 
@@ -181,7 +182,7 @@ class _Answer(Answer):
         return self._extras
 
     def choice(self, index: int, output: Output) -> Choice:
-        tokens = self._token_objects(output.logprobs)
+        tokens = self._tokens(index, output.logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         message |= self._no_thoughts
         calls = [
@@ -203,7 +204,7 @@ class _Answer(Answer):
 
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
         pieces: list[Choice] = []
-        tokens = self._token_objects(delta.logprobs)
+        tokens = self._tokens(index, delta.logprobs)
         changes = [change for piece in delta.pieces if (change := self._change(index, piece))]
         if delta.text:
             changes = [{"content": delta.text}]
@@ -271,9 +272,17 @@ class _Answer(Answer):
         _, _, request = str(self._head["id"]).partition("-")
         return f"call_{request}_{index}_{number}"
 
-    def _token_objects(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        as_ids = self._chat.return_tokens_as_token_ids
-        return token_objects(self._tokenizer, entries, as_ids=as_ids)
+    def _tokens(self, index: int, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """The objects of a choice's next tokens."""
+        if not entries:
+            return []
+        if index not in self._token_objects:
+            self._token_objects[index] = TokenObjects(
+                self._tokenizer,
+                begins=not self._chat.continues_prompt,
+                as_ids=self._chat.return_tokens_as_token_ids,
+            )
+        return self._token_objects[index].of(entries)
 
 
 def _call(call_id: str, said: Piece | OutputItem) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class ChatRequest(ChoicesRequest):
     top_logprobs: NumLogprobs | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] = Field(default_factory=list)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -86,7 +87,8 @@ class ChatRequest(ChoicesRequest):
         asked = template_kwargs(
             self.reasoning_effort, thinks=self.enable_thinking, verbosity=self.verbosity
         )
-        return {**asked, **self.chat_template_kwargs}
+        documents = {"documents": self.documents} if self.documents else {}
+        return {**asked, **documents, **self.chat_template_kwargs}
 
     @property
     def output_limit(self) -> int | None:

@@ -21,7 +21,7 @@ import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE, ItemContent
+from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE, ItemContent, ItemKind
 from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import (
@@ -103,15 +103,17 @@ class EventWriter:
     def _begin_item(self, entry: DeltaEntry, log: ResponseLog) -> list[Event]:
         """The events of an entry before its delta, which is the first that this reader gets of its
         item."""
-        kind, index = KINDS[entry.kind], entry.output_index
+        kind, index = self._header.kind_of(entry.kind), entry.output_index
         item = _item(self._header, index, (_begun(entry),), "in_progress")
         self._output_index, self._delta_type, self._delta_end = index, kind.delta, kind.delta_end
-        begun = orjson.dumps({"type": kind.delta, **_place(item, index)})
+        begun = orjson.dumps({"type": kind.delta, **_place(kind, item, index)})
         self._delta_start = begun[:-1] + b',"sequence_number":'
         if entry.num_events == 1:
             return []
-        closed = _closing_item(_output(log, "completed")[index - 1], index - 1) if index else []
-        events = [*closed, *_opening_item(item, index)]
+        closed = []
+        if index:
+            closed = _closing_item(log.header, _output(log, "completed")[index - 1], index - 1)
+        events = [*closed, *_opening_item(log.header, item, index)]
         return _numbered(events, first=entry.number, after=self._after)
 
     def _delta_event(self, entry: DeltaEntry) -> Event:
@@ -174,26 +176,32 @@ def _opening(header: ResponseHeader) -> list[tuple[str, _Object]]:
         events = [("response.created", queued), ("response.queued", queued)]
     events.append(("response.in_progress", {"response": response}))
     if header.begins_message:
-        events += _opening_item(_item(header, 0, (), "in_progress"), 0)
+        events += _opening_item(header, _item(header, 0, (), "in_progress"), 0)
     assert len(events) == header.num_opening_events
     return events
 
 
-def _opening_item(item: _Object, output_index: int) -> list[tuple[str, _Object]]:
+def _opening_item(
+    header: ResponseHeader, item: _Object, output_index: int
+) -> list[tuple[str, _Object]]:
     """The events before an item's first delta.
 
     Args:
         item: without text.
     """
-    kind, place = KINDS[item["type"]], _place(item, output_index)
+    kind = header.kind_of(item["type"])
+    place = _place(kind, item, output_index)
     added = {"output_index": output_index, "item": {**item, **kind.begun}}
     parts = [(name, {**place, **fields(item)}) for name, fields in kind.opening.items()]
     return [("response.output_item.added", added), *parts]
 
 
-def _closing_item(item: _Object, output_index: int) -> list[tuple[str, _Object]]:
+def _closing_item(
+    header: ResponseHeader, item: _Object, output_index: int
+) -> list[tuple[str, _Object]]:
     """The events after an item's last delta."""
-    kind, place = KINDS[item["type"]], _place(item, output_index)
+    kind = header.kind_of(item["type"])
+    place = _place(kind, item, output_index)
     parts = [(name, {**place, **fields(item)}) for name, fields in kind.closing.items()]
     return [*parts, ("response.output_item.done", {"output_index": output_index, "item": item})]
 
@@ -204,7 +212,7 @@ def _closing(log: ResponseLog, end: EndEntry) -> list[tuple[str, _Object]]:
         return [("response.failed", {"response": response})]
     _, terminal, _ = _ENDINGS[_reason(log.header, end.reason)]
     output = response["output"]
-    closing = _closing_item(output[-1], len(output) - 1) if output else []
+    closing = _closing_item(log.header, output[-1], len(output) - 1) if output else []
     return [*closing, (terminal, {"response": response})]
 
 
@@ -252,7 +260,7 @@ def _item(
     header: ResponseHeader, output_index: int, said: Sequence[DeltaEntry], status: str
 ) -> _Object:
     """An item from its deltas; without any it is an empty message."""
-    kind = KINDS[said[0].kind] if said else MESSAGE
+    kind = header.kind_of(said[0].kind) if said else MESSAGE
     return kind.item(
         ItemContent(
             id=header.item_id(output_index, kind),
@@ -270,10 +278,9 @@ def _begun(entry: DeltaEntry) -> DeltaEntry:
     return msgspec.structs.replace(entry, text="", logprobs=())
 
 
-def _place(item: _Object, output_index: int) -> _Object:
+def _place(kind: ItemKind, item: _Object, output_index: int) -> _Object:
     """The fields that say which part an event is about."""
-    part_index = KINDS[item["type"]].part_index
-    return {"item_id": item["id"], "output_index": output_index, **part_index}
+    return {"item_id": item["id"], "output_index": output_index, **kind.part_index}
 
 
 def _response(log: ResponseLog, status: str, **fields: Any) -> _Object:

@@ -23,7 +23,7 @@ from msgspec import structs
 from penstock.engine.chat_formats import Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.logprobs import token_objects
+from penstock.gateway.api.logprobs import TokenObjects
 from penstock.gateway.api.responses.events import num_closing_events, response_object
 from penstock.gateway.api.responses.logged_generation import packed
 from penstock.gateway.errors import (
@@ -149,6 +149,8 @@ class ResponseTask:
         self._num_logged = len(log.token_ids)  # token ids of the branch in the log
         self._logprobs: tuple[dict[str, Any], ...] = ()  # not logged yet
         self._held_logprobs: tuple[TokenLogprobs, ...] = ()  # of tokens without text so far
+        self._first: TokenLogprobs | None = None  # of the output's first token, if it came here
+        self._token_objects: TokenObjects | None = None
         self._newest = _Newest(*(log.open_item or (-1, MESSAGE.type)))
         self._grace: asyncio.TimerHandle | None = None
         self._touch: asyncio.TimerHandle | None = None
@@ -253,6 +255,8 @@ class ResponseTask:
     def _keep_logprobs(self, delta: Delta, *, begins: bool) -> None:
         """Keep a delta's logprobs for the newest item. Of an output in which items are looked for,
         a message has those of the tokens that wrote it, also while its text was held back."""
+        if delta.logprobs and self._first is None:
+            self._first = delta.logprobs[0]
         self._held_logprobs += delta.logprobs
         is_text = self._generation.output_format is None or not self.log.header.is_turn
         if not (is_text or delta.text or delta.pieces):
@@ -264,9 +268,15 @@ class ResponseTask:
             self._logprobs += self._written(held)
 
     def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
-        if self.log.header.is_turn:
-            return tuple(token_objects(self._tokenizer, entries))
-        return packed(entries)
+        if not self.log.header.is_turn:
+            return packed(entries)
+        if self._token_objects is None:
+            header = self.log.header
+            is_rest = header.continues or bool(self._generation.request.output_token_ids)
+            self._token_objects = TokenObjects(
+                self._tokenizer, begins=not is_rest and entries[0] is self._first
+            )
+        return tuple(self._token_objects.of(entries))
 
     def _notify(self, delta: Delta) -> None:
         if delta.notice is not None:

@@ -155,6 +155,10 @@ class ResponsesRequest(SamplingRequest):
             raise invalid("penstock.continue", "cannot be used with generate: false or prewarm")
 
     @property
+    def continues_prompt(self) -> bool:
+        return self.penstock.continues
+
+    @property
     def items(self) -> Sequence[InputItem]:
         if self.penstock.continues:
             return []

@@ -250,7 +250,7 @@ class ResponseService:
             output_token_ids=log.token_ids,
             shown=log.pieces,
             epoch=log.epoch,
-            continues_prompt=log.header.continues_prompt,
+            continues_prompt=log.header.continues_prompt or log.header.continues,
             output_format=log.header.output_format,
         )
         turn = turn_of(log.header) if log.header.is_turn else None

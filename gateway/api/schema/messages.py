@@ -6,6 +6,7 @@ of the latter: calls of tools, their outputs, thoughts and references.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -262,9 +263,22 @@ class _Lenient(Model):
         return _given(value)
 
 
+def _as_text(arguments: Any) -> Any:
+    """Arguments as JSON text, with spaces as models write it; some clients keep an object."""
+    if not isinstance(arguments, dict):
+        return arguments
+    try:
+        return json.dumps(arguments, ensure_ascii=False)
+    except RecursionError:
+        raise PydanticCustomError("value_error", "is nested too deeply") from None
+
+
+_Arguments = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
+
+
 class _Function(_Lenient):
     name: _ToolName
-    arguments: str = ""
+    arguments: _Arguments = ""
 
 
 class _Custom(_Lenient):
@@ -402,7 +416,7 @@ class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: _CallId
     name: _ToolName
-    arguments: str = ""
+    arguments: _Arguments = ""
     namespace: str | None = None
 
 

@@ -79,13 +79,12 @@ _ROWS: tuple[_Row, ...] = (
     ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode
     # vLLM's extras at top level
     (_ALL, Use.NEUTRAL, "request_id", ()),
-    (_BOTH, Use.REFUSED, "spaces_between_special_tokens", (True,)),
     (_BOTH, Use.REFUSED, "allowed_token_ids bad_words", ()),
     (_BOTH, Use.NEUTRAL, "guided_decoding_backend", ()),
     (_BOTH, Use.REFUSED, "logits_processors kv_transfer_params", ()),
     (_BOTH, Use.REFUSED, "prompt_embeds logprob_token_ids", ()),
     (_ALL, Use.REFUSED, "vllm_xargs", ()),
-    (_CHAT, Use.REFUSED, "documents mm_processor_kwargs", ()),
+    (_CHAT, Use.REFUSED, "mm_processor_kwargs", ()),
     (_ALL, Use.NEUTRAL, "session_id stream_interval", ()),
     # of llama.cpp, SGLang, OpenRouter and others
     (_ALL, Use.NEUTRAL, "cache_prompt verbose rid trace backend_sampling", ()),

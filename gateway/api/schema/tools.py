@@ -402,7 +402,8 @@ ResponsesToolChoice = Annotated[
 
 
 class ReasoningOptions(_Lenient):
-    """`reasoning` of responses. Summaries are never made; thoughts are shown as they are."""
+    """`reasoning` of responses. With `summary`, or its older name, thoughts are in `summary`, as
+    they are; nothing is summarised."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -411,7 +412,7 @@ class ReasoningOptions(_Lenient):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
     def echo(self) -> dict[str, Any]:
-        return {"effort": self.effort, "summary": self.summary}
+        return {"effort": self.effort, "summary": self.summary or self.generate_summary}
 
 
 # -- both ----------------------------------------------------------------------------------------

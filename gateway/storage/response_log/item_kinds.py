@@ -99,6 +99,11 @@ def _reasoning(content: ItemContent) -> JsonObject:
     }
 
 
+def _summarised(content: ItemContent) -> JsonObject:
+    summary = [{"type": "summary_text", "text": content.text}]
+    return _reasoning(content) | {"summary": summary, "content": []}
+
+
 def _function_call(content: ItemContent) -> JsonObject:
     return _call(content, "function_call") | {"arguments": content.text}
 
@@ -132,6 +137,14 @@ def _thought(item: JsonObject) -> JsonObject:
     return {"text": item["content"][0]["text"]}
 
 
+def _summary_part(item: JsonObject) -> JsonObject:
+    return {"part": item["summary"][0]}
+
+
+def _summary(item: JsonObject) -> JsonObject:
+    return {"text": item["summary"][0]["text"]}
+
+
 def _arguments(item: JsonObject) -> JsonObject:
     return {"name": item["name"], "arguments": item["arguments"]}
 
@@ -161,6 +174,22 @@ REASONING = ItemKind(
     delta_end=b"}",
     opening={"response.content_part.added": _part},
     closing={"response.reasoning_text.done": _thought, "response.content_part.done": _part},
+)
+# Where a summary was asked for. None is made: it is the whole thought, which many clients show only
+# there. It has as many events, so a log need not know which of the two it is.
+SUMMARY = ItemKind(
+    type="reasoning",
+    id_prefix="rs_",
+    item=_summarised,
+    begun={"summary": []},
+    part_index={"summary_index": 0},
+    delta="response.reasoning_summary_text.delta",
+    delta_end=b"}",
+    opening={"response.reasoning_summary_part.added": _summary_part},
+    closing={
+        "response.reasoning_summary_text.done": _summary,
+        "response.reasoning_summary_part.done": _summary_part,
+    },
 )
 FUNCTION_CALL = ItemKind(
     type="function_call",

@@ -17,7 +17,13 @@ from msgspec import Struct
 
 from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.request import FinishReason, Request
-from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemKind
+from penstock.gateway.storage.response_log.item_kinds import (
+    KINDS,
+    MESSAGE,
+    REASONING,
+    SUMMARY,
+    ItemKind,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,15 @@ class ResponseHeader:
     def begins_message(self) -> bool:
         """Whether the opening events include those of a message."""
         return self.generates and self.is_text_only
+
+    def kind_of(self, kind: str) -> ItemKind:
+        """How items of this type look here.
+
+        Args:
+            kind: a key of `KINDS`.
+        """
+        is_summary = kind == REASONING.type and (self.echo.get("reasoning") or {}).get("summary")
+        return SUMMARY if is_summary else KINDS[kind]
 
     def item_number(self, output_index: int) -> str:
         """What an item's id and its `call_id` are made from."""

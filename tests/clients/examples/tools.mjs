@@ -81,6 +81,22 @@ const cases = {
     assert.ok(events.includes("response.reasoning_text.delta"));
     assert.ok(events.includes("response.function_call_arguments.delta"));
   },
+
+  async "AI SDK: thoughts, of which it shows summaries only"() {
+    const options = { forceReasoning: true, reasoningEffort: "low", reasoningSummary: "auto" };
+    const asked = { model: models.responses, maxRetries: 0, prompt: "Hello!", providerOptions: { openai: options } };
+    const { reasoningText, text } = await generateText(asked);
+    assert.ok(reasoningText);
+    assert.ok(text);
+    const streamed = { text: "", reasoning: "" };
+    for await (const part of streamText(asked).fullStream) {
+      if (part.type === "reasoning-delta") streamed.reasoning += part.text;
+      if (part.type === "text-delta") streamed.text += part.text;
+      assert.notEqual(part.type, "error");
+    }
+    assert.ok(streamed.reasoning);
+    assert.ok(streamed.text);
+  },
 };
 
 for (const [name, model] of Object.entries(models)) {

@@ -11,6 +11,7 @@ from penstock.engine.chat_formats import (
     OutputSyntax,
     formats_of,
     template_messages,
+    template_variables,
 )
 
 # The parts of published templates that tell.
@@ -36,7 +37,8 @@ TEMPLATES = {
         "<|assistant|>{{- '\\n<think></think>' if not enable_thinking else '' -}}"
     ),
     "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}",
-    "mistral": "[TOOL_CALLS] Tool call IDs should be alphanumeric strings with length 9!",
+    "mistral": "[TOOL_CALLS] {{ tool_call.function|tojson }} "
+    "Tool call IDs should be alphanumeric strings with length 9!",
     "llama-3.1": '<|start_header_id|> {"name": … "parameters": {{ tool_call.arguments | tojson }}',
     "llama-4": "<|python_start|>",
     "granite-3.3": "<|start_of_role|> <|tool_call|> <think>",
@@ -78,7 +80,7 @@ def test_formats_are_found(name: str, formats: tuple[str, str]) -> None:
         ("deepseek-v3.1", "…<think>", OutputSyntax("deepseek_v31", "qwen3", True)),
         ("glm-4.5", "…<|assistant|>", OutputSyntax("glm45", "qwen3")),
         ("gpt-oss", "…<|start|>assistant", OutputSyntax("openai")),
-        ("plain", "…", OutputSyntax()),
+        ("plain", "…", OutputSyntax("hermes")),
     ],
 )
 def test_the_end_of_the_prompt_tells_the_rest(name: str, prompt: str, syntax: OutputSyntax) -> None:
@@ -107,6 +109,7 @@ def _history(call_id: str = "call_1") -> list[dict[str, Any]]:
         ("qwen2.5", {"a": 1}),
         ("qwen3", {"a": 1}),
         ("qwen3-coder", {"a": 1}),
+        ("mistral", {"a": 1}),
         ("llama-3.1", {"a": 1}),
         ("deepseek-r1", '{"a": 1}'),
         ("plain", '{"a": 1}'),
@@ -115,7 +118,7 @@ def _history(call_id: str = "call_1") -> list[dict[str, Any]]:
 def test_arguments(name: str, arguments: Any) -> None:
     messages = template_messages(_history(), TEMPLATES[name])
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
-    assert messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"] == "call_1"
+    assert messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"]
 
 
 def test_ids() -> None:
@@ -129,6 +132,16 @@ def test_ids() -> None:
     )
     assert called["tool_calls"][0]["id"] == result["tool_call_id"] == "functions.f:0"
     assert again["tool_calls"][0]["id"] == "functions.f:1"
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"), [("none", "low"), ("low", "low"), ("max", "high"), (["x"], ["x"])]
+)
+def test_efforts(effort: Any, shown: Any) -> None:
+    variables = {"reasoning_effort": effort, "enable_thinking": True}
+    assert template_variables(variables, TEMPLATES["qwen3"]) == variables
+    known = template_variables(variables, TEMPLATES["gpt-oss"])
+    assert known == {**variables, "reasoning_effort": shown}
 
 
 def test_messages_without_calls_stay_as_they_are() -> None:

@@ -34,6 +34,23 @@ def test_chat_ends_by_itself(llm: LLM) -> None:
     assert output.text.strip()
 
 
+def test_a_stop_string_may_be_a_special_token(llm: LLM) -> None:
+    (end,) = llm.tokenizer.encode("<|end|>", add_special_tokens=False)
+    for shows in (False, True):
+        params = replace(
+            GREEDY,
+            max_tokens=200,
+            ignore_eos=True,
+            stop=("<|end|>",),
+            include_stop_str_in_output=shows,
+        )
+        (result,) = llm.chat(question("Hello!"), params, use_tqdm=False)
+        (output,) = result.outputs
+        assert (output.finish_reason, output.token_ids[-1]) == ("stop", end)
+        assert output.token_ids.count(end) == 1
+        assert output.text.endswith("<|end|>") == shows
+
+
 def test_chat_with_a_template_of_its_own(llm: LLM) -> None:
     (result,) = llm.chat(
         question("hi"),

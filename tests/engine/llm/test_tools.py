@@ -64,6 +64,30 @@ def test_a_choice_is_enforced(llm: LLM) -> None:
     assert answer.outputs[0].text
 
 
+PLAIN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_template_without_tools(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=300, n=4)
+    call = {"name": "clock", "arguments": {"city": "Oslo"}}
+    messages = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "12:30"},
+    ]
+    for choice, names in (("clock", {"clock"}), ("required", {"calculator", "clock", "note"})):
+        [answer] = llm.chat(messages, params, tools=TOOLS, tool_choice=choice, chat_template=PLAIN)
+        assert all(f'"{name}"' in str(answer.prompt) for name in ("calculator", "clock", "note"))
+        assert '{"name": "clock", "arguments": {"city": "Oslo"}}' in str(answer.prompt)
+        for output in answer.outputs:
+            assert {item.kind for item in output.items} == {"function_call"}
+            assert {item.name for item in output.items} <= names
+            assert choice != "clock" or len(output.items) == 1
+
+
 def test_mistakes_are_named(llm: LLM) -> None:
     hello = [{"role": "user", "content": "Hello!"}]
     with pytest.raises(InvalidRequestError, match=r"tools\[0\]"):

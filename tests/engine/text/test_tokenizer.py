@@ -54,7 +54,44 @@ def test_templates_from_either_file(tmp_path: Path) -> None:
 def test_named_templates_use_the_default_one(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert ChatTemplate.from_directory(tmp_path).render(_HELLO) == "d"
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template.render(_HELLO) == "d"
+    assert template.render(_HELLO, kwargs={"tools": [{}]}) == "t"
+    assert template.render(_HELLO, template="tool_use") == "t"
+    assert template.render(_HELLO, template="default", kwargs={"tools": [{}]}) == "d"
+
+
+def test_templates_in_files_of_their_own(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "old"}, {"name": "default", "template": "old"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "chat_template.jinja").write_text("d{{ bos_token }}")
+    assert ChatTemplate.from_directory(tmp_path).render(_HELLO, kwargs={"tools": [{}]}) == "d"
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(name)
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template.render(_HELLO, kwargs={"documents": [{"text": "x"}]}) == "d"
+    assert template.render(_HELLO, kwargs={"tools": [{}]}) == "tool_use"
+    assert template.render(_HELLO, template="rag") == "rag"
+
+
+def test_a_template_in_json(tmp_path: Path) -> None:
+    """As of many models that take images."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "p{{ eos_token }}"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert ChatTemplate.from_directory(tmp_path).render(_HELLO) == "p</s>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "t"}))
+    assert ChatTemplate.from_directory(tmp_path).render(_HELLO) == "t"
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": 1}))
+    with pytest.raises(ModelLoadError, match=r"chat_template\.json"):
+        ChatTemplate.from_directory(tmp_path)
+
+
+def test_each_of_several_templates_is_checked() -> None:
+    for broken in ("{% if %}", "{{ 1 // 0 }}"):
+        with pytest.raises(ModelLoadError, match="broken"):
+            ChatTemplate("d", {}, named={"default": "d", "tool_use": broken}).check()
 
 
 @pytest.mark.parametrize(

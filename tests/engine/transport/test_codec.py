@@ -119,7 +119,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (16, "a8aff79918162465")
+    assert (PROTOCOL_VERSION, digest) == (17, "c55f381815d089f8")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -20,7 +20,12 @@ from penstock.engine import LLM, ModelLoadError, SamplingParams
 from penstock.engine.config import ModelConfig
 from penstock.engine.gguf_directory import _rope_scaling, gguf_directory
 from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX
-from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model, weights_fingerprint
+from penstock.engine.model_files import (
+    DEMO_MODEL_PATH,
+    read_generation_defaults,
+    resolve_model,
+    weights_fingerprint,
+)
 from penstock.engine.models.loader import load_model
 from penstock.engine.weights.formats.gguf import _TYPES, _stored_name
 from penstock.kernels.cpu.build import CACHE_VARIABLE
@@ -171,6 +176,23 @@ def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: 
     other = gguf_directory(file)
     assert other != directory
     assert weights_fingerprint(other) != first
+
+
+def test_all_ends_that_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a document, of a turn, and of a message before a call."""
+    add_template = gguf.GGUFWriter.add_chat_template
+
+    def add_ends_too(writer: gguf.GGUFWriter, template: str):
+        writer.add_eot_token_id(300)
+        writer.add_eom_token_id(301)
+        add_template(writer, template)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_chat_template", add_ends_too)
+    file = tmp_path / "demo.gguf"
+    convert(DEMO_MODEL_PATH, file)
+    [own] = read_generation_defaults(DEMO_MODEL_PATH).eos_token_ids
+    ends = read_generation_defaults(gguf_directory(file)).eos_token_ids
+    assert set(ends) == {own, 300, 301}
 
 
 def refusal(model: str) -> str:

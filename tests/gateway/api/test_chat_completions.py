@@ -135,6 +135,61 @@ async def test_max_tokens_is_an_upper_bound(served: Served) -> None:
     await served.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=10**6)
 
 
+async def test_documents_reach_the_template(serve: Serve) -> None:
+    documents = [{"title": "Rhine", "text": "A river."}]
+    async with serve(trust_request_chat_template=True) as served:
+        body = {"model": "tiny", "messages": HELLO, "documents": documents}
+        answer = await served.http.post("/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "documents")
+        assert "shows no documents" in error["message"]
+        body["chat_template"] = "{{ documents | tojson }}"
+        await served.http.post("/v1/chat/completions", json=body)
+        assert json.loads(served.prompt_of()) == documents
+        for none in ([], None):
+            answer = await served.http.post(
+                "/v1/chat/completions", json={**body, "documents": none}
+            )
+            assert answer.status_code == 200
+            assert served.prompt_of() == "null"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("is_included", [False, True])
+async def test_a_stop_string_may_be_a_special_token(
+    serve: Serve, skips: bool, is_included: bool
+) -> None:
+    """Although such tokens are left out of the text."""
+    async with serve() as served:
+        script = served.tokenizer.encode("Hello<|end|>Hello")
+        served.engine.script = script
+        for stop in ("<|end|>", ["never", "\n<|end|>"]):
+            for stream in (False, True):
+                answer = await served.client.chat.completions.create(
+                    model="tiny",
+                    messages=[{"role": "user", "content": "hi"}],
+                    stop=stop,
+                    stream=stream,
+                    extra_body={
+                        "include_stop_str_in_output": is_included,
+                        "skip_special_tokens": skips,
+                        "ignore_eos": True,
+                        "max_tokens": 40,
+                    },
+                )
+                text, reason = "", None
+                if stream:
+                    async for chunk in answer:
+                        for choice in chunk.choices:
+                            text += choice.delta.content or ""
+                            reason = choice.finish_reason
+                else:
+                    [choice] = answer.choices
+                    text, reason = choice.message.content, choice.finish_reason
+                    assert answer.usage.completion_tokens == script.index(0) + 1
+                assert (text, reason) == ("Hello" + "<|end|>" * is_included, "stop")
+
+
 @pytest.mark.parametrize("is_included", [False, True])
 async def test_stop_string_ends_the_sequence(serve: Serve, is_included: bool) -> None:
     async with serve(step_s=0.01) as served:

@@ -37,7 +37,7 @@ from penstock.gateway.storage.response_log.codec import (
 )
 from penstock.gateway.storage.response_log.item_kinds import KINDS
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
-from penstock.gateway.storage.response_log.record import DeltaEntry
+from penstock.gateway.storage.response_log.record import DeltaEntry, ResponseHeader
 
 from ..storage.conversations.making import a_conversation, a_turn, finished
 from .test_response_events import Seen, Subscriber, end, events_of, filled, header, jsons
@@ -77,20 +77,39 @@ def _continued(log: ResponseLog, num_said: int = 0) -> ResponseLog:
     return log
 
 
-def _log() -> ResponseLog:
-    return _continued(ResponseLog(header(output_format=WITH_THOUGHTS)))
+def _header(*, has_summary: bool) -> ResponseHeader:
+    plain = header(output_format=WITH_THOUGHTS)
+    reasoning = {"effort": None, "summary": "auto" if has_summary else None}
+    return dataclasses.replace(plain, echo={**plain.echo, "reasoning": reasoning})
 
 
-async def test_items_come_one_after_the_other() -> None:
-    events = await events_of(_log())
-    assert [event["type"] for event in events] == TYPES
+def _log(*, has_summary: bool = False) -> ResponseLog:
+    return _continued(ResponseLog(_header(has_summary=has_summary)))
+
+
+WHERE = pytest.mark.parametrize("has_summary", [False, True], ids=["content", "summary"])
+SUMMARY_TYPES = {
+    **{number: f"response.reasoning_summary_text.{end}" for number, end in
+       ((4, "delta"), (5, "delta"), (6, "done"))},
+    3: "response.reasoning_summary_part.added",
+    7: "response.reasoning_summary_part.done",
+}  # fmt: skip
+
+
+@WHERE
+async def test_items_come_one_after_the_other(has_summary: bool) -> None:
+    events = await events_of(_log(has_summary=has_summary))
+    types = [SUMMARY_TYPES.get(at, each) if has_summary else each for at, each in enumerate(TYPES)]
+    assert [event["type"] for event in events] == types
     assert [event["sequence_number"] for event in events] == list(range(len(TYPES)))
     for event in events:
         EVENTS.validate_python(event)
     indexes = [event["output_index"] for event in events if "output_index" in event]
     assert indexes == [0] * 7 + [1] * 7
     reasoning, message = events[-1]["response"]["output"]
-    assert (reasoning["content"][0]["text"], message["content"][0]["text"]) == ("Hmm.", "Hello")
+    thought, other = ("summary", "content") if has_summary else ("content", "summary")
+    assert (reasoning[thought][0]["text"], reasoning[other]) == ("Hmm.", [])
+    assert (events[2]["item"][thought], message["content"][0]["text"]) == ([], "Hello")
     for item, added, done in ((reasoning, events[2], events[8]), (message, events[9], events[15])):
         assert added["item"]["id"] == done["item"]["id"] == item["id"]
         assert done["item"] == item
@@ -98,8 +117,9 @@ async def test_items_come_one_after_the_other() -> None:
     assert ids == {reasoning["id"], message["id"]}
 
 
-async def test_every_number_replays_the_rest() -> None:
-    log = _log()
+@WHERE
+async def test_every_number_replays_the_rest(has_summary: bool) -> None:
+    log = _log(has_summary=has_summary)
     whole = await events_of(log)
     for after in range(-1, len(whole)):
         assert await events_of(log, after) == whole[after + 1 :]
@@ -107,11 +127,14 @@ async def test_every_number_replays_the_rest() -> None:
         await events_of(log, len(whole))
 
 
+@WHERE
 @pytest.mark.parametrize("num_said", range(len(SAID) + 1))
-async def test_the_next_owner_goes_on_with_the_same_numbers_and_ids(num_said: int) -> None:
+async def test_the_next_owner_goes_on_with_the_same_numbers_and_ids(
+    num_said: int, has_summary: bool
+) -> None:
     """From what its predecessor has stored, after any delta."""
-    whole = await events_of(_log())
-    lost = ResponseLog(header(output_format=WITH_THOUGHTS))
+    whole = await events_of(_log(has_summary=has_summary))
+    lost = ResponseLog(_header(has_summary=has_summary))
     for token_id, (output_index, kind, text) in enumerate(SAID[:num_said]):
         lost.append_delta(text, (token_id,), output_index=output_index, kind=kind)
     stored = [encode_delta(entry) for entry in lost.entries if isinstance(entry, DeltaEntry)]
@@ -214,8 +237,9 @@ def _serving(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         thread.join()
 
 
-async def test_the_python_client_reads_them() -> None:
-    events = await events_of(_log())
+@WHERE
+async def test_the_python_client_reads_them(has_summary: bool) -> None:
+    events = await events_of(_log(has_summary=has_summary))
     with (
         _serving(events) as url,
         Client(url) as client,
@@ -225,12 +249,14 @@ async def test_the_python_client_reads_them() -> None:
     assert stream.response is not None
     assert [item["type"] for item in stream.response["output"]] == ["reasoning", "message"]
     assert stream.text == output_text(stream.response) == "Hello"
+    assert stream.reasoning == "Hmm."
 
 
+@WHERE
 @pytest.mark.node
-async def test_the_page_finds_them() -> None:
+async def test_the_page_finds_them(has_summary: bool) -> None:
     node = shutil.which("node") or pytest.skip("node is not installed")
-    events = await events_of(_log())
+    events = await events_of(_log(has_summary=has_summary))
     reasoning, message = output = events[-1]["response"]["output"]
     told = {"events": events, "outputs": [output, message, None, reasoning]}
     script = f"""
@@ -241,7 +267,9 @@ async def test_the_page_finds_them() -> None:
         for (const event of events) answer.feed(event);
         const fetched = textOf(events.at(-1).response);
         const shown = outputs.map((output) => outputOf({{ output }}).map((item) => item.id));
-        console.log(JSON.stringify([answer.text, fetched, answer.lastSequenceNumber, shown]));
+        const thoughts = answer.blocks.map((block) => block.text).join();
+        const said = [answer.text, fetched, thoughts];
+        console.log(JSON.stringify([said, answer.lastSequenceNumber, shown]));
     """
     command = [node, "--input-type=module", "--eval", script]
     done = await asyncio.to_thread(
@@ -250,4 +278,4 @@ async def test_the_page_finds_them() -> None:
     assert done.returncode == 0, done.stderr
     both = [reasoning["id"], message["id"]]
     shown = [both, [message["id"]], [], [reasoning["id"]]]
-    assert json.loads(done.stdout) == ["Hello", "Hello", len(events) - 1, shown]
+    assert json.loads(done.stdout) == [["Hello", "Hello", "Hmm."], len(events) - 1, shown]

@@ -159,11 +159,24 @@ async def test_an_answer_may_be_text_only(serve: Serve) -> None:
         assert whole["reasoning"] == ""
 
 
-async def test_without_parallel_calls_the_first_one_ends_the_answer(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            "parallel_tool_calls": True,
+        },
+    ],
+)
+async def test_the_one_call_that_is_allowed_ends_the_answer(
+    serve: Serve, asked: dict[str, Any]
+) -> None:
     async with serve(step_s=0.001, **PARSERS) as served:
-        says(served, f"{CALL}\n{CUSTOM}")
+        says(served, f"{CALL}\n{CUSTOM if len(asked) == 1 else CALL}")
         [whole] = await collected(
-            served, parallel_tool_calls=False, extra_body={"ignore_eos": True, "max_tokens": 900}
+            served, extra_body={"ignore_eos": True, "max_tokens": 900}, **asked
         )
         assert [call["name"] for call in whole["calls"].values()] == ["weather"]
         assert (whole["calls"][0]["said"], whole["finish_reason"]) == (ARGUMENTS, "tool_calls")
@@ -189,6 +202,47 @@ async def test_a_required_call_is_enforced(serve: Serve) -> None:
             assert grammar is not None
             for name in ("weather", "sh"):
                 assert (f'\\"name\\": \\"{name}\\"' in grammar.text) == (name in names), choice
+
+
+@pytest.mark.parametrize("settings", [{}, PARSERS])
+async def test_a_template_without_tools(serve: Serve, settings: dict[str, str]) -> None:
+    """They are in the prompt all the same, whatever the choice is, and calls are found."""
+    async with serve(**settings) as served:
+        says(served, f"Let me see.\n{CALL}\n{CUSTOM}")
+        for choice in ("auto", "none", *(choice for choice, _ in REQUIRED)):
+            is_named = isinstance(choice, dict) and choice["type"] != "allowed_tools"
+            answer = (await chat(served, tool_choice=choice)).choices[0]
+            [whole] = await collected(served, tool_choice=choice)
+            prompt = served.prompt_of()
+            assert prompt.startswith("<system># Tools\n"), choice
+            for each in ("weather", "of a city", json.dumps(SCHEMA), '"sh"', "<tool_call>"):
+                assert each in prompt
+            calls = [] if choice == "none" else ["weather", "sh"][: 1 if is_named else 2]
+            assert [call["name"] for call in whole["calls"].values()] == calls
+            assert len(answer.message.tool_calls or ()) == len(calls)
+            assert answer.finish_reason == ("tool_calls" if calls else "stop")
+
+
+async def test_calls_and_results_of_a_template_without_tools(serve: Serve) -> None:
+    call = {"name": "weather", "arguments": ARGUMENTS}
+    history = [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "c", "content": "sun"},
+    ]
+    async with serve() as served:
+        says(served, "It is fine.")
+        await chat(served, messages=history)
+        prompt = served.prompt_of()
+        assert prompt.startswith("<system>Be brief.\n\n# Tools\n")
+        assert f"<assistant>{CALL}\n<tool>sun\n<assistant>" in prompt
+        tokenised = await served.http.post("/tokenize", json={"messages": history})
+        assert f"<assistant>{CALL}\n" in served.tokenizer.decode(tokenised.json()["tokens"])
+    async with serve(tool_call_parser="none") as served:
+        body = {"model": "tiny", "messages": USER, "tools": CHAT_TOOLS}
+        answer = await served.http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
 async def test_only_strict_tools_are_enforced_by_themselves(serve: Serve) -> None:
@@ -270,16 +324,26 @@ async def _events(answer: Any) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) async for line in answer.aiter_lines() if line[:6] == "data: "]
 
 
-async def test_responses_are_items_with_their_own_events(serve: Serve) -> None:
+@pytest.mark.parametrize("reasoning", [{}, {"summary": "auto"}, {"generate_summary": "concise"}])
+async def test_responses_are_items_with_their_own_events(
+    serve: Serve, reasoning: dict[str, str]
+) -> None:
     async with serve(**PARSERS) as served:
         says(served, OUTPUT)
-        events = await _streamed(served)
+        events = await _streamed(served, reasoning=reasoning)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         for event in events:
             EVENTS.validate_python(event)
         response = events[-1]["response"]
-        reasoning, message, function, custom = response["output"]
-        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm < m."}]
+        thought, message, function, custom = response["output"]
+        if reasoning:
+            assert (thought["summary"], thought["content"]) == (
+                [{"type": "summary_text", "text": "Hm < m."}],
+                [],
+            )
+            assert response["reasoning"]["summary"] in reasoning.values()
+        else:
+            assert thought["content"] == [{"type": "reasoning_text", "text": "Hm < m."}]
         assert message["content"][0]["text"] == "Let me see.\n"
         assert (function["name"], function["arguments"]) == ("weather", ARGUMENTS)
         assert (custom["name"], custom["input"]) == ("sh", COMMAND)
@@ -304,16 +368,19 @@ async def test_responses_are_items_with_their_own_events(serve: Serve) -> None:
         assert kept == response
         # the same over a WebSocket
         async with served.connect() as socket:
-            await send(socket, type="response.create", input="hello", tools=TOOLS)
+            asked = {"input": "hello", "tools": TOOLS, "reasoning": reasoning}
+            await send(socket, type="response.create", **asked)
             told = await until_end(socket)
         assert [event["type"] for event in told] == [event["type"] for event in events]
 
 
-async def test_a_tool_loop_over_responses(serve: Serve) -> None:
+@pytest.mark.parametrize("summary", [None, "detailed"])
+async def test_a_tool_loop_over_responses(serve: Serve, summary: str | None) -> None:
     async with serve(trust_request_chat_template=True, **PARSERS) as served:
         template = "{{ messages | tojson }}"
         says(served, OUTPUT)
-        first = (await _streamed(served, chat_template=template))[-1]["response"]
+        shown = {"chat_template": template, "reasoning": {"summary": summary}}
+        first = (await _streamed(served, **shown))[-1]["response"]
         *_, function, custom = first["output"]
         results = [
             {"type": "function_call_output", "call_id": function["call_id"], "output": "sun"},
@@ -556,6 +623,27 @@ async def test_what_no_grammar_can_bear(serve: Serve) -> None:
             assert answer.status_code == 400, body
             assert "repeats more than" in answer.json()["error"]["message"]
         assert not served.engine.submitted
+
+
+async def test_arguments_may_be_objects(serve: Serve) -> None:
+    """In histories that a client has parsed."""
+    arguments = {"city": "Köln", "days": 2}
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "sun"}
+    async with serve(**PARSERS) as served:
+        says(served, "Hi")
+        history = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+        await chat(served, messages=history)
+        shown = served.prompt_of()
+        assert written("weather", json.dumps(arguments, ensure_ascii=False)) in shown
+        item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": arguments}
+        output = {"type": "function_call_output", "call_id": "c", "output": "sun"}
+        await _streamed(served, input=[*USER, item, output])
+        assert served.prompt_of() == shown
+        deep = '{"a":' * 1000 + "1" + "}" * 1000
+        body = json.dumps({"messages": history}).replace(json.dumps(arguments), deep)
+        answer = await served.http.post("/v1/chat/completions", content=body)
+        assert answer.status_code in (200, 400)
 
 
 async def test_odd_histories(serve: Serve) -> None:

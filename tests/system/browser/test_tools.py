@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -53,6 +54,21 @@ async def test_a_call_is_run_and_shown(new_page: NewPage, demo_server: Served) -
     await expect(again.locator(".prose")).to_contain_text("42")
     await expect(again.locator(".block.call summary")).to_have_text("Called calculator → 42")
     assert "Called calculator" in shown
+
+
+@pytest.mark.parametrize(("think", "effort"), [("on", "low"), ("", "none")])
+async def test_whether_to_think_is_always_said(
+    new_page: NewPage, demo_server: Served, think: str, effort: str
+) -> None:
+    """Some models think unless they are told not to."""
+    page = await new_page()
+    sent: list[str | bytes] = []
+    page.on("websocket", lambda socket: socket.on("framesent", lambda data: sent.append(data)))
+    await open_page(page, demo_server.base_url, think=think)
+    await finished(await say(page, "Hello!"))
+    asked = [json.loads(frame) for frame in sent]
+    [request] = [each for each in asked if each["type"] == "response.create"]
+    assert request["reasoning"] == {"effort": effort}
 
 
 @pytest.mark.exhaustive

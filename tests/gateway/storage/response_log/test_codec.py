@@ -68,6 +68,7 @@ sampling = st.builds(
     ),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
+    spaces_between_special_tokens=st.booleans(),
     speculation=st.booleans(),
 )
 searches = st.builds(

@@ -1,0 +1,241 @@
+"""Tools, calls and results as text, for chat templates that do not show them.
+
+Many templates know no tools, or show them only in part: DeepSeek R1's shows results and no tools.
+What a template shows is found by rendering samples. What it does not is written here: the tools
+into the system message, calls in the format in which the answer's calls are read, and results as
+the user's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.chat_formats.formats import TOOL_FORMATS
+from penstock.engine.chat_formats.history import template_messages
+from penstock.engine.chat_formats.tool_format import Frame
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.text.chat_template import ChatTemplate
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+FALLBACK_FORMAT = "hermes"  # of a model whose template shows none: plain JSON between two tags
+_NAME, _CALLED = "penstock_tool", "penstock_call"
+_RESULT, _SYSTEM = "penstock result", "penstock system"
+_ID = "sample000"  # nine letters and digits, as Mistral's templates insist
+_SAMPLE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A sample.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "A text."}},
+            "required": ["x"],
+        },
+    },
+}
+_USER = {"role": "user", "content": "Hello!"}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": _ID, "type": "function", "function": {"name": _CALLED, "arguments": '{"x": "y"}'}}
+    ],
+}
+_TOOL = {"role": "tool", "tool_call_id": _ID, "name": _CALLED, "content": _RESULT}
+# The text of Qwen's own templates, which other models follow too.
+_INTRODUCTION = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+{how}
+{example}"""
+_HOW_IN_HERMES = (
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:"
+)
+_KNOWS_TOOLS = re.compile(r"\btools\b|\btool_calls\b|\bmessages\s*\|")
+_HOW = "To call a function, write exactly:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateScope:
+    """What a chat template shows of a conversation: the system message, the tools that are
+    offered, earlier calls, and their results."""
+
+    system: bool = True
+    tools: bool = True
+    calls: bool = True
+    results: bool = True
+
+
+ALL_SHOWN = TemplateScope()
+
+
+def scope_of(template: ChatTemplate, *, has_tools: bool) -> TemplateScope:
+    """What a model's template shows, found by rendering samples.
+
+    Args:
+        has_tools: tools are offered; models may have another template for that.
+    """
+    source = template.source_for(None, has_tools=has_tools)
+    if source is None:
+        return ALL_SHOWN
+
+    def text(*messages: Mapping[str, Any], offers: bool) -> str | None:
+        try:
+            return template.render(
+                template_messages(messages, source), kwargs={"tools": [_SAMPLE] if offers else None}
+            )
+        except InvalidRequestError:
+            return None
+
+    if text(_USER, offers=False) is None:  # it wants something else: then nothing can be found
+        return ALL_SHOWN
+    shows_tools = has_tools and _NAME in (text(_USER, offers=True) or "")
+    whole = text(_USER, _CALL, _TOOL, offers=shows_tools)
+    called = text(_USER, _CALL, offers=shows_tools) if whole is None else whole
+    system = text({"role": "system", "content": _SYSTEM}, _USER, offers=False)
+    return TemplateScope(
+        system=_SYSTEM in (system or ""),
+        tools=shows_tools or not has_tools,
+        calls=_CALLED in (called or ""),
+        results=_RESULT in (whole or ""),
+    )
+
+
+def scope_in(source: str) -> TemplateScope:
+    """What a request's own template shows, as far as its source tells: rendering samples would
+    take a while in another process. An author who writes of tools knows what to show of them."""
+    knows_tools = _KNOWS_TOOLS.search(source) is not None
+    return TemplateScope(tools=knows_tools, calls=knows_tools)
+
+
+def with_tools_in_text(
+    messages: Messages, tools: Tools | None, *, scope: TemplateScope, tool_format: str
+) -> tuple[Messages, Tools | None]:
+    """Messages and tools for a template: what it does not show is text of the messages.
+
+    Args:
+        tool_format: a key of `TOOL_FORMATS`, in which the answer's calls are read.
+    """
+    if scope == ALL_SHOWN or not (
+        tools or any("tool_calls" in each or each.get("role") == "tool" for each in messages)
+    ):
+        return messages, tools
+    frame = TOOL_FORMATS[tool_format].frame
+    shown = [dict(message) for message in messages]
+    if not scope.calls:
+        for message in shown:
+            calls = message.pop("tool_calls", None)
+            if calls:
+                message["content"] = _appended(message.get("content"), _calls_in(frame, calls))
+    if not scope.results:
+        shown = _without_results(shown)
+    if tools and not scope.tools:
+        _introduce(shown, _introduction(tools, tool_format), has_system=scope.system)
+        tools = None
+    return shown, tools
+
+
+def _introduction(tools: Tools, tool_format: str) -> str:
+    frame = TOOL_FORMATS[tool_format].frame
+    if frame.written is None:
+        example = _written(frame, [("<function-name>", "<args-json-object>")])
+        example = example.replace('"<function-name>"', "<function-name>")
+    else:
+        example = _written(frame, [("function_name", frame.written({"argument_name": "value"}))])
+    return _INTRODUCTION.format(
+        tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools),
+        how=_HOW_IN_HERMES if tool_format == FALLBACK_FORMAT else _HOW,
+        example=example,
+    )
+
+
+def _introduce(messages: list[dict[str, Any]], text: str, *, has_system: bool) -> None:
+    """Add a text to the system message, or to the user's first one."""
+    if not has_system:
+        for message in messages:
+            if message.get("role") == "user":
+                message["content"] = _prepended(text, message.get("content"))
+                return
+    if has_system and messages and messages[0].get("role") in ("system", "developer"):
+        messages[0]["content"] = _appended(messages[0].get("content"), f"\n{text}")
+    else:
+        role = "system" if has_system else "user"
+        messages.insert(0, {"role": role, "content": text})
+
+
+def _without_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages where the user says what the tools returned. Such messages in a row are one, since
+    templates without tools often want the roles to alternate."""
+    shown: list[dict[str, Any]] = []
+    is_result = False  # the last message tells results
+    for message in messages:
+        if message.get("role") == "tool":
+            text = f"<tool_response>\n{_text_of(message.get('content'))}\n</tool_response>"
+            if is_result:
+                shown[-1]["content"] = _appended(shown[-1]["content"], text)
+            else:
+                shown.append({"role": "user", "content": text})
+            is_result = True
+            continue
+        if is_result and message.get("role") == "user":
+            shown[-1]["content"] = _prepended(shown[-1]["content"], message.get("content"))
+        else:
+            shown.append(message)
+        is_result = False
+    return shown
+
+
+def _calls_in(frame: Frame, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls in OpenAI's form, as the model would have written them."""
+    written = []
+    for call in calls:
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
+        if not isinstance(arguments, str):  # offline, a caller may have parsed them
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if frame.written is not None:
+            try:
+                values = json.loads(arguments)
+            except (ValueError, RecursionError):
+                values = None
+            arguments = frame.written(values) if isinstance(values, dict) else arguments
+        written.append((function["name"], arguments))
+    return _written(frame, written)
+
+
+def _written(frame: Frame, calls: Sequence[tuple[str, str]]) -> str:
+    """Calls by name and written arguments."""
+    each = ["".join([*frame.begin(name), arguments, *frame.end]) for name, arguments in calls]
+    return "".join([*frame.first, "".join(frame.between).join(each), *frame.last])
+
+
+def _appended(content: Any, text: str) -> Any:
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": text}]
+    return f"{content}\n{text}" if content else text.removeprefix("\n")
+
+
+def _prepended(text: str, content: Any) -> Any:
+    if isinstance(content, list):
+        return [{"type": "text", "text": text}, *content]
+    return f"{text}\n\n{content}" if content else text
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.get("text", "") for part in content)
+    return content or ""
