@@ -22,6 +22,7 @@ from penstock.engine.chat_formats.syntax import (
 )
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs.enforceable import enforceable
 from penstock.engine.structured_outputs.json_schema import check_schema
 
 ToolMode = Literal["none", "auto", "required"]
@@ -195,14 +196,13 @@ class OfferedTools:
         tokens = formats.marker_tokens(syntax)
         is_required = bool(self.named) or self.choice == "required"
         is_limited = self.allowed is not None or any(tool.strict for tool in output_format.tools)
-        for tool in output_format.tools:
-            if tool.strict:
-                _check(tool)
         if (
             is_required
             or (is_limited and output_format.tools)
             or (asked is not None and output_format.tools)
         ):
+            for tool in output_format.tools:
+                _check(tool)
             return call_grammar(
                 syntax,
                 output_format.tools,
@@ -215,11 +215,18 @@ class OfferedTools:
 
 
 def _check(tool: Tool) -> None:
-    """Raises: InvalidRequestError: the schema of a strict tool cannot be enforced."""
+    """
+    Raises:
+        InvalidRequestError: no arguments match the tool's schema, or it is strict and cannot be
+            enforced.
+    """
+    kind = "strict tool" if tool.strict else "tool"
     try:
-        check_schema(dict(tool.parameters or {}))
+        schema = enforceable(dict(tool.parameters or {}), is_strict=tool.strict)
+        if tool.strict:
+            check_schema(schema)
     except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"the parameters of the strict tool {tool.name!r} are not supported: {error}",
+            f"the parameters of the {kind} {tool.name!r} are not supported: {error}",
             param="tools",
         ) from error

@@ -343,6 +343,11 @@ class ChoicesRequest(SamplingRequest):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    # llama.cpp's names (a schema, GBNF) and SGLang's.
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     @model_validator(mode="after")
     def _check_choices(self) -> ChoicesRequest:
@@ -372,6 +377,13 @@ class ChoicesRequest(SamplingRequest):
             "whitespace_pattern": self.guided_whitespace_pattern,
         }
         yield from given("guided_", guided)
+        others = {
+            "json_schema": self.json_schema,
+            "grammar": self.grammar,
+            "regex": self.regex,
+            "ebnf": self.ebnf,
+        }
+        yield from given("", others)
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -27,7 +27,7 @@ _TAGS = {
         "tags": [{"begin": "<f=point>", "content": _CONTENT, "end": "</f>"}],
     },
 }
-_WRONG_TAG = {**_TAG, "structures": [{"begin": "<f=", "schema": {"not": {}}, "end": ""}]}
+_WRONG_TAG = {**_TAG, "structures": [{"begin": "<f=", "schema": {"not": {"const": 1}}, "end": ""}]}
 _WORDS = ["yes", 'a "b"\\ü\n€', "{x}"]
 
 

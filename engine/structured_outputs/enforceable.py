@@ -1,0 +1,353 @@
+"""Schemas as they are written in the field, in the keywords that llguidance enforces.
+
+Each rewriting is exact, or allows less: what is generated matches the schema that was asked for.
+
+    format              an annotation, if `FORMATS` does not have it
+    not: {}             no value
+    pattern             without look-around (`look_around`)
+    propertyNames       named properties, or one of `patternProperties`
+    uniqueItems         of a few values: every order of them
+    oneOf               a property that tells the alternatives apart is required
+    minimum, maximum    beyond 2^53: 2^53 - 1 in their place
+    $ref                to what no finite value matches: no value (`endless`)
+
+What is left of `pattern`, `propertyNames` and `uniqueItems`, and a `multipleOf` with a fraction, is
+refused by `check_schema` if the schema is strict, and dropped otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.engine.structured_outputs import look_around
+from penstock.engine.structured_outputs.endless import without_endless
+from penstock.engine.structured_outputs.json_schema import (
+    FORMATS,
+    MAX_INTEGER,
+    TYPES,
+    subschemas,
+    target_of,
+)
+
+_MAX_ORDERS = 120  # of five values; those of six take llguidance too much
+_MAX_PATTERNS = 32  # with look-around, in one schema
+_NOTHING: Mapping[str, Any] = {"allOf": [False]}
+_MAX_REFERENCES = 16  # in a row
+_OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "additionalItems")
+_OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})  # that a pattern can say
+# What else may be beside the values of a schema that has only a few of them.
+_CONSTRAINTS = frozenset({
+    "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "allOf", "not", "if", "properties", "required", "items",
+    "prefixItems", "minItems", "maxItems", "uniqueItems", "patternProperties", "propertyNames",
+    "additionalProperties", "minProperties", "maxProperties", "contains",
+})  # fmt: skip
+
+
+def enforceable(schema: Any, *, is_strict: bool) -> Any:
+    """
+    Args:
+        is_strict: what cannot be enforced stays for `check_schema` to refuse. Otherwise
+            `propertyNames`, `uniqueItems`, patterns with look-around and a fractional `multipleOf`
+            that cannot be are dropped.
+
+    Raises:
+        InvalidRequestError: no finite output matches it. `param` is the path.
+    """
+    made = json.loads(json.dumps(schema))
+    patterns = _Patterns(is_strict=is_strict)
+    has_references = False
+    for _, each in list(subschemas(made)):
+        if isinstance(each, dict):
+            has_references = has_references or "$ref" in each
+            _rewrite(each, made, patterns, is_strict=is_strict)
+    return without_endless(made) if has_references else made
+
+
+class _Patterns:
+    """Rewrites patterns with look-around, up to some number of them."""
+
+    def __init__(self, *, is_strict: bool) -> None:
+        self._is_strict = is_strict
+        self._num_left = _MAX_PATTERNS
+
+    def split(self, pattern: str) -> Sequence[str]:
+        """Patterns that hold together in its place: none, if it cannot be enforced and need not."""
+        self._num_left -= 1
+        try:
+            if self._num_left >= 0:
+                return look_around.split(pattern)
+        except look_around.IrreducibleError:
+            pass
+        return [pattern] if self._is_strict else []
+
+    def whole(self, pattern: str) -> str | None:
+        """One pattern in its place; None: there is none."""
+        if not look_around.has_look_around(pattern):
+            return pattern
+        self._num_left -= 1
+        try:
+            return look_around.without_look_around(pattern) if self._num_left >= 0 else None
+        except look_around.IrreducibleError:
+            return None
+
+
+def enforceable_pattern(pattern: str) -> str | None:
+    """The pattern without look-around; None: there is none."""
+    return _Patterns(is_strict=True).whole(pattern)
+
+
+def _rewrite(schema: dict[str, Any], root: Any, patterns: _Patterns, *, is_strict: bool) -> None:
+    schema.pop("$dynamicAnchor", None)  # a name, which only `$dynamicRef` uses
+    if schema.get("not") in ({}, True) and schema["not"] != 1:
+        del schema["not"]
+        schema.update(_NOTHING)
+    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        del schema["format"]
+    _clamp(schema)
+    _rewrite_patterns(schema, patterns)
+    if "propertyNames" in schema and (_name_properties(schema, root, patterns) or not is_strict):
+        schema.pop("propertyNames", None)
+    if schema.get("uniqueItems") is True and (_list_orders(schema, root) or not is_strict):
+        schema.pop("uniqueItems", None)
+    step = schema.get("multipleOf")
+    if isinstance(step, float) and not step.is_integer() and not is_strict:
+        del schema["multipleOf"]
+    if isinstance(schema.get("oneOf"), list):
+        _tell_apart(schema["oneOf"], root)
+
+
+def _clamp(schema: dict[str, Any]) -> None:
+    """Bounds of 64 bits, as OpenAPI's int64 has them."""
+    for keywords, sign in (
+        (("minimum", "exclusiveMinimum"), -1),
+        (("maximum", "exclusiveMaximum"), 1),
+    ):
+        for keyword in keywords:
+            bound = schema.get(keyword)
+            if isinstance(bound, int | float) and MAX_INTEGER < bound * sign < math.inf:
+                schema[keyword] = sign * (MAX_INTEGER - 1)
+
+
+# -- patterns ------------------------------------------------------------------------------------
+
+
+def _rewrite_patterns(schema: dict[str, Any], patterns: _Patterns) -> None:
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and look_around.has_look_around(pattern):
+        del schema["pattern"]
+        several = [{"pattern": each} for each in patterns.split(pattern)]
+        if several:
+            schema.update(several.pop())
+        if several:
+            schema["allOf"] = [*_listed(schema.get("allOf")), *several]
+    named = schema.get("patternProperties")
+    if isinstance(named, dict) and any(map(look_around.has_look_around, named)):
+        schema["patternProperties"] = {
+            patterns.whole(each) or each: value for each, value in named.items()
+        }
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+# -- propertyNames -------------------------------------------------------------------------------
+
+
+def _name_properties(schema: dict[str, Any], root: Any, patterns: _Patterns) -> bool:
+    """Say by other keywords which names properties may have. Returns whether they say all of it."""
+    names = _resolved(schema["propertyNames"], root)
+    if isinstance(names, bool):
+        names = {} if names else {"enum": []}
+    if not isinstance(names, Mapping):
+        return False
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        return False
+    values = _values_of(names, root)
+    if values is not None:
+        return _name_values(schema, properties, [v for v in values if isinstance(v, str)])
+    used = set(names) & (_CONSTRAINTS | {"anyOf", "oneOf", "enum", "const", "type"})
+    if not used <= _OF_NAMES or "string" not in _listed_types(names):
+        return False
+    pattern = _pattern_of_names(names)
+    if pattern is None:
+        return True
+    whole = patterns.whole(pattern)
+    if whole is None or properties or "patternProperties" in schema:
+        return False
+    schema["patternProperties"] = {whole: schema.get("additionalProperties", True)}
+    schema["additionalProperties"] = False
+    return True
+
+
+def _name_values(
+    schema: dict[str, Any], properties: Mapping[str, Any], names: Sequence[str]
+) -> bool:
+    if "patternProperties" in schema:
+        return False
+    others = schema.get("additionalProperties", True)
+    required = _listed(schema.get("required"))
+    known = {name: each for name, each in properties.items() if name in names}
+    schema["properties"] = {
+        **known,
+        **{name: others for name in names if name not in known},
+        **{name: False for name in properties if name not in names and name in required},
+    }
+    schema["additionalProperties"] = False
+    return True
+
+
+def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
+    """None: all match."""
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    length = f"[\\s\\S]{{{least},{most}}}$" if least or most != "" else ""
+    pattern = names.get("pattern")
+    if pattern is None:
+        return f"^{length}" if length else None
+    if not length:
+        return str(pattern)
+    return (
+        f"^(?={length})(?=[\\s\\S]*?(?:{pattern}))"
+        if pattern[:1] != "^"
+        else (f"^(?={length})(?:{pattern[1:]})")
+    )
+
+
+# -- uniqueItems ---------------------------------------------------------------------------------
+
+
+def _list_orders(schema: dict[str, Any], root: Any) -> bool:
+    """List the arrays that may be had of few values. Returns whether those are all."""
+    types = _listed_types(schema)
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if "array" not in types or (isinstance(most, int) and most <= 1):
+        return True
+    items = schema.get("items")
+    if isinstance(items, list | bool | None) or "prefixItems" in schema:
+        return False
+    values = _values_of(items, root)
+    is_limit = isinstance(least, int) and isinstance(most, int | None)
+    if values is None or not is_limit:
+        return False
+    num_most = len(values) if most is None else min(most, len(values))
+    if math.perm(len(values), num_most) > _MAX_ORDERS:
+        return False
+    arrays: list[Any] = [
+        {
+            "type": "array",
+            "prefixItems": [{"const": value} for value in order],
+            "items": False,
+            "minItems": least,
+        }
+        for order in itertools.permutations(values, num_most)
+        if num_most >= least
+    ]
+    others = [kind for kind in types if kind != "array"]
+    if others:
+        arrays.append({"type": others})
+    for keyword in _OF_ARRAYS:
+        schema.pop(keyword, None)
+    schema.pop("type", None)
+    if not arrays:
+        schema.update(_NOTHING)
+    elif "anyOf" in schema:
+        schema["allOf"] = [*_listed(schema.get("allOf")), {"anyOf": arrays}]
+    else:
+        schema["anyOf"] = arrays
+    return True
+
+
+def _listed_types(schema: Mapping[str, Any]) -> list[Any]:
+    kind = schema.get("type", sorted(TYPES))
+    return kind if isinstance(kind, list) else [kind]
+
+
+# -- oneOf ---------------------------------------------------------------------------------------
+
+
+def _tell_apart(alternatives: list[Any], root: Any) -> None:
+    """Require the property whose values are others in each alternative: pydantic does not where the
+    tag has a default."""
+    targets = [_resolved(each, root) for each in alternatives]
+    if len(targets) < 2 or not all(
+        isinstance(each, Mapping) and isinstance(each.get("properties"), Mapping)
+        for each in targets
+    ):
+        return
+    for name in targets[0]["properties"]:
+        found = [_values_of(each["properties"].get(name, True), root) for each in targets]
+        keys = [_key(value) for values in found for value in values or ()]
+        if all(found) and len(set(keys)) == len(keys):
+            for alternative, target in zip(alternatives, targets, strict=True):
+                if name not in _listed(target.get("required")):
+                    own = _listed(alternative.get("required"))
+                    alternative["required"] = [*own, name]
+            return
+
+
+# -- the values of a schema ----------------------------------------------------------------------
+
+
+def _values_of(schema: Any, root: Any, depth: int = 0) -> list[Any] | None:
+    """All values that match it, each once; None if they are not a few."""
+    schema = _resolved(schema, root)
+    if schema is False:
+        return []
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES or _CONSTRAINTS & set(schema):
+        return None
+    types = _listed_types(schema)
+    found: list[Any] | None
+    if "const" in schema:
+        found = [schema["const"]]
+    elif isinstance(schema.get("enum"), list):
+        found = schema["enum"]
+    elif isinstance(schema.get("anyOf", schema.get("oneOf")), list):
+        found = []
+        for each in schema.get("anyOf", schema.get("oneOf")):
+            values = _values_of(each, root, depth + 1)
+            if values is None:
+                return None
+            found += values
+    elif set(types) <= {"null", "boolean"}:
+        found = [None] * ("null" in types) + [True, False] * ("boolean" in types)
+    else:
+        return None
+    fitting = {_key(value): value for value in found if _has_type(value, types)}
+    return list(fitting.values())
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """What a schema refers to that says nothing else."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping) or "$ref" not in schema or _CONSTRAINTS & set(schema):
+            break
+        found = target_of(root, schema["$ref"])
+        if found is None:
+            break
+        _, schema = found
+    return schema
+
+
+def _key(value: Any) -> str:
+    """Equal for equal values of JSON."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, sort_keys=True)
+
+
+_TYPE_NAMES: Mapping[type, Sequence[str]] = {
+    bool: ("boolean",), int: ("integer", "number"), str: ("string",), list: ("array",),
+    dict: ("object",), type(None): ("null",),
+}  # fmt: skip
+
+
+def _has_type(value: Any, types: Sequence[Any]) -> bool:
+    if isinstance(value, float):
+        return "number" in types or ("integer" in types and value.is_integer())
+    return any(each in types for each in _TYPE_NAMES[type(value)])
