@@ -13,7 +13,7 @@ from typing import Any
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.structured_outputs.json_schema import TYPES, subschemas, target_of
 
-_MAX_EXPANDED = 20_000  # schemas of one; beyond that nothing is judged
+_MAX_EXPANDED = 5_000  # schemas of one; beyond that nothing is judged
 _MAX_ITEMS = 64
 _NO_VALUE: Mapping[str, Any] = {"allOf": [False]}
 

@@ -34,7 +34,8 @@ from penstock.engine.structured_outputs.json_schema import (
 )
 
 _MAX_ORDERS = 120  # of five values; those of six take llguidance too much
-_MAX_PATTERNS = 32  # with look-around, in one schema
+_MAX_STEPS = 16_000  # of rewriting the patterns of one schema, as `look_around` counts
+_MAX_ADDED_CHARS = 256 << 10  # by what stands for `propertyNames` and `uniqueItems`
 _NOTHING: Mapping[str, Any] = {"allOf": [False]}
 _MAX_REFERENCES = 16  # in a row
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "additionalItems")
@@ -59,49 +60,50 @@ def enforceable(schema: Any, *, is_strict: bool) -> Any:
         InvalidRequestError: no finite output matches it. `param` is the path.
     """
     made = json.loads(json.dumps(schema))
-    patterns = _Patterns(is_strict=is_strict)
+    budget = _Budget()
     has_references = False
     for _, each in list(subschemas(made)):
         if isinstance(each, dict):
             has_references = has_references or "$ref" in each
-            _rewrite(each, made, patterns, is_strict=is_strict)
+            _rewrite(each, made, budget, is_strict=is_strict)
     return without_endless(made) if has_references else made
 
 
-class _Patterns:
-    """Rewrites patterns with look-around, up to some number of them."""
+class _Budget:
+    """What may be spent on rewriting one schema."""
 
-    def __init__(self, *, is_strict: bool) -> None:
-        self._is_strict = is_strict
-        self._num_left = _MAX_PATTERNS
+    def __init__(self) -> None:
+        self._num_steps = _MAX_STEPS
+        self._num_chars = _MAX_ADDED_CHARS
 
-    def split(self, pattern: str) -> Sequence[str]:
-        """Patterns that hold together in its place: none, if it cannot be enforced and need not."""
-        self._num_left -= 1
-        try:
-            if self._num_left >= 0:
-                return look_around.split(pattern)
-        except look_around.IrreducibleError:
-            pass
-        return [pattern] if self._is_strict else []
+    def patterns(self, pattern: str, *, is_whole: bool = False) -> tuple[str, ...] | None:
+        """What stands for a pattern with look-around (`look_around.rewritten`)."""
+        if self._num_steps <= 0:
+            return None
+        found = look_around.rewritten(pattern, is_whole=is_whole)
+        self._num_steps -= found.num_steps
+        return found.patterns
 
-    def whole(self, pattern: str) -> str | None:
-        """One pattern in its place; None: there is none."""
+    def pattern(self, pattern: str) -> str | None:
+        """One pattern without look-around; None: there is none."""
         if not look_around.has_look_around(pattern):
             return pattern
-        self._num_left -= 1
-        try:
-            return look_around.without_look_around(pattern) if self._num_left >= 0 else None
-        except look_around.IrreducibleError:
-            return None
+        found = self.patterns(pattern, is_whole=True)
+        return found[0] if found else None
+
+    def has_room(self, num: int, part: Any) -> bool:
+        """Whether a part may be written so many times; if so, it is spent."""
+        num_chars = num * len(json.dumps(part))
+        self._num_chars -= min(num_chars, self._num_chars + 1)
+        return self._num_chars >= 0
 
 
 def enforceable_pattern(pattern: str) -> str | None:
     """The pattern without look-around; None: there is none."""
-    return _Patterns(is_strict=True).whole(pattern)
+    return _Budget().pattern(pattern)
 
 
-def _rewrite(schema: dict[str, Any], root: Any, patterns: _Patterns, *, is_strict: bool) -> None:
+def _rewrite(schema: dict[str, Any], root: Any, budget: _Budget, *, is_strict: bool) -> None:
     schema.pop("$dynamicAnchor", None)  # a name, which only `$dynamicRef` uses
     if schema.get("not") in ({}, True) and schema["not"] != 1:
         del schema["not"]
@@ -109,10 +111,10 @@ def _rewrite(schema: dict[str, Any], root: Any, patterns: _Patterns, *, is_stric
     if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
         del schema["format"]
     _clamp(schema)
-    _rewrite_patterns(schema, patterns)
-    if "propertyNames" in schema and (_name_properties(schema, root, patterns) or not is_strict):
+    _rewrite_patterns(schema, budget, is_strict=is_strict)
+    if "propertyNames" in schema and (_name_properties(schema, root, budget) or not is_strict):
         schema.pop("propertyNames", None)
-    if schema.get("uniqueItems") is True and (_list_orders(schema, root) or not is_strict):
+    if schema.get("uniqueItems") is True and (_list_orders(schema, root, budget) or not is_strict):
         schema.pop("uniqueItems", None)
     step = schema.get("multipleOf")
     if isinstance(step, float) and not step.is_integer() and not is_strict:
@@ -136,11 +138,14 @@ def _clamp(schema: dict[str, Any]) -> None:
 # -- patterns ------------------------------------------------------------------------------------
 
 
-def _rewrite_patterns(schema: dict[str, Any], patterns: _Patterns) -> None:
+def _rewrite_patterns(schema: dict[str, Any], budget: _Budget, *, is_strict: bool) -> None:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and look_around.has_look_around(pattern):
+        found = budget.patterns(pattern)
+        if found is None:
+            found = (pattern,) if is_strict else ()
         del schema["pattern"]
-        several = [{"pattern": each} for each in patterns.split(pattern)]
+        several = [{"pattern": each} for each in found]
         if several:
             schema.update(several.pop())
         if several:
@@ -148,7 +153,7 @@ def _rewrite_patterns(schema: dict[str, Any], patterns: _Patterns) -> None:
     named = schema.get("patternProperties")
     if isinstance(named, dict) and any(map(look_around.has_look_around, named)):
         schema["patternProperties"] = {
-            patterns.whole(each) or each: value for each, value in named.items()
+            budget.pattern(each) or each: value for each, value in named.items()
         }
 
 
@@ -159,7 +164,7 @@ def _listed(value: Any) -> list[Any]:
 # -- propertyNames -------------------------------------------------------------------------------
 
 
-def _name_properties(schema: dict[str, Any], root: Any, patterns: _Patterns) -> bool:
+def _name_properties(schema: dict[str, Any], root: Any, budget: _Budget) -> bool:
     """Say by other keywords which names properties may have. Returns whether they say all of it."""
     names = _resolved(schema["propertyNames"], root)
     if isinstance(names, bool):
@@ -171,14 +176,16 @@ def _name_properties(schema: dict[str, Any], root: Any, patterns: _Patterns) -> 
         return False
     values = _values_of(names, root)
     if values is not None:
-        return _name_values(schema, properties, [v for v in values if isinstance(v, str)])
+        texts = [value for value in values if isinstance(value, str)]
+        has_room = budget.has_room(len(texts), schema.get("additionalProperties", True))
+        return has_room and _name_values(schema, properties, texts)
     used = set(names) & (_CONSTRAINTS | {"anyOf", "oneOf", "enum", "const", "type"})
     if not used <= _OF_NAMES or "string" not in _listed_types(names):
         return False
     pattern = _pattern_of_names(names)
     if pattern is None:
         return True
-    whole = patterns.whole(pattern)
+    whole = budget.pattern(pattern)
     if whole is None or properties or "patternProperties" in schema:
         return False
     schema["patternProperties"] = {whole: schema.get("additionalProperties", True)}
@@ -222,7 +229,7 @@ def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
 # -- uniqueItems ---------------------------------------------------------------------------------
 
 
-def _list_orders(schema: dict[str, Any], root: Any) -> bool:
+def _list_orders(schema: dict[str, Any], root: Any, budget: _Budget) -> bool:
     """List the arrays that may be had of few values. Returns whether those are all."""
     types = _listed_types(schema)
     least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -236,7 +243,8 @@ def _list_orders(schema: dict[str, Any], root: Any) -> bool:
     if values is None or not is_limit:
         return False
     num_most = len(values) if most is None else min(most, len(values))
-    if math.perm(len(values), num_most) > _MAX_ORDERS:
+    num_orders = math.perm(len(values), num_most)
+    if num_orders > _MAX_ORDERS or not budget.has_room(num_orders, values):
         return False
     arrays: list[Any] = [
         {

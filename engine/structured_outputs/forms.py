@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs import look_around
 from penstock.engine.structured_outputs.enforceable import enforceable
 from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
 from penstock.engine.structured_outputs.lark import as_lark, quoted
@@ -40,7 +41,7 @@ def structured_outputs(
     Args:
         json_schema: a text, an object, or a class that has `model_json_schema`, as pydantic's have.
         json_object: any JSON object.
-        regex: the whole output matches it; Rust's syntax, without lookarounds.
+        regex: the whole output matches it; Rust's syntax. Look-around is rewritten if it can be.
         choice: the output is one of these.
         grammar: in llguidance's dialect of Lark, or in GBNF.
         structural_tag: text that may have JSON between tags, in vLLM's forms.
@@ -86,7 +87,7 @@ def structured_outputs(
             raise InvalidRequestError(f"{param}: {error}", param=f"{param}{error.param}") from error
         return StructuredOutputs("json_schema", _with_options(schema, options))
     if regex is not None:
-        return StructuredOutputs("regex", regex)
+        return StructuredOutputs("regex", _without_look_around(regex))
     if choice is not None:
         return StructuredOutputs("lark", f"start: {_alternatives(choice, param)}")
     if structural_tag is not None:
@@ -97,6 +98,14 @@ def structured_outputs(
         return StructuredOutputs("lark", as_lark(grammar))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{param}: {error}", param=param) from error
+
+
+def _without_look_around(regex: str) -> str:
+    """The same without look-around, if there is such a one."""
+    if not look_around.has_look_around(regex):
+        return regex
+    found = look_around.rewritten(f"^(?:{regex})$", is_whole=True).patterns
+    return found[0] if found else regex
 
 
 def _parsed(schema: Any, param: str) -> Any:

@@ -1,6 +1,6 @@
 """Regular expressions with look-around, written without it: llguidance's have none.
 
-`^(?=A)(?!B)C$` is three expressions that hold together (`split`). What stands elsewhere is
+`^(?=A)(?!B)C$` is three expressions that hold together. What stands elsewhere is
 computed: a deterministic automaton from derivatives (Brzozowski, "Derivatives of Regular
 Expressions", 1964; look-ahead is a conjunction, look-behind an automaton beside it), and an
 expression from its states. Both are exact. Characters are read as in ECMA-262 with `u`: `\\d`,
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 MARKS = ("(?=", "(?!", "(?<=", "(?<!")
 _MAX_STATES = 300
-_MAX_STEPS = 6_000  # derivatives of one expression; some 50 ms
+_MAX_STEPS = 8_000  # nodes read for the derivatives of one expression; zod's take 3,000, in 10 ms
 _MAX_CHARS = 8_000  # of the result
-_MAX_PATTERN_CHARS = 2_000
+_MAX_PATTERN_CHARS = 1_000
 _NAMED_GROUP = re.compile(r"\(\?<(?![=!])")
 
 _LAST = 0x10FFFF
@@ -52,38 +52,62 @@ def has_look_around(pattern: str) -> bool:
     return any(mark in pattern for mark in MARKS)
 
 
-@lru_cache(maxsize=256)
-def split(pattern: str) -> tuple[str, ...]:
-    """Expressions without look-around that are searched for in a text, and all found in the same
-    texts as `pattern`.
-
-    Raises:
-        IrreducibleError: there are none, or it takes too long to find them.
+class Rewritten(NamedTuple):
     """
+    Attributes:
+        patterns: without look-around; they are searched for in a text, and all found in the same
+            texts as the one that was given. None: there are none, or they take too long to find.
+        num_steps: what it took, up to some 8,000.
+    """
+
+    patterns: tuple[str, ...] | None
+    num_steps: int
+
+
+@lru_cache(maxsize=256)
+def rewritten(pattern: str, *, is_whole: bool = False) -> Rewritten:
+    """
+    Args:
+        is_whole: as one pattern.
+    """
+    budget = _Budget()
+    try:
+        if is_whole:
+            return Rewritten((_written(_parsed(pattern), budget),), budget.num_steps)
+        return Rewritten(_split(pattern, budget), budget.num_steps)
+    except IrreducibleError:
+        return Rewritten(None, budget.num_steps)
+
+
+class _Budget:
+    num_steps = 0
+
+    def take(self) -> None:
+        self.num_steps += 1
+        if self.num_steps > _MAX_STEPS:
+            raise IrreducibleError
+
+
+def _split(pattern: str, budget: _Budget) -> tuple[str, ...]:
+    """Patterns that hold together. Raises: IrreducibleError."""
     nodes = list(_parsed(pattern))
     found: list[str] = []
     if nodes[:1] == [_BEGIN]:
         while len(nodes) > 1 and nodes[1][0] == "ahead":
             _, body, is_negative = nodes.pop(1)
-            found.append(_written((_BEGIN, *body), is_negative=is_negative))
+            found.append(_written((_BEGIN, *body), budget, is_negative=is_negative))
     if nodes[-1:] == [_END]:
         while len(nodes) > 1 and nodes[-2][0] == "behind":
             _, body, is_negative = nodes.pop(-2)
-            found.append(_written((*body, _END), is_negative=is_negative))
-    return (*found, _written(tuple(nodes)))
+            found.append(_written((*body, _END), budget, is_negative=is_negative))
+    return (*found, _written(tuple(nodes), budget))
 
 
-@lru_cache(maxsize=256)
-def without_look_around(pattern: str) -> str:
-    """The same as one expression. Raises as `split`."""
-    return _written(_parsed(pattern))
-
-
-def _written(nodes: _Nodes, *, is_negative: bool = False) -> str:
+def _written(nodes: _Nodes, budget: _Budget, *, is_negative: bool = False) -> str:
     """An expression that is found where these nodes are, or are not, without look-around."""
     if not is_negative and not any(each[0] in ("ahead", "behind") for each in _all(nodes)):
         return _shown(nodes)
-    return _Automaton(nodes, is_negative=is_negative).expression()
+    return _Automaton(nodes, budget, is_negative=is_negative).expression()
 
 
 # -- from text to nodes --------------------------------------------------------------------------
@@ -240,7 +264,8 @@ class _State(NamedTuple):
 class _Automaton:
     """Of the texts in which an expression is found, or is not."""
 
-    def __init__(self, nodes: _Nodes, *, is_negative: bool) -> None:
+    def __init__(self, nodes: _Nodes, budget: _Budget, *, is_negative: bool) -> None:
+        self._budget = budget
         self._bodies: list[_Nodes] = []  # of the look-behinds
         for each in _all(nodes):
             if each[0] == "behind" and each[1] not in self._bodies:
@@ -250,7 +275,6 @@ class _Automaton:
         ):
             raise IrreducibleError
         self._classes = _classes_of(each[1] for each in _all(nodes) if each[0] == "chars")
-        self._num_steps = 0
         self._state = _State(True, (), is_start=True)
         formula: _Formula = ("then", (_ANY, *nodes, _ANY))
         if is_negative:
@@ -339,9 +363,7 @@ class _Automaton:
         Args:
             begun: sequences that began with a repetition, of which nothing was read since.
         """
-        self._num_steps += 1
-        if self._num_steps > _MAX_STEPS * 10:
-            raise IrreducibleError
+        self._budget.take()
         if not nodes:
             return False
         node, rest = nodes[0], nodes[1:]
@@ -375,29 +397,25 @@ class _Automaton:
     def expression(self) -> str:
         """An expression of whole texts, by removing one state after the other."""
         group, num_groups = self._merged()
-        edges = defaultdict[int, dict[int, str]](dict)
         classes = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-        finals = set[int]()
+        graph, first, last = _Graph(), num_groups, num_groups + 1
+        graph.join(first, group[0], "")
         for state, row in enumerate(self.next):
-            if self.is_final[state]:
-                finals.add(group[state])
             if state == group.index(group[state]):
+                if self.is_final[state]:
+                    graph.join(group[state], last, "")
                 for ranges, after in zip(self._classes, row, strict=True):
                     classes[group[state], group[after]] += ranges
         for (one, other), several in classes.items():
-            edges[one][other] = _shown_class(_joined(several))
-        first, last = num_groups, num_groups + 1
-        edges[first] = {group[0]: ""}
-        for each in finals:
-            edges[each][last] = ""
+            graph.join(one, other, _shown_class(_joined(several)))
         waiting = set(range(num_groups))
         while waiting:
-            state = min(waiting, key=lambda each: _weight(each, edges))
+            state = min(waiting, key=graph.weight)
             waiting.remove(state)
-            _remove(state, edges)
-        if last not in edges[first]:
+            graph.remove(state)
+        if last not in graph.edges[first]:
             raise IrreducibleError  # no text matches it
-        return f"^(?:{edges[first][last]})$"
+        return f"^(?:{graph.edges[first][last]})$"
 
     def _merged(self) -> tuple[list[int], int]:
         """The number of each state's class of equal ones (Moore, 1956), and how many there are."""
@@ -414,27 +432,43 @@ class _Automaton:
             num_groups = len(numbers)
 
 
-def _weight(state: int, edges: dict[int, dict[int, str]]) -> int:
-    """How much is written if a state is removed next."""
-    own = edges[state]
-    num_in = sum(state in row for other, row in edges.items() if other != state)
-    return sum(map(len, own.values())) * num_in * (len(own) or 1)
+class _Graph:
+    """States, and expressions of the texts that lead from one to another."""
 
+    def __init__(self) -> None:
+        self.edges = defaultdict[int, dict[int, str]](dict)
+        self._sources = defaultdict[int, set[int]](set)
 
-def _remove(state: int, edges: dict[int, dict[int, str]]) -> None:
-    own = edges.pop(state)
-    loop = own.pop(state, None)
-    again = "" if not loop else f"{_unit(loop)}*"
-    for row in edges.values():
-        before = row.pop(state, None)
-        if before is None:
-            continue
-        for after, text in own.items():
-            made = f"{before}{again}{text}"
-            known = row.get(after)
-            row[after] = made if known is None else _either(known, made)
-            if len(row[after]) > _MAX_CHARS:
-                raise IrreducibleError
+    def join(self, one: int, other: int, text: str) -> None:
+        known = self.edges[one].get(other)
+        made = text if known is None else _either(known, text)
+        if len(made) > _MAX_CHARS:
+            raise IrreducibleError
+        self.edges[one][other] = made
+        self._sources[other].add(one)
+
+    def weight(self, state: int) -> int:
+        """How much more is written if it is removed next (Delgado and Morais, "Approximation to
+        the Smallest Regular Expression for a Given Regular Language", 2004)."""
+        own = self.edges[state]
+        sources = self._sources[state] - {state}
+        num_in, num_out = len(sources), len(own) - (state in own)
+        before = sum(len(self.edges[source][state]) for source in sources)
+        after = sum(len(text) for other, text in own.items() if other != state)
+        loop = len(own.get(state, ""))
+        return before * (num_out - 1) + after * (num_in - 1) + loop * (num_in * num_out - 1)
+
+    def remove(self, state: int) -> None:
+        """Write what leads through it as edges beside it."""
+        own = self.edges.pop(state)
+        loop = own.pop(state, None)
+        again = f"{_unit(loop)}*" if loop else ""
+        for after in own:
+            self._sources[after].discard(state)
+        for source in self._sources.pop(state, set()) - {state}:
+            before = self.edges[source].pop(state)
+            for after, text in own.items():
+                self.join(source, after, f"{before}{again}{text}")
 
 
 def _unit(text: str) -> str:
