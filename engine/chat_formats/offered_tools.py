@@ -203,14 +203,17 @@ class OfferedTools:
         ):
             for tool in output_format.tools:
                 _check(tool)
-            return call_grammar(
-                syntax,
-                output_format.tools,
-                required=is_required,
-                parallel=self.is_parallel,
-                tokens=tokens,
-                otherwise=asked,
-            )
+            try:
+                return call_grammar(
+                    syntax,
+                    output_format.tools,
+                    required=is_required,
+                    parallel=self.is_parallel,
+                    tokens=tokens,
+                    otherwise=asked,
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(str(error), param="tools") from error
         return None if asked is None else after_thoughts(syntax, asked, tokens)
 
 

@@ -219,6 +219,8 @@ def _refusal_of_one_of(schema: Any) -> InvalidRequestError:
 
 
 def _reason_of(message: str) -> str:
+    if "Regex is empty" in message:
+        return "no output can match it: what it says of a text excludes itself"
     _, is_regex, reason = message.rpartition("\nerror: ")
     return f"not a regular expression: {_first_line(reason)}" if is_regex else _first_line(message)
 

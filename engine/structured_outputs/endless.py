@@ -13,9 +13,8 @@ from typing import Any
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.structured_outputs.json_schema import TYPES, subschemas, target_of
 
-_MAX_EXPANDED = 5_000  # schemas of one; beyond that nothing is judged
+_MAX_EXPANDED = 3_000  # schemas of one; beyond that nothing is judged
 _MAX_ITEMS = 64
-_NO_VALUE: Mapping[str, Any] = {"allOf": [False]}
 
 # Schemas that hold at the same time, by `id`.
 _Together = frozenset[int]
@@ -42,8 +41,8 @@ def without_endless(schema: Any) -> Any:
     if schema is False or any(each is schema for each in endless):
         raise endings.refusal()
     for each in endless:
-        each.clear()
-        each.update(_NO_VALUE)
+        both = each.get("allOf")
+        each["allOf"] = [*both, False] if isinstance(both, list) else [False]
     return schema
 
 

@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from penstock.engine.structured_outputs import look_around
@@ -35,8 +36,9 @@ from penstock.engine.structured_outputs.json_schema import (
 
 _MAX_ORDERS = 120  # of five values; those of six take llguidance too much
 _MAX_STEPS = 16_000  # of rewriting the patterns of one schema, as `look_around` counts
+_MAX_KNOWN_CHARS = 16 << 10  # of schemas that are kept
+_MAX_VALUES = 20_000  # that are looked at, of `propertyNames`, `uniqueItems` and `oneOf`
 _MAX_ADDED_CHARS = 256 << 10  # by what stands for `propertyNames` and `uniqueItems`
-_NOTHING: Mapping[str, Any] = {"allOf": [False]}
 _MAX_REFERENCES = 16  # in a row
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "additionalItems")
 _OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})  # that a pattern can say
@@ -59,14 +61,23 @@ def enforceable(schema: Any, *, is_strict: bool) -> Any:
     Raises:
         InvalidRequestError: no finite output matches it. `param` is the path.
     """
-    made = json.loads(json.dumps(schema))
+    text = json.dumps(schema)
+    make = _known if len(text) <= _MAX_KNOWN_CHARS else _made
+    return json.loads(make(text, is_strict))
+
+
+def _made(schema: str, is_strict: bool) -> str:
+    made = json.loads(schema)
     budget = _Budget()
     has_references = False
     for _, each in list(subschemas(made)):
         if isinstance(each, dict):
             has_references = has_references or "$ref" in each
             _rewrite(each, made, budget, is_strict=is_strict)
-    return without_endless(made) if has_references else made
+    return json.dumps(without_endless(made) if has_references else made)
+
+
+_known = lru_cache(maxsize=256)(_made)  # the same tools come with each turn of a conversation
 
 
 class _Budget:
@@ -75,6 +86,7 @@ class _Budget:
     def __init__(self) -> None:
         self._num_steps = _MAX_STEPS
         self._num_chars = _MAX_ADDED_CHARS
+        self._num_values = _MAX_VALUES
 
     def patterns(self, pattern: str, *, is_whole: bool = False) -> tuple[str, ...] | None:
         """What stands for a pattern with look-around (`look_around.rewritten`)."""
@@ -91,6 +103,11 @@ class _Budget:
         found = self.patterns(pattern, is_whole=True)
         return found[0] if found else None
 
+    def may_look(self, num_values: int) -> bool:
+        """Whether so many values may be looked at; if so, they are spent."""
+        self._num_values -= min(num_values, self._num_values + 1)
+        return self._num_values >= 0
+
     def has_room(self, num: int, part: Any) -> bool:
         """Whether a part may be written so many times; if so, it is spent."""
         num_chars = num * len(json.dumps(part))
@@ -105,9 +122,9 @@ def enforceable_pattern(pattern: str) -> str | None:
 
 def _rewrite(schema: dict[str, Any], root: Any, budget: _Budget, *, is_strict: bool) -> None:
     schema.pop("$dynamicAnchor", None)  # a name, which only `$dynamicRef` uses
-    if schema.get("not") in ({}, True) and schema["not"] != 1:
+    if schema.get("not") is True or schema.get("not") == {}:
         del schema["not"]
-        schema.update(_NOTHING)
+        schema["allOf"] = [*_listed(schema.get("allOf")), False]
     if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
         del schema["format"]
     _clamp(schema)
@@ -120,7 +137,7 @@ def _rewrite(schema: dict[str, Any], root: Any, budget: _Budget, *, is_strict: b
     if isinstance(step, float) and not step.is_integer() and not is_strict:
         del schema["multipleOf"]
     if isinstance(schema.get("oneOf"), list):
-        _tell_apart(schema["oneOf"], root)
+        _tell_apart(schema["oneOf"], root, budget)
 
 
 def _clamp(schema: dict[str, Any]) -> None:
@@ -153,7 +170,9 @@ def _rewrite_patterns(schema: dict[str, Any], budget: _Budget, *, is_strict: boo
     named = schema.get("patternProperties")
     if isinstance(named, dict) and any(map(look_around.has_look_around, named)):
         schema["patternProperties"] = {
-            budget.pattern(each) or each: value for each, value in named.items()
+            whole or each: value
+            for each, value in named.items()
+            if (whole := budget.pattern(each)) or is_strict
         }
 
 
@@ -174,13 +193,19 @@ def _name_properties(schema: dict[str, Any], root: Any, budget: _Budget) -> bool
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
         return False
-    values = _values_of(names, root)
+    values = _values_of(names, root, budget)
     if values is not None:
         texts = [value for value in values if isinstance(value, str)]
         has_room = budget.has_room(len(texts), schema.get("additionalProperties", True))
         return has_room and _name_values(schema, properties, texts)
     used = set(names) & (_CONSTRAINTS | {"anyOf", "oneOf", "enum", "const", "type"})
-    if not used <= _OF_NAMES or "string" not in _listed_types(names):
+    lengths = [names.get(keyword, 0) for keyword in ("minLength", "maxLength")]
+    if (
+        not used <= _OF_NAMES
+        or "string" not in _listed_types(names)
+        or not isinstance(names.get("pattern", ""), str)
+        or not all(type(each) is int and each >= 0 for each in lengths)
+    ):
         return False
     pattern = _pattern_of_names(names)
     if pattern is None:
@@ -233,26 +258,21 @@ def _list_orders(schema: dict[str, Any], root: Any, budget: _Budget) -> bool:
     """List the arrays that may be had of few values. Returns whether those are all."""
     types = _listed_types(schema)
     least, most = schema.get("minItems", 0), schema.get("maxItems")
-    if "array" not in types or (isinstance(most, int) and most <= 1):
+    if "array" not in types or (type(most) is int and most <= 1):
         return True
     items = schema.get("items")
     if isinstance(items, list | bool | None) or "prefixItems" in schema:
         return False
-    values = _values_of(items, root)
-    is_limit = isinstance(least, int) and isinstance(most, int | None)
+    values = _values_of(items, root, budget)
+    is_limit = type(least) is int and (most is None or type(most) is int)
     if values is None or not is_limit:
         return False
     num_most = len(values) if most is None else min(most, len(values))
     num_orders = math.perm(len(values), num_most)
-    if num_orders > _MAX_ORDERS or not budget.has_room(num_orders, values):
+    if num_orders > _MAX_ORDERS or not budget.has_room(num_orders, _array_of(values, least)):
         return False
     arrays: list[Any] = [
-        {
-            "type": "array",
-            "prefixItems": [{"const": value} for value in order],
-            "items": False,
-            "minItems": least,
-        }
+        _array_of(order, least)
         for order in itertools.permutations(values, num_most)
         if num_most >= least
     ]
@@ -263,12 +283,18 @@ def _list_orders(schema: dict[str, Any], root: Any, budget: _Budget) -> bool:
         schema.pop(keyword, None)
     schema.pop("type", None)
     if not arrays:
-        schema.update(_NOTHING)
+        schema["allOf"] = [*_listed(schema.get("allOf")), False]
     elif "anyOf" in schema:
         schema["allOf"] = [*_listed(schema.get("allOf")), {"anyOf": arrays}]
     else:
         schema["anyOf"] = arrays
     return True
+
+
+def _array_of(values: Sequence[Any], least: int) -> dict[str, Any]:
+    """Arrays of these values in this order, up to any of them from `least` on."""
+    consts = [{"const": value} for value in values]
+    return {"type": "array", "prefixItems": consts, "items": False, "minItems": least}
 
 
 def _listed_types(schema: Mapping[str, Any]) -> list[Any]:
@@ -279,7 +305,7 @@ def _listed_types(schema: Mapping[str, Any]) -> list[Any]:
 # -- oneOf ---------------------------------------------------------------------------------------
 
 
-def _tell_apart(alternatives: list[Any], root: Any) -> None:
+def _tell_apart(alternatives: list[Any], root: Any, budget: _Budget) -> None:
     """Require the property whose values are others in each alternative: pydantic does not where the
     tag has a default."""
     targets = [_resolved(each, root) for each in alternatives]
@@ -289,7 +315,9 @@ def _tell_apart(alternatives: list[Any], root: Any) -> None:
     ):
         return
     for name in targets[0]["properties"]:
-        found = [_values_of(each["properties"].get(name, True), root) for each in targets]
+        if not budget.may_look(1):
+            return
+        found = [_values_of(each["properties"].get(name, True), root, budget) for each in targets]
         keys = [_key(value) for values in found for value in values or ()]
         if all(found) and len(set(keys)) == len(keys):
             for alternative, target in zip(alternatives, targets, strict=True):
@@ -302,32 +330,35 @@ def _tell_apart(alternatives: list[Any], root: Any) -> None:
 # -- the values of a schema ----------------------------------------------------------------------
 
 
-def _values_of(schema: Any, root: Any, depth: int = 0) -> list[Any] | None:
+def _values_of(schema: Any, root: Any, budget: _Budget) -> list[Any] | None:
     """All values that match it, each once; None if they are not a few."""
-    schema = _resolved(schema, root)
-    if schema is False:
-        return []
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES or _CONSTRAINTS & set(schema):
-        return None
-    types = _listed_types(schema)
-    found: list[Any] | None
-    if "const" in schema:
-        found = [schema["const"]]
-    elif isinstance(schema.get("enum"), list):
-        found = schema["enum"]
-    elif isinstance(schema.get("anyOf", schema.get("oneOf")), list):
-        found = []
-        for each in schema.get("anyOf", schema.get("oneOf")):
-            values = _values_of(each, root, depth + 1)
-            if values is None:
-                return None
-            found += values
-    elif set(types) <= {"null", "boolean"}:
-        found = [None] * ("null" in types) + [True, False] * ("boolean" in types)
-    else:
-        return None
-    fitting = {_key(value): value for value in found if _has_type(value, types)}
-    return list(fitting.values())
+    found: dict[str, Any] = {}
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        each = _resolved(waiting.pop(), root)
+        if each is False or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not isinstance(each, Mapping) or _CONSTRAINTS & set(each):
+            return None
+        several = each.get("anyOf", each.get("oneOf"))
+        if "const" in each:
+            values = [each["const"]]
+        elif isinstance(each.get("enum"), list):
+            values = each["enum"]
+        elif isinstance(several, list) and "type" not in each:
+            waiting += reversed(several)
+            values = []
+        elif all(kind in ("null", "boolean") for kind in _listed_types(each)):
+            types = _listed_types(each)
+            values = [None] * ("null" in types) + [True, False] * ("boolean" in types)
+        else:
+            return None
+        if not budget.may_look(1 + len(values)):
+            return None
+        types = _listed_types(each)
+        found |= {_key(value): value for value in values if _has_type(value, types)}
+    return list(found.values())
 
 
 def _resolved(schema: Any, root: Any) -> Any:

@@ -398,11 +398,12 @@ class ChoicesRequest(SamplingRequest):
             "whitespace_pattern": self.guided_whitespace_pattern,
         }
         yield from given("guided_", guided)
+        # An empty text is llama.cpp's default.
         others = {
             "json_schema": self.json_schema,
-            "grammar": self.grammar,
-            "regex": self.regex,
-            "ebnf": self.ebnf,
+            "grammar": self.grammar or None,
+            "regex": self.regex or None,
+            "ebnf": self.ebnf or None,
         }
         yield from given("", others)
 

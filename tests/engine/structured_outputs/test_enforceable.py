@@ -196,6 +196,37 @@ def test_what_is_enforced(
         assert (is_match and matcher.is_accepting()) == (text in matching), text
 
 
+_ORDERED = {"uniqueItems": True, "type": "array", "items": {"enum": [*range(5)]}}
+_KEYED = {"propertyNames": {"enum": [*map(str, range(500))]}}
+_SAME: dict[str, Any] = {
+    f"d{number}": {"anyOf": [{"$ref": f"#/$defs/d{number + 1}"}] * 9} for number in range(40)
+} | {"d40": {"enum": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": {"a": 1}, "uniqueItems": True, "items": {"type": {}}},
+        {"type": "array", "uniqueItems": True, "items": {"enum": [{}, [1], None, 1.5]}},
+        {"propertyNames": {"pattern": 3}, "patternProperties": []},
+        {"propertyNames": {"minLength": "x", "maxLength": True}},
+        {"propertyNames": 3, "oneOf": [3, {"properties": {"a": {"$ref": 3}}}]},
+        {"oneOf": [{"properties": {"a": {"type": [[]]}}, "required": 3}] * 2, "not": 1},
+        {"maximum": 10**400, "minimum": None, "multipleOf": "x", "format": []},
+        {"patternProperties": {r"(a)(?!\\1)": {}}, "allOf": 3, "pattern": "(?=("},
+        {"$ref": "#", "$defs": {"a": {"$ref": "#/$defs/a"}}, "required": [[]], "properties": 3},
+        {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/d0"}, "$defs": _SAME},
+        {"properties": dict.fromkeys(map(str, range(2_000)), _ORDERED)},
+        {"properties": dict.fromkeys(map(str, range(400)), _KEYED)},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_any_schema_is_rewritten_or_left(schema: Any, is_strict: bool) -> None:
+    """What is wrong with it is for others to say; what stands for it is not much longer."""
+    num_chars = len(json.dumps(enforceable(schema, is_strict=is_strict)))
+    assert num_chars < len(json.dumps(schema)) + 300_000
+
+
 def test_annotations_have_no_effect(compiler: GrammarCompiler) -> None:
     words = (
         "title", "description", "examples", "deprecated", "x-order", "$comment", "readOnly",

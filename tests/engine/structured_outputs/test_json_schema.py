@@ -97,6 +97,11 @@ def test_annotations_and_unknown_keywords_have_no_effect() -> None:
         ),
         ({"$ref": "#/$defs/none"}, "", ""),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "", "Unsatisfiable"),
+        (
+            {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "^b"}]},
+            "",
+            "no output can match it: what it says of a text excludes itself",
+        ),
         ({"pattern": "("}, "", "not a regular expression: unclosed group"),
         (
             {"properties": {"a": {"items": {"pattern": "("}}, "b": {"pattern": "x"}}},

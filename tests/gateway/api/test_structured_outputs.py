@@ -90,6 +90,7 @@ FORMS: _Forms = [
     (_CHOICES, {"grammar": 'root ::= "a" root?'}, _FROM_GBNF),
     (_CHOICES, {"ebnf": 'root ::= "a" root?'}, _FROM_GBNF),
     (_CHOICES, {"regex": "[a-c]+"}, _FROM_REGEX),
+    (_CHOICES, {"grammar": "", "regex": "", "ebnf": None}, None),
     # one name beside another for the same
     (_CHOICES, {**_vllm(grammar='start: "a" start?'), **_GUIDED}, _FROM_GRAMMAR),
     (_CHOICES, {**_format("json_object", schema=_SCHEMA), "guided_json": _SCHEMA}, _FROM_SCHEMA),
