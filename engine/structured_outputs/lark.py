@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import InvalidRequestError
 
 FORMS = "a grammar is in Lark (llguidance's, from the rule `start`) or in GBNF (from `root ::= …`)"
-_MAX_GBNF_CHARS = 64 << 10
+_MAX_GBNF_CHARS = 32 << 10  # some 50 ms
 _MAX_NESTED = 64
 _IS_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|[?!]*start\b[^:\n]*:(?!:))")
 _DELETE = "\x7f"  # in a text the only character that the lexer of Lark does not take as it is
@@ -206,7 +207,8 @@ class _Writer:
 
     def __init__(self, rules: Mapping[str, _Part]) -> None:
         self._rules = rules
-        self._recursive = _reaching(rules, set())
+        self._spaces: dict[str, bool] = {}  # rules that were looked at
+        self._recursive = _reaching(rules, ())
         if "root" in self._recursive:
             loose = {name for name, part in rules.items() if self._is_loose(part)}
             self._recursive = _reaching(rules, loose)
@@ -236,20 +238,25 @@ class _Writer:
     def _is_loose(self, part: _Part) -> bool:
         """Whether it has repeated white space, not counting the rules that it names."""
         if part[0] == "times":
-            return self._is_space(part[1], 0) or self._is_loose(part[1])
+            return self._is_space(part[1]) or self._is_loose(part[1])
         return part[0] in ("either", "then") and any(map(self._is_loose, part[1]))
 
-    def _is_space(self, part: _Part, depth: int) -> bool:
+    def _is_space(self, part: _Part, depth: int = 0) -> bool:
         match part:
             case ("text", text):
                 return not text.strip()
             case ("class", _, is_space):
                 return bool(is_space)
             case ("rule", name):
-                return depth < _MAX_NESTED and self._is_space(self._rules[name], depth + 1)
+                if name not in self._spaces:
+                    self._spaces[name] = False  # if it needs itself to be
+                    is_deep = depth > _MAX_NESTED
+                    is_space = not is_deep and self._is_space(self._rules[name], depth + 1)
+                    self._spaces[name] = is_space
+                return self._spaces[name]
             case ("times", inner, _):
-                return self._is_space(inner, depth + 1)
-        return depth < _MAX_NESTED and all(self._is_space(each, depth + 1) for each in part[1])
+                return self._is_space(inner, depth)
+        return all(self._is_space(each, depth) for each in part[1])
 
     def _written(self, part: _Part) -> str:
         """A part of a rule or, if nothing in it is recursive, of a terminal."""
@@ -293,13 +300,17 @@ class _Writer:
         return name
 
 
-def _reaching(rules: Mapping[str, _Part], some: set[str]) -> set[str]:
+def _reaching(rules: Mapping[str, _Part], some: Collection[str]) -> set[str]:
     """Rules that reach themselves, one that does, or one of some."""
-    uses = {name: set(_rules_in(part)) for name, part in rules.items() if name not in some}
-    plain = set[str]()
-    has_changed = True
-    while has_changed:
-        found = {name for name, used in uses.items() if name not in plain and used <= plain}
-        plain |= found
-        has_changed = bool(found)
-    return set(rules) - plain
+    left = {name: set(_rules_in(part)) for name, part in rules.items()}
+    users = defaultdict[str, list[str]](list)
+    for name, used in left.items():
+        for each in used:
+            users[each].append(name)
+    plain = [name for name, used in left.items() if not used and name not in some]
+    for name in plain:
+        for user in users[name]:
+            left[user].discard(name)
+            if not left[user] and user not in some:
+                plain.append(user)
+    return set(rules) - set(plain)
