@@ -148,12 +148,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         Declared(),
         "Only these tokens are generated, of which the end token is one only if it is listed.",
     ] = None
-    bad_words: Annotated[
-        tuple[str, ...],
-        Declared(),
-        "Texts whose tokens, at the beginning of a text or after a space, are not generated one "
-        "after the other.",
-    ] = ()
     bad_words_token_ids: Annotated[
         tuple[tuple[int, ...], ...], Declared(), "The tokens of `bad_words`; made from them."
     ] = ()
@@ -211,6 +205,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     # `engine.text` uses these, where ids become text; they never reach the engine core.
     stop: Annotated[
         tuple[str, ...], Declared(), "Texts that end the output; may be a single string."
+    ] = ()
+    bad_words: Annotated[
+        tuple[str, ...],
+        Declared(),
+        "Texts whose tokens, at the beginning of a text or after a space, are not generated one "
+        "after the other.",
     ] = ()
     include_stop_str_in_output: Annotated[bool, _common(), "Show the text that ends it."] = False
     skip_special_tokens: Annotated[bool, _common(), "Leave special tokens out of the text."] = True

@@ -68,10 +68,15 @@ def decode(frame: bytes) -> Message:
 def _without_text_fields(submit: Submit) -> Submit:
     """Only `engine.text` reads these fields; it runs where ids become text."""
     params = submit.request.sampling_params
-    if not params.stop and not params.include_stop_str_in_output and params.skip_special_tokens:
+    has_texts = bool(params.stop or params.bad_words)
+    if not (has_texts or params.include_stop_str_in_output) and params.skip_special_tokens:
         return submit
     params = msgspec.structs.replace(
-        params, stop=(), include_stop_str_in_output=False, skip_special_tokens=True
+        params,
+        stop=(),
+        bad_words=(),
+        include_stop_str_in_output=False,
+        skip_special_tokens=True,
     )
     request = msgspec.structs.replace(submit.request, sampling_params=params)
     return msgspec.structs.replace(submit, request=request)

@@ -141,7 +141,7 @@ KINDS: dict[str, Kind] = {
         },
         carried=lambda request: (
             request.sampling_params.allowed_token_ids == tuple(range(256))
-            and request.sampling_params.bad_words == ("moon", " sun")
+            and len(request.sampling_params.bad_words_token_ids) >= 2
             and all(request.sampling_params.bad_words_token_ids)
         ),
         has_key=True,
