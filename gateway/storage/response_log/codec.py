@@ -250,10 +250,9 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
 def _read_request(named: dict[str, Any]) -> Request:
     params, retention = named["sampling_params"], named["retention"]
     beams, grammar = params["beam_search"], params.get("structured_outputs")
-    if params.get("allowed_token_ids") is not None:
-        params["allowed_token_ids"] = tuple(params["allowed_token_ids"])
-    if "bad_words" in params:
-        params["bad_words"] = tuple(params["bad_words"])
+    for name in {"allowed_token_ids", "bad_words"} & params.keys():
+        params[name] = tuple(params[name])
+    if "bad_words_token_ids" in params:
         params["bad_words_token_ids"] = tuple(map(tuple, params["bad_words_token_ids"]))
     return Request(
         **{
