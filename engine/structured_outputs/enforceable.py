@@ -11,7 +11,7 @@ Each rewriting is exact, or allows less: what is generated matches the schema th
     minimum, maximum    beyond 2^53: 2^53 - 1 in their place
     $ref                to what no finite value matches: no value (`endless`)
 
-What is left of `pattern`, `propertyNames` and `uniqueItems`, and a `multipleOf` with a fraction, is
+What is left of `pattern`, `propertyNames` and `uniqueItems`, and a `multipleOf` such as 0.01, is
 refused by `check_schema` if the schema is strict, and dropped otherwise.
 """
 
@@ -30,6 +30,7 @@ from penstock.engine.structured_outputs.json_schema import (
     FORMATS,
     MAX_INTEGER,
     TYPES,
+    is_exact_step,
     subschemas,
     target_of,
 )
@@ -134,7 +135,7 @@ def _rewrite(schema: dict[str, Any], root: Any, budget: _Budget, *, is_strict: b
     if schema.get("uniqueItems") is True and (_list_orders(schema, root, budget) or not is_strict):
         schema.pop("uniqueItems", None)
     step = schema.get("multipleOf")
-    if isinstance(step, float) and not step.is_integer() and not is_strict:
+    if isinstance(step, float) and not is_exact_step(step) and not is_strict:
         del schema["multipleOf"]
     if isinstance(schema.get("oneOf"), list):
         _tell_apart(schema["oneOf"], root, budget)

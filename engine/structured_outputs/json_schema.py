@@ -196,8 +196,13 @@ def _inexact_fault(value: float) -> str | None:
 def _multiple_fault(value: Any) -> str | None:
     if (fault := _number_fault(value)) or value <= 0:
         return fault or "must be more than 0"
-    # Validators divide in floating point, where 549.8 is no multiple of 0.01.
-    return None if value == math.floor(value) else "is no whole number, which is not supported"
+    return None if is_exact_step(value) else "is no whole number, which is not supported"
+
+
+def is_exact_step(value: float) -> bool:
+    """Whether its multiples are the same in floating point, in which validators divide: 549.8 is
+    no multiple of 0.01 there. Those of 0.5, 0.25 and so on are."""
+    return isinstance(value, int) or (value * 1024).is_integer()
 
 
 def _bound_fault(value: Any) -> str | None:

@@ -7,6 +7,7 @@ Only shapes and sizes are checked here; `generation.grammar_check` compiles what
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,8 +57,12 @@ class Asked:
 
     @property
     def asks(self) -> tuple[str, Any]:
-        """What it says, by whichever name."""
-        return self.keyword, self.value
+        """What it says, by whichever name, and as an object or in a text."""
+        value = self.value
+        if self.keyword in _PARSED and isinstance(value, str):
+            with contextlib.suppress(orjson.JSONDecodeError):
+                value = orjson.loads(value)
+        return self.keyword, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import decimal
 import enum
 import ipaddress
 import json
+import math
 import random
 import uuid
 from pathlib import Path
@@ -85,10 +86,11 @@ _PYDANTIC: dict[str, Any] = {
     "network": ipaddress.IPv4Network,
     "datetime": datetime.datetime,
     "int64": Annotated[int, pydantic.Field(ge=-(2**63), le=2**63 - 1)],
-    "half": Annotated[float, pydantic.Field(multiple_of=0.5)],
+    "half": Annotated[float, pydantic.Field(multiple_of=0.5, le=1e6, ge=-1e6)],
+    "cent": Annotated[float, pydantic.Field(multiple_of=0.01)],
 }
 # Accepted, but only enforced where there are a few values, or not at all.
-_NOT_ENFORCED = {"set of integers", "frozenset", "half", "zod 3 set", "zod 3 mult"}
+_NOT_ENFORCED = {"set of integers", "frozenset", "cent", "zod 3 set"}
 
 
 _SCHEMAS = _ZOD | {
@@ -212,6 +214,7 @@ _SAME: dict[str, Any] = {
         {"propertyNames": {"minLength": "x", "maxLength": True}},
         {"propertyNames": 3, "oneOf": [3, {"properties": {"a": {"$ref": 3}}}]},
         {"oneOf": [{"properties": {"a": {"type": [[]]}}, "required": 3}] * 2, "not": 1},
+        {"multipleOf": math.inf, "minimum": -math.inf, "maximum": math.nan},
         {"maximum": 10**400, "minimum": None, "multipleOf": "x", "format": []},
         {"patternProperties": {r"(a)(?!\\1)": {}}, "allOf": 3, "pattern": "(?=("},
         {"$ref": "#", "$defs": {"a": {"$ref": "#/$defs/a"}}, "required": [[]], "properties": 3},

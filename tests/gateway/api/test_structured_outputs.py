@@ -94,6 +94,7 @@ FORMS: _Forms = [
     # one name beside another for the same
     (_CHOICES, {**_vllm(grammar='start: "a" start?'), **_GUIDED}, _FROM_GRAMMAR),
     (_CHOICES, {**_format("json_object", schema=_SCHEMA), "guided_json": _SCHEMA}, _FROM_SCHEMA),
+    (_CHOICES, {**_vllm(json=_SCHEMA), "guided_json": _TEXT}, _FROM_SCHEMA),
     # Responses
     ((RESPONSES,), _flat("json_schema", schema=_SCHEMA), _FROM_SCHEMA),
     ((RESPONSES,), {"text": {}}, None),
