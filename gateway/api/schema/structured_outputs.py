@@ -129,7 +129,7 @@ class ResponseFormat(Model):
 
     @property
     def asked(self) -> Iterator[Asked]:
-        if self.schema_ is not None:
+        if self.schema_ or (self.schema_ is not None and self.type == "json_schema"):
             param = "response_format.schema"
             yield Asked(param=param, keyword="json_schema", value=self.schema_)
         elif self.type == "json_object":

@@ -9,6 +9,7 @@ import datetime
 import decimal
 import enum
 import ipaddress
+import itertools
 import json
 import math
 import random
@@ -312,3 +313,81 @@ def test_what_may_end_is_accepted(
             assert not matcher.is_accepting()
         else:
             assert not is_begun
+
+
+def _values() -> list[Any]:
+    """Small ones of null, objects and arrays."""
+    found: list[Any] = [None, {}, []]
+    for _ in range(2):
+        parts = [{}, *({"a": each} for each in found[:24])]
+        objects = [
+            {**part, **({"b": each} if more else {})}
+            for part in parts
+            for each in found[:24]
+            for more in (False, True)
+        ]
+        arrays = [
+            [*several] for num in (1, 2) for several in itertools.product(found[:6], repeat=num)
+        ]
+        found = [
+            json.loads(text) for text in dict.fromkeys(map(json.dumps, [*found, *objects, *arrays]))
+        ]
+    return found
+
+
+def _random_schema(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.random()
+    if kind < 0.35 or depth > 3:
+        others: list[Any] = [True, False, {"type": "null"}, {"const": None}]
+        name = rng.choice("ABC")
+        return {"$ref": f"#/$defs/{name}"} if rng.random() < 0.8 else rng.choice(others)
+    if kind < 0.6:
+        schema: dict[str, Any] = {
+            "type": rng.choice(["object", ["object", "null"]]),
+            "properties": {n: _random_schema(rng, depth + 1) for n in "ab" if rng.random() < 0.7},
+            "required": [name for name in "ab" if rng.random() < 0.5],
+        }
+        for keyword in ("additionalProperties", "allOf"):
+            if rng.random() < 0.25:
+                part = _random_schema(rng, depth + 1)
+                schema[keyword] = [part] if keyword == "allOf" else part
+        return schema
+    if kind < 0.72:
+        items = _random_schema(rng, depth + 1)
+        return {"type": "array", "items": items, "minItems": rng.choice([0, 1, 2])}
+    keyword = "anyOf" if kind < 0.88 else "allOf"
+    return {keyword: [_random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+
+
+def _matching(schema: Any, values: list[Any]) -> list[Any] | None:
+    """None: it refers to itself without reading anything."""
+    validator = jsonschema.Draft202012Validator(schema)
+    try:
+        return [value for value in values if validator.is_valid(value)]
+    except RecursionError:
+        return None
+
+
+def test_no_finite_value_is_lost() -> None:
+    """Of schemas that refer to each other at random: what is refused matches nothing, and what is
+    rewritten matches the same."""
+    values, num_refused, num_same = _values(), 0, 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        whole = {
+            "allOf": [_random_schema(rng)],
+            "$defs": {name: _random_schema(rng) for name in "ABC"},
+        }
+        matching = _matching(whole, values)
+        if matching is None:
+            continue
+        try:
+            made = enforceable(whole, is_strict=False)
+        except InvalidRequestError:
+            assert matching == [], seed
+            num_refused += 1
+        else:
+            assert _matching(made, values) == matching, seed
+            num_same += 1
+    assert num_refused > 5
+    assert num_same > 15

@@ -83,6 +83,8 @@ FORMS: _Forms = [
     # llama.cpp's, Fireworks' and SGLang's
     (_CHOICES, _format("json_object", schema=_SCHEMA), _FROM_SCHEMA),
     (_CHOICES, _format("json_schema", schema=_SCHEMA), _FROM_SCHEMA),
+    (_CHOICES, _format("json_object", schema={}), _FROM_OBJECT),
+    (_CHOICES, _format("json_schema", schema={}), structured_outputs(json_schema={})),
     (_CHOICES, _format("structural_tag", structures=[_TAG], triggers=["<f="]), _FROM_TAG),
     (_CHOICES, _format("structural_tag", format=_TAGS), _FROM_TAG),
     (_CHOICES, {"json_schema": _SCHEMA}, _FROM_SCHEMA),
