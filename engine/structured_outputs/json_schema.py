@@ -24,6 +24,7 @@ _UNSUPPORTED = frozenset({
     "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems",
     "unevaluatedProperties", "$dynamicRef", "$recursiveRef",
 })  # fmt: skip
+_NOT_STRICT = "; without 'strict' it is dropped"  # by `enforceable`
 # Where a keyword's value has schemas.
 _ONE = ("additionalProperties", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -61,7 +62,8 @@ def check_schema(schema: Any) -> None:
         for keyword, value in each.items():
             where = f"{path}.{keyword}"
             if keyword in _UNSUPPORTED:
-                raise _refusal(where, f"uses {keyword!r}, which is not supported")
+                hint = _NOT_STRICT if keyword == "propertyNames" else ""
+                raise _refusal(where, f"uses {keyword!r}, which is not supported{hint}")
             check = _CHECKS.get(keyword)
             if check is not None and (fault := check(value)):
                 raise _refusal(where, fault)
@@ -196,7 +198,9 @@ def _inexact_fault(value: float) -> str | None:
 def _multiple_fault(value: Any) -> str | None:
     if (fault := _number_fault(value)) or value <= 0:
         return fault or "must be more than 0"
-    return None if is_exact_step(value) else "is no whole number, which is not supported"
+    return (
+        None if is_exact_step(value) else f"is no whole number, which is not supported{_NOT_STRICT}"
+    )
 
 
 def is_exact_step(value: float) -> bool:
@@ -242,7 +246,9 @@ def _literal_fault(value: Any) -> str | None:
 
 
 def _unique_fault(value: Any) -> str | None:
-    return "uses 'uniqueItems', which is not supported" if value is not False else None
+    if value is False:
+        return None
+    return f"uses 'uniqueItems', which is not supported for more than a few values{_NOT_STRICT}"
 
 
 def _reference_fault(value: Any) -> str | None:
@@ -258,7 +264,7 @@ def _pattern_fault(value: Any) -> str | None:
         return "must be a text"
     for lookaround in ("(?=", "(?!", "(?<=", "(?<!"):
         if lookaround in value:
-            return f"uses {lookaround!r}, which is not supported"
+            return f"uses {lookaround!r}, which is not supported{_NOT_STRICT}"
     if _NESTED_CLASS.search(value):
         return "has a '[', '&&', '--' or '~~' within a class; write it with a backslash"
     return repetition_fault(value)
