@@ -11,6 +11,7 @@ from typing import Any
 from penstock.engine.chat_formats.parser import Scanner, Steps, Tool
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.structured_outputs.enforceable import enforceable, enforceable_pattern
+from penstock.engine.structured_outputs.json_schema import FORMATS
 from penstock.engine.structured_outputs.lark import quoted
 
 NAME_KEYS = ("name",)
@@ -302,7 +303,9 @@ def _suffixed(pattern: str, end: str, rules: list[str]) -> str:
 def _free_text(tool: Tool, key: str) -> str:
     """The pattern of a text of which only the length may be limited."""
     schema = tool.schema_of(key)
-    beyond = sorted({"format", "allOf", "anyOf", "oneOf", "$ref", "not"} & set(schema))
+    beyond = sorted({"allOf", "anyOf", "oneOf", "$ref", "not"} & set(schema))
+    # Any other is an annotation.
+    beyond += ["format"] * any(schema.get("format") == known for known in FORMATS)
     if tool.strict and beyond:
         raise InvalidRequestError(
             f"the parameters of the strict tool {tool.name!r} are not supported: in this model's "

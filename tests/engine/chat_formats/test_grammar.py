@@ -247,6 +247,23 @@ def test_a_pattern_that_cannot_be_rewritten(compiler: GrammarCompiler, name: str
             compiler.compile(grammar)
 
 
+@pytest.mark.parametrize("kind", ["password", "date"])
+def test_the_format_of_a_text_without_quotes(compiler: GrammarCompiler, kind: str) -> None:
+    """One that is an annotation hinders nobody."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": kind}}}
+    formats = ModelFormats(tools="qwen3_coder")
+    offered = OfferedTools(tools=(Tool("f", parameters=schema, strict=True),), choice="required")
+    output_format = offered.output_format(formats, "")
+    assert output_format is not None
+    if kind == "date":
+        with pytest.raises(InvalidRequestError, match="'format' of the text 'a'"):
+            offered.grammar(output_format, formats, None)
+    else:
+        grammar = offered.grammar(output_format, formats, None)
+        assert grammar is not None
+        compiler.compile(grammar)
+
+
 def test_arguments_that_never_end_are_refused() -> None:
     schema = {"type": "object", "properties": {"f": {"$ref": "#"}}, "required": ["f"]}
     offered = OfferedTools(tools=(Tool("f", parameters=schema),), choice="required")
