@@ -58,6 +58,7 @@ from penstock.engine.request import (
 )
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer, with_special_stops
+from penstock.engine.text.bad_words import bad_words_token_ids
 from penstock.engine.text.pairs import PairPrompts
 from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_file import LoadedImage
@@ -518,6 +519,10 @@ class LLM:
         size = self.info.vocab_size
         check_vocabulary(params.logit_bias, size, param="logit_bias")
         check_vocabulary(params.stop_token_ids, size, param="stop_token_ids")
+        check_vocabulary(params.allowed_token_ids or (), size, param="allowed_token_ids")
+        if params.bad_words:
+            bad = bad_words_token_ids(self.tokenizer, params.bad_words)
+            params = msgspec.structs.replace(params, bad_words_token_ids=bad)
         params = with_special_stops(params, self.tokenizer, vocab_size=size)
         check_choice(params, vocab_size=size, eos_token_ids=self.info.eos_token_ids)
         if params.structured_outputs is not None:

@@ -143,6 +143,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 1.0
     presence_penalty: Annotated[float, _PENALTY, "OpenAI's, over output tokens."] = 0.0
     frequency_penalty: Annotated[float, _PENALTY, "OpenAI's, over output tokens."] = 0.0
+    allowed_token_ids: Annotated[
+        tuple[int, ...] | None,
+        Declared(),
+        "Only these tokens are generated, of which the end token is one only if it is listed.",
+    ] = None
+    bad_words_token_ids: Annotated[
+        tuple[tuple[int, ...], ...], Declared(), "The tokens of `bad_words`; made from them."
+    ] = ()
     logit_bias: Annotated[
         Mapping[int, float],
         Declared(neutral=({},)),
@@ -198,6 +206,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     stop: Annotated[
         tuple[str, ...], Declared(), "Texts that end the output; may be a single string."
     ] = ()
+    bad_words: Annotated[
+        tuple[str, ...],
+        Declared(),
+        "Texts whose tokens, at the beginning of a text or after a space, are not generated one "
+        "after the other.",
+    ] = ()
     include_stop_str_in_output: Annotated[bool, _common(), "Show the text that ends it."] = False
     skip_special_tokens: Annotated[bool, _common(), "Leave special tokens out of the text."] = True
     spaces_between_special_tokens: Annotated[
@@ -226,6 +240,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             msgspec.structs.force_setattr(self, "seed", self.seed & SEED_MASK)
         msgspec.structs.force_setattr(self, "stop", _as_tuple(self.stop))
         _check("" not in self.stop, "stop", "must not contain an empty string")
+        if self.allowed_token_ids is not None:
+            allowed = tuple(self.allowed_token_ids)
+            _check(bool(allowed), "allowed_token_ids", "must not be empty")
+            _check(min(allowed) >= 0, "allowed_token_ids", "must not be negative")
+            msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
+        if self.bad_words:
+            is_empty = any(not word.strip() for word in self.bad_words)
+            _check(not is_empty, "bad_words", "must not contain an empty text")
 
     def _check_branches(self) -> None:
         _check(
@@ -243,6 +265,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         for name, (_, _, declared, _) in SAMPLING_PARAMETERS.items():
             is_neutral = not declared.neutral or getattr(self, name) in declared.neutral
             _check(is_neutral, name, "is not allowed with beam search")
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        has_list = self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
+        return has_list or self.structured_outputs is not None
 
     @property
     def num_branches(self) -> int:
@@ -296,7 +324,7 @@ def check_choice(
 ) -> None:
     """
     Raises:
-        InvalidRequestError: no token is allowed before `min_tokens`.
+        InvalidRequestError: no token is allowed, or none before `min_tokens`.
     """
     if params.min_tokens and len({*eos_token_ids, *params.stop_token_ids}) >= vocab_size:
         raise InvalidRequestError(
@@ -304,6 +332,14 @@ def check_choice(
             "so that none is left for min_tokens",
             param="stop_token_ids",
         )
+    if params.allowed_token_ids is not None:
+        early = {*eos_token_ids, *params.stop_token_ids} if params.min_tokens else set()
+        bad = {token_ids[0] for token_ids in params.bad_words_token_ids if len(token_ids) == 1}
+        if not set(params.allowed_token_ids) - early - bad:
+            raise InvalidRequestError(
+                "allowed_token_ids: bad_words and min_tokens leave none of them",
+                param="allowed_token_ids",
+            )
 
 
 def _as_tuple(strings: str | Iterable[str] | None) -> tuple[str, ...]:

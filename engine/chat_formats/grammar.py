@@ -3,7 +3,6 @@ schemas; and other grammars, begun only after the thoughts."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +12,7 @@ from penstock.engine.chat_formats.syntax import OutputSyntax
 from penstock.engine.chat_formats.tool_format import Frame, json_options
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.forms import closed
+from penstock.engine.structured_outputs.lark import quoted
 
 # Names of the rules made here, which those of a user's grammar must not have.
 _OWN = re.compile(
@@ -174,9 +174,7 @@ class _Writer:
 
     def __call__(self, parts: Sequence[str]) -> str:
         return " ".join(
-            f"<[{self.tokens[part]}]>"
-            if part in self.tokens
-            else json.dumps(part, ensure_ascii=False)
+            f"<[{self.tokens[part]}]>" if part in self.tokens else quoted(part)
             for part in parts
             if part
         )

@@ -32,6 +32,7 @@ from penstock.engine.chat_formats.tools_in_text import (
 )
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs.enforceable import enforceable
 from penstock.engine.structured_outputs.json_schema import check_schema
 from penstock.engine.text.chat_template import ChatTemplate
 
@@ -263,31 +264,40 @@ class OfferedTools:
         tokens = formats.marker_tokens(syntax)
         is_required = bool(self.named) or self.choice == "required"
         is_limited = self.allowed is not None or any(tool.strict for tool in output_format.tools)
-        for tool in output_format.tools:
-            if tool.strict:
-                _check(tool)
         if (
             is_required
             or (is_limited and output_format.tools)
             or (asked is not None and output_format.tools)
         ):
-            return call_grammar(
-                syntax,
-                output_format.tools,
-                required=is_required,
-                parallel=not self.has_one_call,
-                tokens=tokens,
-                otherwise=asked,
-            )
+            for tool in output_format.tools:
+                _check(tool)
+            try:
+                return call_grammar(
+                    syntax,
+                    output_format.tools,
+                    required=is_required,
+                    parallel=not self.has_one_call,
+                    tokens=tokens,
+                    otherwise=asked,
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(str(error), param="tools") from error
         return None if asked is None else after_thoughts(syntax, asked, tokens)
 
 
 def _check(tool: Tool) -> None:
-    """Raises: InvalidRequestError: the schema of a strict tool cannot be enforced."""
+    """
+    Raises:
+        InvalidRequestError: no arguments match the tool's schema, or it is strict and cannot be
+            enforced.
+    """
+    kind = "strict tool" if tool.strict else "tool"
     try:
-        check_schema(dict(tool.parameters or {}))
+        schema = enforceable(dict(tool.parameters or {}), is_strict=tool.strict)
+        if tool.strict:
+            check_schema(schema)
     except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"the parameters of the strict tool {tool.name!r} are not supported: {error}",
+            f"the parameters of the {kind} {tool.name!r} are not supported: {error}",
             param="tools",
         ) from error

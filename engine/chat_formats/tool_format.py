@@ -10,6 +10,9 @@ from typing import Any
 
 from penstock.engine.chat_formats.parser import Scanner, Steps, Tool
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.structured_outputs.enforceable import enforceable, enforceable_pattern
+from penstock.engine.structured_outputs.json_schema import FORMATS
+from penstock.engine.structured_outputs.lark import quoted
 
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -265,33 +268,46 @@ def xml_arguments(tool: Tool, rules: list[str], *, begin: Callable[[str], str], 
     if not properties and not _is_closed(parameters):
         before, _, after = begin("\0").partition("\0")
         value = _suffixed("/(?s:.*)/", end, rules)
-        return f"({_quoted(before)} /[A-Za-z_][A-Za-z0-9_.-]*/ {_quoted(after)} {value})*"
+        return f"({quoted(before)} /[A-Za-z_][A-Za-z0-9_.-]*/ {quoted(after)} {value})*"
     parts: list[str] = []
     for key, schema in properties.items():
         kinds = kinds_of(tool, key)
+        schema = _with_pattern(schema, is_strict=tool.strict)
         if kinds and kinds != {"string"}:
             whole = {**schema, **_definitions(parameters)}
-            value = f"%json {json_options(whole, is_strict=tool.strict)} {_quoted(end)}"
+            value = f"%json {json_options(whole, is_strict=tool.strict)} {quoted(end)}"
         elif {"enum", "const", "pattern"} & set(schema):  # written without quotes
-            value = f"{_choices(schema)} {_quoted(end)}"
+            value = f"{_choices(schema)} {quoted(end)}"
         else:
             value = _suffixed(_free_text(tool, key), end, rules)
-        part = f"({_quoted(begin(key))} {value})"
+        part = f"({quoted(begin(key))} {value})"
         parts.append(part if key in required else f"{part}?")
     return " ".join(parts)
+
+
+def _with_pattern(schema: Mapping[str, Any], *, is_strict: bool) -> Mapping[str, Any]:
+    """The schema with its pattern as the library takes it, or without one that need not be."""
+    if not isinstance(schema.get("pattern"), str):
+        return schema
+    pattern = enforceable_pattern(schema["pattern"])
+    if pattern is None and not is_strict:
+        return {name: value for name, value in schema.items() if name != "pattern"}
+    return {**schema, "pattern": pattern or schema["pattern"]}
 
 
 def _suffixed(pattern: str, end: str, rules: list[str]) -> str:
     """The name of a new rule: the pattern up to its first end."""
     name = f"value_{len(rules)}"
-    rules.append(f"{name}[suffix={json.dumps(end)}]: {pattern}")
+    rules.append(f"{name}[suffix={quoted(end)}]: {pattern}")
     return name
 
 
 def _free_text(tool: Tool, key: str) -> str:
     """The pattern of a text of which only the length may be limited."""
     schema = tool.schema_of(key)
-    beyond = sorted({"format", "allOf", "anyOf", "oneOf", "$ref", "not"} & set(schema))
+    beyond = sorted({"allOf", "anyOf", "oneOf", "$ref", "not"} & set(schema))
+    # Any other is an annotation.
+    beyond += ["format"] * any(schema.get("format") == known for known in FORMATS)
     if tool.strict and beyond:
         raise InvalidRequestError(
             f"the parameters of the strict tool {tool.name!r} are not supported: in this model's "
@@ -317,17 +333,13 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _choices(schema: Mapping[str, Any]) -> str:
     """The grammar of a text that its schema limits."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is None:
         pattern = str(schema["pattern"]).removeprefix("^").removesuffix("$").replace("/", "\\/")
         return f"/{pattern}/"
-    return "(" + " | ".join(_quoted(str(each)) for each in values) + ")"
+    return "(" + " | ".join(quoted(str(each)) for each in values) + ")"
 
 
 def python_arguments(tool: Tool, rules: list[str]) -> str:
@@ -346,7 +358,7 @@ def python_arguments(tool: Tool, rules: list[str]) -> str:
     for key, schema in properties.items():
         value = json_options({**schema, **_definitions(parameters)}, is_strict=tool.strict)
         names[key] = f"argument_{len(rules)}"
-        rules.append(f"{names[key]}: {_quoted(f'{key}=')} %json {value}")
+        rules.append(f"{names[key]}: {quoted(f'{key}=')} %json {value}")
     needed = [names[key] for key in properties if key in required]
     optional = [names[key] for key in properties if key not in required]
     rest = [
@@ -364,6 +376,7 @@ def json_options(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     Args:
         is_strict: what cannot be enforced of it is refused; otherwise it is ignored.
     """
+    schema = enforceable(schema, is_strict=is_strict)
     options = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
     return json.dumps({**schema, "x-guidance": options | {"lenient": not is_strict}})
 

@@ -37,6 +37,7 @@ from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.logprobs import PromptSpan
 from penstock.engine.sampling.sampler import Sampled
 from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
+from penstock.engine.sampling.token_limits import TokenLimits, limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -457,8 +458,9 @@ class InputBatch:
         if entry.pooling is not None:
             self._num_pooled += not self._is_pooled[row]
             self._is_pooled[row] = True
-        if entry.params.structured_outputs is not None:
-            sequence.grammar = self._grammar_of(sequence, entry, left)
+        limits = limits_of(entry.params, self._grammars.vocab_size)
+        if entry.params.structured_outputs is not None or limits is not None:
+            sequence.grammar = self._grammar_of(sequence, entry, limits, left)
         self._sampling.enter(
             row,
             SamplingRow(
@@ -472,7 +474,11 @@ class InputBatch:
         )
 
     def _grammar_of(
-        self, sequence: DeviceSequence, entry: SequenceEntry, left: Mapping[int, SequenceGrammar]
+        self,
+        sequence: DeviceSequence,
+        entry: SequenceEntry,
+        limits: TokenLimits | None,
+        left: Mapping[int, SequenceGrammar],
     ) -> SequenceGrammar:
         """A new sequence's grammar: a copy of its parent's, or one from the beginning.
 
@@ -483,7 +489,7 @@ class InputBatch:
         if parent is not None:
             return parent.fork(sequence.token_ids)
         params = entry.params
-        assert params.structured_outputs is not None
+        has_grammar = params.structured_outputs is not None
         vocab_size, eos = self._grammars.vocab_size, self._grammars.eos_token_ids
         ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos)
         return SequenceGrammar(
@@ -494,10 +500,11 @@ class InputBatch:
             min_tokens=params.min_tokens,
             end_token_ids=[each for each in ends if each < vocab_size],
             never_token_ids=[each for each in eos if each < vocab_size]
-            if params.ignore_eos
+            if params.ignore_eos and has_grammar
             else (),
             is_beam=params.beam_search is not None,
-            is_drafted=entry.is_drafted,
+            is_drafted=entry.is_drafted and has_grammar,
+            limits=limits,
         )
 
     def _extend_table(self, item: ScheduledSequence) -> int:

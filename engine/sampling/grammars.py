@@ -13,13 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.engine.request import FinishReason, StructuredOutputs
+from penstock.engine.sampling.token_limits import AnyText, TokenLimits
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.token_masks import TokenMasks, mask_words
 
@@ -31,10 +32,12 @@ class SequenceGrammar:
     """The grammar of one sequence on the device.
 
     Args:
+        grammar: None: any text.
         token_ids: prompt and output so far; grows from step to step.
         num_prompt: how many of them are the prompt's.
         min_tokens: with fewer in the output, none of `end_token_ids` is allowed.
         never_token_ids: not allowed at all.
+        limits: of the request.
         is_beam: its likeliest allowed tokens are wanted, not a draw.
         is_drafted: `forced` is wanted.
     """
@@ -43,6 +46,7 @@ class SequenceGrammar:
         "_compiler",
         "_early_token_ids",
         "_grammar",
+        "_limits",
         "_matcher",
         "_never_token_ids",
         "_num_prompt",
@@ -57,7 +61,7 @@ class SequenceGrammar:
     def __init__(
         self,
         compiler: GrammarCompiler,
-        grammar: StructuredOutputs,
+        grammar: StructuredOutputs | None,
         token_ids: Sequence[int],
         num_prompt: int,
         *,
@@ -66,10 +70,15 @@ class SequenceGrammar:
         never_token_ids: Sequence[int],
         is_beam: bool,
         is_drafted: bool = False,
+        limits: TokenLimits | None = None,
     ) -> None:
-        self._compiler, self._grammar = compiler, grammar
-        self._original = compiler.compiled(grammar)
-        self._matcher: LLMatcher = self._original.deep_copy()
+        self._compiler, self._grammar, self._limits = compiler, grammar, limits
+        self._original: LLMatcher | AnyText
+        if grammar is None:
+            self._original = AnyText(compiler.vocab_size)
+        else:
+            self._original = compiler.compiled(grammar)
+        self._matcher: LLMatcher | AnyText = self._original.deep_copy()
         self._token_ids = token_ids
         self._num_prompt = self._num_taken = num_prompt
         self._num_short = num_prompt + min_tokens
@@ -149,13 +158,15 @@ class SequenceGrammar:
         is_short = num_tokens < self._num_short
         banned = self._early_token_ids if is_short else self._never_token_ids
         is_stopped = self._matcher.is_stopped()
-        if not (is_stopped or banned):
+        if not (is_stopped or banned or self._limits):
             return None
         is_whole = self._matcher.is_accepting() and not self._matcher.is_error()
         if is_stopped and not is_whole:
             mask[:] = 0  # llguidance would allow the end
         for token_id in banned:
             mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        if self._limits is not None:
+            self._limits.restrict(mask, self._token_ids, self._num_prompt, num_tokens)
         if mask.any():
             return None
         return FinishReason.STOP if is_whole else FinishReason.GRAMMAR
@@ -163,7 +174,9 @@ class SequenceGrammar:
     def _start_again(self, address: int, mask: npt.NDArray[np.uint32], num_tokens: int) -> None:
         """Matchers of a grammar share a lexer. What it has found so far counts for the limits of
         all of them, and helps all of them: so try it again, and then with another lexer."""
-        for stale in (None, self._original):
+        assert self._grammar is not None
+        stales = cast("tuple[LLMatcher | None, ...]", (None, self._original))
+        for stale in stales:
             self._original = self._compiler.compiled(self._grammar, stale=stale)
             self._matcher, self._num_taken = self._original.deep_copy(), self._num_prompt
             self._advance(num_tokens)

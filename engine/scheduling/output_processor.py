@@ -204,7 +204,7 @@ def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
     assert live.search is not None
     request_id, num = live.request.request_id, live.request.sampling_params.n
     hypotheses = live.search.hypotheses
-    if not hypotheses and live.request.sampling_params.structured_outputs is None:
+    if not hypotheses and not live.request.sampling_params.is_masked:
         return (failure(live, index=0, is_last=True),)
     found = tuple(
         RequestOutput(

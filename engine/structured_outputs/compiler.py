@@ -17,6 +17,7 @@ from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.native_panics import is_panic
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
+from penstock.engine.structured_outputs.lark import FORMS
 from penstock.engine.structured_outputs.patterns import check_lark, repetition_fault
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ class GrammarCompiler:
 
     def _refusal(self, grammar: StructuredOutputs, message: str) -> InvalidRequestError:
         reason = _reason_of(message)
+        if grammar.kind == "lark":
+            reason = f"{reason}; {FORMS}"
         if grammar.kind != "json_schema":
             return InvalidRequestError(reason, param="")
         schema = json.loads(grammar.text)
@@ -216,6 +219,8 @@ def _refusal_of_one_of(schema: Any) -> InvalidRequestError:
 
 
 def _reason_of(message: str) -> str:
+    if "Regex is empty" in message:
+        return "no output can match it: what it says of a text excludes itself"
     _, is_regex, reason = message.rpartition("\nerror: ")
     return f"not a regular expression: {_first_line(reason)}" if is_regex else _first_line(message)
 

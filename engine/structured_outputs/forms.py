@@ -8,7 +8,10 @@ from typing import Any
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs import look_around
+from penstock.engine.structured_outputs.enforceable import enforceable
 from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
+from penstock.engine.structured_outputs.lark import as_lark, quoted
 
 # Small models end neither white space nor lines by themselves, so that JSON has at most one space
 # after a comma or colon, unless asked otherwise.
@@ -30,6 +33,7 @@ def structured_outputs(
     structural_tag: str | Mapping[str, Any] | None = None,
     whitespace_pattern: str | None = None,
     disable_additional_properties: bool = False,
+    strict: bool = False,
     param: str = "structured_outputs",
 ) -> StructuredOutputs | None:
     """What an output must match; None if nothing is given.
@@ -37,19 +41,22 @@ def structured_outputs(
     Args:
         json_schema: a text, an object, or a class that has `model_json_schema`, as pydantic's have.
         json_object: any JSON object.
-        regex: the whole output matches it; Rust's syntax, without lookarounds.
+        regex: the whole output matches it; Rust's syntax. Look-around is rewritten if it can be.
         choice: the output is one of these.
-        grammar: in llguidance's dialect of Lark.
+        grammar: in llguidance's dialect of Lark, or in GBNF.
         structural_tag: text that may have JSON between tags, in vLLM's forms.
         whitespace_pattern: a regular expression of what may stand between the parts of JSON; by
             default at most one space after a comma or colon.
         disable_additional_properties: no object has properties that its schema does not name. By
             default an object has them only if its schema speaks of them (`additionalProperties`),
             or is joined with another one.
+        strict: `propertyNames`, `uniqueItems`, patterns with look-around and a fractional
+            `multipleOf` that cannot be enforced are refused; by default they are dropped.
         param: the parameter that they came from, for messages.
 
     Raises:
-        InvalidRequestError: more than one is given, or one is invalid on its face.
+        InvalidRequestError: more than one is given, or one is invalid on its face, or no finite
+            output matches it. `param` may go on with the path in a schema.
     """
     wanted = {
         "json": json_schema,
@@ -74,14 +81,31 @@ def structured_outputs(
     if json_schema is not None:
         schema = _parsed(json_schema, param)
         schema = closed(schema, is_forced=disable_additional_properties)
+        try:
+            schema = enforceable(schema, is_strict=strict)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{param}: {error}", param=f"{param}{error.param}") from error
         return StructuredOutputs("json_schema", _with_options(schema, options))
     if regex is not None:
-        return StructuredOutputs("regex", regex)
+        return StructuredOutputs("regex", _without_look_around(regex))
     if choice is not None:
         return StructuredOutputs("lark", f"start: {_alternatives(choice, param)}")
     if structural_tag is not None:
         return StructuredOutputs("lark", _tagged_text(structural_tag, options, param))
-    return None if grammar is None else StructuredOutputs("lark", grammar)
+    if grammar is None:
+        return None
+    try:
+        return StructuredOutputs("lark", as_lark(grammar))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{param}: {error}", param=param) from error
+
+
+def _without_look_around(regex: str) -> str:
+    """The same without look-around, if there is such a one."""
+    if not look_around.has_look_around(regex):
+        return regex
+    found = look_around.rewritten(f"^(?:{regex})$", is_whole=True).patterns
+    return found[0] if found else regex
 
 
 def _parsed(schema: Any, param: str) -> Any:
@@ -141,12 +165,9 @@ def _with_options(schema: Any, options: Mapping[str, Any]) -> str:
 def _alternatives(choice: Sequence[str], param: str) -> str:
     if not choice or not all(isinstance(each, str) and each for each in choice):
         raise InvalidRequestError(f"{param} must be a list of texts, none empty", param=param)
-    return " | ".join(_quoted(each) for each in choice)
-
-
-def _quoted(text: str) -> str:
-    """A text in Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    if any("\ud800" <= char <= "\udfff" for each in choice for char in each):
+        raise InvalidRequestError(f"{param} has half of a surrogate pair", param=param)
+    return " | ".join(quoted(each) for each in choice)
 
 
 def _tagged_text(tag: str | Mapping[str, Any], options: Mapping[str, Any], param: str) -> str:
@@ -159,9 +180,9 @@ def _tagged_text(tag: str | Mapping[str, Any], options: Mapping[str, Any], param
             raise InvalidRequestError(
                 f"{param}: no trigger is the beginning of {begin!r:.80}", param=param
             )
-        parts = [_quoted(begin[len(trigger) :]) if begin != trigger else ""]
-        parts += [f"%json {_with_options(schema, options)}", _quoted(end) if end else ""]
-        rules.append(f"trigger_{number}[lazy]: TEXT {_quoted(trigger)}")
+        parts = [quoted(begin[len(trigger) :]) if begin != trigger else ""]
+        parts += [f"%json {_with_options(schema, options)}", quoted(end) if end else ""]
+        rules.append(f"trigger_{number}[lazy]: TEXT {quoted(trigger)}")
         rules.append(f"tag_{number}: trigger_{number} {' '.join(parts)}")
     names = " | ".join(f"tag_{number}" for number in range(len(tags)))
     return "\n".join([f"start: ({names})* text", "text: TEXT", f"TEXT: {_ANY_TEXT}", *rules])
@@ -208,7 +229,8 @@ def _tags(tag: Mapping[str, Any], param: str) -> Iterator[tuple[str, Any, str]]:
         if not (isinstance(begin, str) and isinstance(end, str)):
             raise TypeError
         try:
-            check_schema(content["json_schema"])
+            schema = enforceable(content["json_schema"], is_strict=False)
+            check_schema(schema)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{param}: {begin!r:.80}: {error}", param=param) from error
-        yield begin, content["json_schema"], end
+        yield begin, schema, end

@@ -24,6 +24,7 @@ _UNSUPPORTED = frozenset({
     "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems",
     "unevaluatedProperties", "$dynamicRef", "$recursiveRef",
 })  # fmt: skip
+_NOT_STRICT = "; without 'strict' it is dropped"  # by `enforceable`
 # Where a keyword's value has schemas.
 _ONE = ("additionalProperties", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -37,7 +38,7 @@ _OTHER_BOUNDS = {
     "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
 }
 _MAX_SCHEMAS = 10_000  # in one
-_MAX_INTEGER = 2**53  # llguidance rounds larger ones, as JSON's numbers of 64 bits
+MAX_INTEGER = 2**53  # llguidance rounds larger ones, as JSON's numbers of 64 bits
 _MAX_DIGITS = 15  # of a fraction, for the same reason
 # A class within a class, or a difference or an intersection of classes: in Rust, and nowhere else.
 _NESTED_CLASS = re.compile(r"(?<!\\)\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|--|~~)")
@@ -61,7 +62,8 @@ def check_schema(schema: Any) -> None:
         for keyword, value in each.items():
             where = f"{path}.{keyword}"
             if keyword in _UNSUPPORTED:
-                raise _refusal(where, f"uses {keyword!r}, which is not supported")
+                hint = _NOT_STRICT if keyword == "propertyNames" else ""
+                raise _refusal(where, f"uses {keyword!r}, which is not supported{hint}")
             check = _CHECKS.get(keyword)
             if check is not None and (fault := check(value)):
                 raise _refusal(where, fault)
@@ -99,9 +101,15 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
 
 def _referred(root: Any, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What a schema refers to, wherever it is in the document."""
-    pointer = schema.get("$ref")
+    found = target_of(root, schema.get("$ref"))
+    if found is not None:
+        yield found
+
+
+def target_of(root: Any, pointer: Any) -> tuple[str, Any] | None:
+    """The path of what a `$ref` names within the document, and that itself; None: there is none."""
     if not isinstance(pointer, str) or not pointer.startswith("#/"):
-        return
+        return None
     path, target = "", root
     for part in urllib.parse.unquote(pointer[2:]).split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -110,8 +118,8 @@ def _referred(root: Any, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
         elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
             path, target = f"{path}[{name}]", target[int(name)]
         else:
-            return  # llguidance refuses it
-    yield path, target
+            return None  # llguidance refuses it
+    return path, target
 
 
 def _inner(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -157,9 +165,7 @@ def _type_fault(value: Any) -> str | None:
 
 
 def _format_fault(value: Any) -> str | None:
-    if isinstance(value, str) and value in FORMATS:
-        return None
-    return f"is {value!r:.60}, which is not supported; these are: {', '.join(sorted(FORMATS))}"
+    return None if isinstance(value, str) else "must be a text"
 
 
 def _length_fault(value: Any) -> str | None:
@@ -181,7 +187,7 @@ def _number_fault(value: Any) -> str | None:
 
 
 def _inexact_fault(value: float) -> str | None:
-    if abs(value) > _MAX_INTEGER and value == math.floor(value):
+    if abs(value) > MAX_INTEGER and value == math.floor(value):
         return "has a number beyond 2^53, which is not supported"
     digits = repr(abs(value)).partition("e")[0].replace(".", "").strip("0")
     if isinstance(value, float) and len(digits) > _MAX_DIGITS:
@@ -192,8 +198,15 @@ def _inexact_fault(value: float) -> str | None:
 def _multiple_fault(value: Any) -> str | None:
     if (fault := _number_fault(value)) or value <= 0:
         return fault or "must be more than 0"
-    # Validators divide in floating point, where 549.8 is no multiple of 0.01.
-    return None if value == math.floor(value) else "is no whole number, which is not supported"
+    return (
+        None if is_exact_step(value) else f"is no whole number, which is not supported{_NOT_STRICT}"
+    )
+
+
+def is_exact_step(value: float) -> bool:
+    """Whether its multiples are the same in floating point, in which validators divide: 549.8 is
+    no multiple of 0.01 there. Those of 0.5, 0.25 and so on are."""
+    return isinstance(value, int) or (value * 1024).is_integer()
 
 
 def _bound_fault(value: Any) -> str | None:
@@ -233,7 +246,9 @@ def _literal_fault(value: Any) -> str | None:
 
 
 def _unique_fault(value: Any) -> str | None:
-    return "uses 'uniqueItems', which is not supported" if value is not False else None
+    if value is False:
+        return None
+    return f"uses 'uniqueItems', which is not supported for more than a few values{_NOT_STRICT}"
 
 
 def _reference_fault(value: Any) -> str | None:
@@ -249,7 +264,7 @@ def _pattern_fault(value: Any) -> str | None:
         return "must be a text"
     for lookaround in ("(?=", "(?!", "(?<=", "(?<!"):
         if lookaround in value:
-            return f"uses {lookaround!r}, which is not supported"
+            return f"uses {lookaround!r}, which is not supported{_NOT_STRICT}"
     if _NESTED_CLASS.search(value):
         return "has a '[', '&&', '--' or '~~' within a class; write it with a backslash"
     return repetition_fault(value)

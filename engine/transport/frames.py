@@ -69,7 +69,7 @@ def _without_text_fields(submit: Submit) -> Submit:
     """Only `engine.text` reads these fields; it runs where ids become text."""
     params = submit.request.sampling_params
     if (
-        not params.stop
+        not (params.stop or params.bad_words)
         and not params.include_stop_str_in_output
         and params.skip_special_tokens
         and params.spaces_between_special_tokens
@@ -78,6 +78,7 @@ def _without_text_fields(submit: Submit) -> Submit:
     params = msgspec.structs.replace(
         params,
         stop=(),
+        bad_words=(),
         include_stop_str_in_output=False,
         skip_special_tokens=True,
         spaces_between_special_tokens=True,

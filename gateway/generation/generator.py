@@ -40,6 +40,7 @@ from penstock.engine.request import (
     check_choice,
 )
 from penstock.engine.text import OutputText, with_special_stops
+from penstock.engine.text.bad_words import bad_words_token_ids
 from penstock.engine.text.chat_template import ChatTemplate, SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
@@ -302,11 +303,13 @@ class Generator:
         info = await self._engine.require_info()
         priority = effective_priority(caller, options.priority, info.scheduling_policy)
         params = _fitting_params(options, len(prompt_token_ids), info=info, param=param)
+        params = await self._with_bad_words(params)
         prediction_token_ids = await self._tokenise_prediction(options.prediction, info)
         for name, token_ids in (
             (param, prompt_token_ids),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
             ("prediction", prediction_token_ids),
         ):
             check_vocabulary(token_ids, info.vocab_size, param=name)
@@ -345,6 +348,15 @@ class Generator:
             output_format=options.output_format,
             has_end_logprobs=options.has_end_logprobs,
         )
+
+    async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the tokens of their `bad_words`."""
+        if not params.bad_words:
+            return params
+        encode = partial(bad_words_token_ids, self.model.tokenizer, params.bad_words)
+        is_long = sum(map(len, params.bad_words)) >= LONG_TEXT_CHARS
+        token_ids = await self.long_work.run(encode, is_long=is_long)
+        return msgspec.structs.replace(params, bad_words_token_ids=token_ids)
 
     async def _tokenise_prediction(self, text: str, info: EngineInfo) -> tuple[int, ...]:
         """Token ids of what an output may be. What is beyond the context is cut off: it could not

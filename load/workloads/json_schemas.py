@@ -190,9 +190,9 @@ def _unsupported(rng: random.Random) -> Schema:
     name = next(iter(schema["properties"]))
     schema["properties"][name] = rng.choice((
         {"not": {"type": "null"}},
-        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"type": "array", "items": {"type": "integer"}, "contains": {"const": 3}},
         {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
-        {"type": "string", "format": "colour"},
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
         {"if": {"type": "string"}, "then": {"minLength": 2}},
     ))  # fmt: skip
     return schema

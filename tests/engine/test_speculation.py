@@ -27,7 +27,7 @@ from penstock.engine.request import Request
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
 from penstock.engine.startup import build_core
 
-NUM_PROMPTS, MAX_TOKENS = 18, 14  # two for each of FEATURES
+NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
 PERSON = {
     "type": "object",
@@ -53,6 +53,10 @@ FEATURES: list[dict[str, Any]] = [
         "presence_penalty": 0.5,
     },
     {"min_tokens": 7, "stop_token_ids": tuple(range(0, 1000, 3)), "ignore_eos": False},
+    {
+        "allowed_token_ids": tuple(range(300, 312)),
+        "bad_words_token_ids": ((305,), *((token_id, 300) for token_id in range(300, 306))),
+    },
 ]
 Outputs = dict[tuple[str, int], tuple[list[int], list[Any], list[Any]]]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import BeforeValidator, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -45,6 +46,9 @@ _MAX_ID_CHARS = 128
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
+_MAX_ALLOWED = 1 << 18
+_MAX_BAD_WORDS = 1024
+_MAX_BAD_WORD_CHARS = 256
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 1 << 31
 # Beam search does not sample, so the model's sampling defaults do not apply to it.
@@ -337,6 +341,13 @@ class SamplingRequest(_Common):
         return Branching()
 
 
+_AllowedTokenIds = Annotated[list[TokenId], Field(max_length=_MAX_ALLOWED, fail_fast=True)]
+_BadWords = Annotated[
+    list[Annotated[str, Field(max_length=_MAX_BAD_WORD_CHARS)]],
+    Field(max_length=_MAX_BAD_WORDS, fail_fast=True),
+]
+
+
 class ChoicesRequest(SamplingRequest):
     """Shared by chat completions and completions: several choices, and OpenAI's stream options.
 
@@ -357,6 +368,8 @@ class ChoicesRequest(SamplingRequest):
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: NumKept | None = None
     truncation_side: Literal["left", "right"] = "left"
+    allowed_token_ids: _AllowedTokenIds | None = _described("allowed_token_ids", default=None)
+    bad_words: _BadWords = _described("bad_words", default_factory=list)
     response_format: ResponseFormat | None = None
     # Older names of vLLM's `structured_outputs`.
     guided_json: str | dict[str, Any] | None = None
@@ -364,6 +377,11 @@ class ChoicesRequest(SamplingRequest):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    # llama.cpp's names (a schema, GBNF) and SGLang's.
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     @model_validator(mode="after")
     def _check_choices(self) -> ChoicesRequest:
@@ -374,6 +392,14 @@ class ChoicesRequest(SamplingRequest):
                 if getattr(self, name) != neutral:
                     raise invalid(name, "needs use_beam_search to be true")
         return self
+
+    def _sampling_params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
+        params = super()._sampling_params(model_defaults)
+        if self.allowed_token_ids is None and not self.bad_words:
+            return params
+        allowed = None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+        bad_words = tuple(self.bad_words)
+        return msgspec.structs.replace(params, allowed_token_ids=allowed, bad_words=bad_words)
 
     def kept(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
         """The prompt after `truncate_prompt_tokens`."""
@@ -396,6 +422,14 @@ class ChoicesRequest(SamplingRequest):
             "whitespace_pattern": self.guided_whitespace_pattern,
         }
         yield from given("guided_", guided)
+        # An empty text is llama.cpp's default.
+        others = {
+            "json_schema": self.json_schema,
+            "grammar": self.grammar or None,
+            "regex": self.regex or None,
+            "ebnf": self.ebnf or None,
+        }
+        yield from given("", others)
 
     @property
     def has_end_logprobs(self) -> bool:

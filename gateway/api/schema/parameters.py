@@ -79,7 +79,6 @@ _ROWS: tuple[_Row, ...] = (
     ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode
     # vLLM's extras at top level
     (_ALL, Use.NEUTRAL, "request_id", ()),
-    (_BOTH, Use.REFUSED, "allowed_token_ids bad_words", ()),
     (_BOTH, Use.NEUTRAL, "guided_decoding_backend", ()),
     (_BOTH, Use.REFUSED, "logits_processors kv_transfer_params", ()),
     (_BOTH, Use.REFUSED, "prompt_embeds logprob_token_ids", ()),

@@ -1,11 +1,13 @@
-"""What an output must match, in OpenAI's forms (`response_format`, `text.format`) and in vLLM's
-(`structured_outputs`, `guided_*`): from any of them to one `StructuredOutputs`.
+"""What an output must match, in OpenAI's forms (`response_format`, `text.format`), in vLLM's
+(`structured_outputs`, `guided_*`), llama.cpp's (`json_schema`, `grammar`) and SGLang's (`regex`,
+`ebnf`): from any of them to one `StructuredOutputs`.
 
 Only shapes and sizes are checked here; `generation.grammar_check` compiles what is asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,10 +31,12 @@ _JSON = ("json_schema", "json_object")
 _PARSED = ("json_schema", "structural_tag")
 _KINDS = "json, regex, choice, grammar, json_object or structural_tag"
 
+_NAMELESS = "schema"  # what a Response object calls a schema that was sent without a name
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Object = dict[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _Type = Literal["text", "json_object", "json_schema"]
+_ChatType = Literal["text", "json_object", "json_schema", "structural_tag"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +46,22 @@ class Asked:
     Attributes:
         param: its name on the wire.
         keyword: of `forms.structured_outputs`.
+        is_strict: what cannot be enforced of a schema is refused.
     """
 
     param: str
     keyword: str
     value: Any
+    is_strict: bool = False
+
+    @property
+    def asks(self) -> tuple[str, Any]:
+        """What it says, by whichever name, and as an object or in a text."""
+        value = self.value
+        if self.keyword in _PARSED and isinstance(value, str):
+            with contextlib.suppress(orjson.JSONDecodeError):
+                value = orjson.loads(value)
+        return self.keyword, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,34 +80,67 @@ _UNCONSTRAINED = Constraint()
 
 
 class NamedSchema(Model):
-    """OpenAI's; name and description have no effect, and every schema is enforced strictly."""
+    """OpenAI's; name and description have no effect, and every schema is enforced. With `strict`,
+    one of which something cannot be is refused."""
 
-    name: _Name
+    name: _Name | None = None
     description: str | None = None
     schema_: Annotated[_Object, Field(alias="schema")]
     strict: bool | None = None
 
 
 class ResponseFormat(Model):
-    """`response_format` of chat completions and completions."""
+    """`response_format` of chat completions and completions.
 
-    type: _Type
+    Attributes:
+        schema_: llama.cpp's and Fireworks' place of a schema.
+        format, structures, triggers: of a structural tag, as vLLM and SGLang have it here.
+    """
+
+    type: _ChatType
     json_schema: NamedSchema | None = None
+    schema_: Annotated[_Object | None, Field(alias="schema")] = None
+    format: _Object | None = None
+    structures: list[_Object] | None = None
+    triggers: list[str] | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        _check_fields("response_format", self.type, needed={"json_schema": self.json_schema})
+        if self.schema_ is None or self.json_schema is not None:
+            _check_fields("response_format", self.type, needed={"json_schema": self.json_schema})
+        if self.schema_ is not None and (
+            self.json_schema is not None or self.type not in ("json_object", "json_schema")
+        ):
+            beside = "json_schema" if self.json_schema is not None else f"type {self.type!r}"
+            raise invalid("response_format.schema", f"cannot be used with {beside}")
+        if self.type != "structural_tag" and self._tag:
+            raise invalid(
+                f"response_format.{next(iter(self._tag))}",
+                f"cannot be used with type {self.type!r}",
+            )
         return self
 
     @property
+    def _tag(self) -> _Object:
+        fields = ("format", "structures", "triggers")
+        given = {name: getattr(self, name) for name in fields}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def asked(self) -> Iterator[Asked]:
-        if self.type == "json_object":
+        if self.schema_ or (self.schema_ is not None and self.type == "json_schema"):
+            param = "response_format.schema"
+            yield Asked(param=param, keyword="json_schema", value=self.schema_)
+        elif self.type == "json_object":
             yield Asked(param="response_format", keyword="json_object", value=True)
+        elif self.type == "structural_tag":
+            yield Asked(param="response_format", keyword="structural_tag", value=self._tag)
         elif self.json_schema is not None:
             yield Asked(
                 param="response_format.json_schema.schema",
                 keyword="json_schema",
                 value=self.json_schema.schema_,
+                is_strict=bool(self.json_schema.strict),
             )
 
 
@@ -125,8 +173,12 @@ class TextFormat(Model):
         _check_fields(
             "text.format",
             self.type,
-            needed={"name": self.name, "schema": self.schema_},
-            optional={"description": self.description, "strict": self.strict},
+            needed={"schema": self.schema_},
+            optional={
+                "name": self.name,
+                "description": self.description,
+                "strict": self.strict,
+            },
         )
         return self
 
@@ -135,7 +187,12 @@ class TextFormat(Model):
         if self.type == "json_object":
             yield Asked(param="text.format", keyword="json_object", value=True)
         elif self.schema_ is not None:
-            yield Asked(param="text.format.schema", keyword="json_schema", value=self.schema_)
+            yield Asked(
+                param="text.format.schema",
+                keyword="json_schema",
+                value=self.schema_,
+                is_strict=bool(self.strict),
+            )
 
 
 class TextOptions(Model):
@@ -156,7 +213,7 @@ class TextOptions(Model):
         return {
             "format": {
                 "type": asked.type,
-                "name": asked.name,
+                "name": asked.name or _NAMELESS,
                 "description": asked.description,
                 "schema": asked.schema_,
                 "strict": asked.strict,
@@ -214,16 +271,21 @@ class StructuredOutputsParams(Model):
         return given("structured_outputs.", values)
 
 
+_KEYWORDS = {"json": "json_schema", "ebnf": "grammar"}
+
+
 def given(prefix: str, values: Mapping[str, Any]) -> Iterator[Asked]:
-    """Those that are not None of some parameters, by vLLM's names."""
+    """Those that are not None of some parameters, by vLLM's names or SGLang's."""
     for name, value in values.items():
         if value is not None:
-            keyword = "json_schema" if name == "json" else name
+            keyword = _KEYWORDS.get(name, name)
             yield Asked(param=prefix + name, keyword=keyword, value=value)
 
 
 def constraint_of(asked: Iterable[Asked]) -> Constraint:
     """
+    Several that ask for the same are no contradiction: clients send a newer and an older name.
+
     Raises:
         RequestRefusedError: they contradict each other, or one is invalid on its face.
     """
@@ -233,14 +295,15 @@ def constraint_of(asked: Iterable[Asked]) -> Constraint:
     what = [each for each in all_asked if each.keyword not in _HOW]
     how = [each for each in all_asked if each.keyword in _HOW]
     for several in (what, [each for each in how if each.keyword in _WHITESPACE]):
-        if len(several) > 1:
+        if any(each.asks != several[0].asks for each in several):
             first, *_, last = [each.param for each in several]
             raise RequestRefusedError(
                 f"only one of {first} and {last} may be given", code="invalid_value", param=last
             )
     if how and not any(each.keyword in _JSON for each in what):
         raise invalid(how[0].param, "needs a JSON Schema or json_object beside it")
-    return _made(what[0], how)
+    strictest = max(what, key=lambda each: each.is_strict)
+    return _made(strictest, list({each.keyword: each for each in reversed(how)}.values()))
 
 
 def _made(what: Asked, how: Sequence[Asked]) -> Constraint:
@@ -254,7 +317,7 @@ def _made(what: Asked, how: Sequence[Asked]) -> Constraint:
             grammars.append((each.param, StructuredOutputs("regex", _checked(each))))
         keywords[keyword] = value
     try:
-        made = forms.structured_outputs(**keywords, param=what.param)
+        made = forms.structured_outputs(**keywords, strict=what.is_strict, param=what.param)
     except InvalidRequestError as error:
         raise _refused(what, str(error), param=error.param) from error
     assert made is not None
@@ -262,7 +325,10 @@ def _made(what: Asked, how: Sequence[Asked]) -> Constraint:
 
 
 def _checked(asked: Asked) -> Any:
-    """The value, parsed if it is JSON in a text, and of bounded size and depth."""
+    """The value, parsed if it is JSON in a text, and of bounded size and depth.
+
+    Raises: RequestRefusedError.
+    """
     value = asked.value
     if asked.keyword in _PARSED and isinstance(value, str):
         try:

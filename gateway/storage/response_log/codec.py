@@ -250,6 +250,10 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
 def _read_request(named: dict[str, Any]) -> Request:
     params, retention = named["sampling_params"], named["retention"]
     beams, grammar = params["beam_search"], params.get("structured_outputs")
+    for name in {"allowed_token_ids", "bad_words"} & params.keys():
+        params[name] = tuple(params[name])
+    if "bad_words_token_ids" in params:
+        params["bad_words_token_ids"] = tuple(map(tuple, params["bad_words_token_ids"]))
     return Request(
         **{
             **named,

@@ -187,6 +187,93 @@ def test_what_cannot_be_enforced(compiler: GrammarCompiler) -> None:
             compiler.compile(grammar)
 
 
+_REWRITTEN = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "pattern": "^(?!a)[ab]+$"},
+        "sizes": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True},
+        "by": {
+            "type": "object",
+            "propertyNames": {"enum": ["x"]},
+            "additionalProperties": {"type": "integer", "format": "int32"},
+        },
+    },
+    "required": ["id", "sizes", "by"],
+}
+_FREE = {
+    "type": "object",
+    "properties": {"id": {"type": "string", "pattern": r"^(a)(?!\1)"}},
+    "required": ["id"],
+}
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_schemas_of_the_field(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, is_strict: bool
+) -> None:
+    """What can be enforced in other words is, in strict tools and in others."""
+    tools = (Tool("f", parameters=_REWRITTEN, strict=is_strict),)
+    offered = OfferedTools(tools=tools, choice="required")
+    for arguments, is_valid in (
+        ('{"id": "ba", "sizes": [2, 1], "by": {"x": 1}}', True),
+        ('{"id": "ab", "sizes": [2, 1], "by": {"x": 1}}', False),
+        ('{"id": "ba", "sizes": [2, 2], "by": {"x": 1}}', False),
+        ('{"id": "ba", "sizes": [], "by": {"y": 1}}', False),
+    ):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert accepts(compiler, tokenizer, offered, "hermes", text) == is_valid, text
+    begin = "<tool_call>\n<function=f>\n<parameter=id>\n"
+    rest = '\n</parameter>\n<parameter=sizes>\n[1]\n</parameter>\n<parameter=by>\n{"x": 1}'
+    for value in ("ba", "ab"):
+        text = f"{begin}{value}{rest}\n</parameter>\n</function>\n</tool_call>"
+        is_valid = value == "ba"
+        assert accepts(compiler, tokenizer, offered, "qwen3_coder", text) == is_valid, text
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama4_pythonic"])
+def test_a_pattern_that_cannot_be_rewritten(compiler: GrammarCompiler, name: str) -> None:
+    formats = ModelFormats(tools=name)
+    for is_strict in (False, True):
+        tools = (Tool("f", parameters=_FREE, strict=is_strict),)
+        offered = OfferedTools(tools=tools, choice="required")
+        output_format = offered.output_format(formats, "")
+        assert output_format is not None
+        if is_strict:
+            with pytest.raises(InvalidRequestError, match=r"id\.pattern uses '\(\?!'"):
+                offered.grammar(output_format, formats, None)
+        else:
+            grammar = offered.grammar(output_format, formats, None)
+            assert grammar is not None
+            compiler.compile(grammar)
+
+
+@pytest.mark.parametrize("kind", ["password", "date"])
+def test_the_format_of_a_text_without_quotes(compiler: GrammarCompiler, kind: str) -> None:
+    """One that is an annotation hinders nobody."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": kind}}}
+    formats = ModelFormats(tools="qwen3_coder")
+    offered = OfferedTools(tools=(Tool("f", parameters=schema, strict=True),), choice="required")
+    output_format = offered.output_format(formats, "")
+    assert output_format is not None
+    if kind == "date":
+        with pytest.raises(InvalidRequestError, match="'format' of the text 'a'"):
+            offered.grammar(output_format, formats, None)
+    else:
+        grammar = offered.grammar(output_format, formats, None)
+        assert grammar is not None
+        compiler.compile(grammar)
+
+
+def test_arguments_that_never_end_are_refused() -> None:
+    schema = {"type": "object", "properties": {"f": {"$ref": "#"}}, "required": ["f"]}
+    offered = OfferedTools(tools=(Tool("f", parameters=schema),), choice="required")
+    formats = ModelFormats(tools="hermes")
+    output_format = offered.output_format(formats, "")
+    assert output_format is not None
+    with pytest.raises(InvalidRequestError, match=r"of the tool 'f' .* no output can match it"):
+        offered.grammar(output_format, formats, None)
+
+
 def accepts(
     compiler: GrammarCompiler,
     tokenizer: Tokenizer,

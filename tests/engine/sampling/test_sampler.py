@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from hypothesis import strategies as st
 from tests.engine.sampling.sample import Sample
 
 from penstock.engine.request import SamplingParams
+from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.sampling_table import SamplingRow
+from penstock.engine.sampling.token_limits import limits_of
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
 
 EOS = (2,)
@@ -220,6 +224,54 @@ def test_a_row_after_drafts_equals_that_of_a_shorter_sequence(sample):
             for number in range(len(drafts) + 1)
         ]
         assert sample(logits, rows, EOS, num_drafts=3) == sample(logits, shorter, EOS)
+
+
+def limited(token_ids: list[int], **params: Any) -> SamplingRow:
+    """A row whose tokens its request's own lists limit; its prompt has one token."""
+    item = row(token_ids, num_prompt=1, **params)
+    compiler = GrammarCompiler(Path(), vocab_size=50, eos_token_ids=())
+    item.grammar = SequenceGrammar(
+        compiler,
+        None,
+        item.token_ids,
+        1,
+        min_tokens=0,
+        end_token_ids=(),
+        never_token_ids=(),
+        is_beam=False,
+        limits=limits_of(item.params, 50),
+    )
+    return item
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_limited_tokens_after_drafts(sample, temperature):
+    """Beside rows without limits, which change in nothing."""
+    bad = ((7,), (8, 9), (3, 8, 4), (49, 49))
+    lists: list[dict[str, Any]] = [
+        {"allowed_token_ids": (8, 9, 49)},
+        {"bad_words_token_ids": bad},
+        {"allowed_token_ids": (4, 8, 9, 60), "bad_words_token_ids": bad, "logit_bias": {7: 50.0}},
+    ]
+    drafts = [3, 8, 9]
+    for seed in range(40):
+        common = {"temperature": temperature, "seed": seed}
+        plain = row([3, *drafts], num_prompt=1, **common)
+        rows = [plain, *(limited([3, *drafts], **each, **common) for each in lists)]
+        logits = random_logits(4 * len(rows), 50, seed)
+        logits[:, [4, 7, 8, 9, 49]] += 3
+        results = sample(logits, rows, num_drafts=3)
+        shorter = [row([3, *drafts[:number]], num_prompt=1, **common) for number in range(4)]
+        assert results[:4] == sample(logits[:4], shorter)
+        for number, params in enumerate(lists, 1):
+            for place in range(4):
+                token_id = results[4 * number + place].token_id
+                before = drafts[:place]
+                assert token_id in params.get("allowed_token_ids", range(50))
+                for words in params.get("bad_words_token_ids", ()):
+                    had = before[place - len(words) + 1 :] if len(words) > 1 else []
+                    is_bad = len(before) >= len(words) - 1 and (*had, token_id) == words
+                    assert not is_bad, (params, before, token_id)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

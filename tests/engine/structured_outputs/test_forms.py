@@ -27,7 +27,7 @@ _TAGS = {
         "tags": [{"begin": "<f=point>", "content": _CONTENT, "end": "</f>"}],
     },
 }
-_WRONG_TAG = {**_TAG, "structures": [{"begin": "<f=", "schema": {"not": {}}, "end": ""}]}
+_WRONG_TAG = {**_TAG, "structures": [{"begin": "<f=", "schema": {"not": {"const": 1}}, "end": ""}]}
 _WORDS = ["yes", 'a "b"\\ü\n€', "{x}"]
 
 
@@ -56,6 +56,7 @@ _CLOSED = {"json_schema": _MANY, "disable_additional_properties": True}
         ({"json_schema": _POINT, "whitespace_pattern": "\\n?"}, ['{\n"x":\n1\n}'], ['{ "x":1}']),
         ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1"]),
         ({"regex": "^a/b+$"}, ["a/b", "a/bbb"], ["a/", "xa/b"]),
+        ({"regex": r"(?!no)[a-z]+(?<!x)"}, ["ab", "on"], ["nob", "abx", "a b"]),
         ({"choice": _WORDS}, _WORDS, ["ye", ""]),
         ({"grammar": 'start: "a" b*\nb: "b" | "c"'}, ["a", "abcb"], ["b"]),
         ({"structural_tag": _TAG}, ["", "hi", 'so <f=point>{"x": 1}</f> it'], ["<f=line>"]),

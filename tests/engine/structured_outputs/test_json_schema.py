@@ -32,7 +32,7 @@ for _ in range(20):
         ({"anyOf": [True, {"propertyNames": {}}]}, ".anyOf[1].propertyNames", ".anyOf[1].prop"),
         ({"$defs": {"a": {"dependencies": {}}}}, ".$defs.a.dependencies", ".$defs.a.depend"),
         ({"uniqueItems": True}, ".uniqueItems", ".uniqueItems uses 'uniqueItems'"),
-        ({"format": "colour"}, ".format", ".format is 'colour', which is not supported; these"),
+        ({"format": 3}, ".format", ".format must be a text"),
         ({"type": "strin"}, ".type", ".type must be one or more of array, boolean"),
         ({"type": []}, ".type", ".type must be one"),
         ({"type": ["string", 3]}, ".type", ".type must be one"),
@@ -97,6 +97,11 @@ def test_annotations_and_unknown_keywords_have_no_effect() -> None:
         ),
         ({"$ref": "#/$defs/none"}, "", ""),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "", "Unsatisfiable"),
+        (
+            {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "^b"}]},
+            "",
+            "no output can match it: what it says of a text excludes itself",
+        ),
         ({"pattern": "("}, "", "not a regular expression: unclosed group"),
         (
             {"properties": {"a": {"items": {"pattern": "("}}, "b": {"pattern": "x"}}},

@@ -128,6 +128,20 @@ KINDS: dict[str, Kind] = {
         says=OUTPUT,
         is_single=False,
     ),
+    "token lists": Kind(
+        path=CHAT,
+        body={
+            "messages": USER,
+            "allowed_token_ids": list(range(256)),
+            "bad_words": ["moon", " sun"],
+        },
+        carried=lambda request: (
+            request.sampling_params.allowed_token_ids == tuple(range(256))
+            and len(request.sampling_params.bad_words_token_ids) >= 2
+            and all(request.sampling_params.bad_words_token_ids)
+        ),
+        has_key=True,
+    ),
     "prediction": Kind(
         path=CHAT,
         body={

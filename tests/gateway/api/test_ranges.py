@@ -32,7 +32,7 @@ def _refused(check: Any) -> str | None:
 
 
 # Those that have another form over HTTP.
-OTHERS = {"beam_search", "speculation", "structured_outputs"}
+OTHERS = {"bad_words_token_ids", "beam_search", "speculation", "structured_outputs"}
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING_PARAMETERS.keys() - OTHERS))
@@ -78,6 +78,9 @@ def test_a_negative_seed_is_its_bits_in_both() -> None:
         ({"stop": 5}, "stop must be a list of str, not 5"),
         ({"stop": [""]}, "stop must not contain an empty string"),
         ({"stop": ""}, "stop must not contain an empty string"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+        ({"allowed_token_ids": [3, -1]}, "allowed_token_ids must not be negative"),
+        ({"bad_words": ["x", " "]}, "bad_words must not contain an empty text"),
         ({"n": 2, "best_of": "x"}, "best_of must be int or None, not 'x'"),
     ],
 )

@@ -53,6 +53,16 @@ _FROM_OBJECT = structured_outputs(json_object=True)
 _FROM_REGEX = structured_outputs(regex="[a-c]+")
 _FROM_CHOICE = structured_outputs(choice=["yes", 'n"o\\'])
 _FROM_GRAMMAR = structured_outputs(grammar='start: "a" start?')
+_FROM_GBNF = structured_outputs(grammar='root ::= "a" root?')
+_GUIDED = {"guided_grammar": 'start: "a" start?'}
+_TAG = {"begin": "<f=a>", "schema": _SCHEMA, "end": "</f>"}
+_CONTENT = {"type": "json_schema", "json_schema": _SCHEMA}
+_TAGS = {
+    "type": "triggered_tags",
+    "triggers": ["<f="],
+    "tags": [{"begin": "<f=a>", "content": _CONTENT, "end": "</f>"}],
+}
+_FROM_TAG = structured_outputs(structural_tag={"format": _TAGS})
 _WITHOUT_SPACE = structured_outputs(json_schema=_SCHEMA, whitespace_pattern="")
 _WITH_SPACES = structured_outputs(json_schema=_SCHEMA, whitespace_pattern="[ ]{0,2}")
 _CHOICES, _ALL = (CHAT, COMPLETIONS), (CHAT, COMPLETIONS, RESPONSES)
@@ -69,6 +79,26 @@ FORMS: _Forms = [
         _format("json_schema", json_schema={**_NAMED, "strict": True, "description": "a"}),
         _FROM_SCHEMA,
     ),
+    (_CHOICES, _format("json_schema", json_schema={"schema": _SCHEMA}), _FROM_SCHEMA),
+    # llama.cpp's, Fireworks' and SGLang's
+    (_CHOICES, _format("json_object", schema=_SCHEMA), _FROM_SCHEMA),
+    (_CHOICES, _format("json_schema", schema=_SCHEMA), _FROM_SCHEMA),
+    (_CHOICES, _format("json_object", schema={}), _FROM_OBJECT),
+    (_CHOICES, _format("json_schema", schema={}), structured_outputs(json_schema={})),
+    (_CHOICES, _format("structural_tag", structures=[_TAG], triggers=["<f="]), _FROM_TAG),
+    (_CHOICES, _format("structural_tag", format=_TAGS), _FROM_TAG),
+    (_CHOICES, {"json_schema": _SCHEMA}, _FROM_SCHEMA),
+    (_CHOICES, {"json_schema": _TEXT}, _FROM_SCHEMA),
+    (_CHOICES, {"grammar": 'root ::= "a" root?'}, _FROM_GBNF),
+    (_CHOICES, {"ebnf": 'root ::= "a" root?'}, _FROM_GBNF),
+    (_CHOICES, {"regex": "[a-c]+"}, _FROM_REGEX),
+    (_CHOICES, {"grammar": "", "regex": "", "ebnf": None}, None),
+    # one name beside another for the same
+    (_CHOICES, {**_vllm(grammar='start: "a" start?'), **_GUIDED}, _FROM_GRAMMAR),
+    (_CHOICES, {**_format("json_object", schema=_SCHEMA), "guided_json": _SCHEMA}, _FROM_SCHEMA),
+    (_CHOICES, {**_vllm(json=_SCHEMA), "guided_json": _TEXT}, _FROM_SCHEMA),
+    # Responses
+    ((RESPONSES,), _flat("json_schema", schema=_SCHEMA), _FROM_SCHEMA),
     ((RESPONSES,), {"text": {}}, None),
     ((RESPONSES,), {"text": {"verbosity": "medium", "format": None}}, None),
     ((RESPONSES,), _flat("text"), None),
@@ -96,7 +126,9 @@ FORMS: _Forms = [
     ),
     (_CHOICES, {"guided_regex": "[a-c]+", "guided_choice": []}, _FROM_REGEX),
     (_CHOICES, {"guided_choice": ["yes", 'n"o\\']}, _FROM_CHOICE),
-    (_CHOICES, {"guided_grammar": 'start: "a" start?'}, _FROM_GRAMMAR),
+    (_CHOICES, _GUIDED, _FROM_GRAMMAR),
+    (_CHOICES, {"guided_grammar": 'root ::= "a" root?'}, _FROM_GBNF),
+    (_ALL, _vllm(grammar='root ::= "a" root?'), _FROM_GBNF),
     # with each other, and with what else shapes an output
     (_CHOICES, {**_format("text"), **_vllm(regex="[a-c]+")}, _FROM_REGEX),
     (_CHOICES, {**_format("json_object"), "n": 2, "stop": ["}"]}, _FROM_OBJECT),
@@ -151,6 +183,10 @@ def _schema(schema: Any) -> dict[str, Any]:
     return _format("json_schema", json_schema={"name": "a", "schema": schema})
 
 
+def _strict(schema: Any) -> dict[str, Any]:
+    return _format("json_schema", json_schema={"name": "a", "schema": schema, "strict": True})
+
+
 # Path, what is asked, code, param, and how the message begins.
 MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"response_format": "json"}, _TYPE, "response_format", "response_format: "),
@@ -174,10 +210,64 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, _format("json_schema", json_schema={"name": "a"}), _MISSING, _IN, _IN),
     (
         CHAT,
-        _format("json_schema", json_schema={"schema": _SCHEMA}),
-        _MISSING,
-        "response_format.json_schema.name",
-        "response_format.json_schema.name: ",
+        _format("json_schema", json_schema=_NAMED, schema=_SCHEMA),
+        _VALUE,
+        "response_format.schema",
+        "response_format.schema cannot be used with json_schema",
+    ),
+    (
+        CHAT,
+        _format("text", schema=_SCHEMA),
+        _VALUE,
+        "response_format.schema",
+        "response_format.schema cannot be used with type 'text'",
+    ),
+    (
+        CHAT,
+        _format("json_object", triggers=["<f"]),
+        _VALUE,
+        "response_format.triggers",
+        "response_format.triggers cannot be used with type 'json_object'",
+    ),
+    (CHAT, _format("structural_tag"), _VALUE, "response_format", "response_format must have trig"),
+    (
+        COMPLETIONS,
+        _strict({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+        _AT_FAULT,
+        f"{_IN}.uniqueItems",
+        f"{_IN}: .uniqueItems uses 'uniqueItems', which is not supported",
+    ),
+    (
+        CHAT,
+        _strict({"propertyNames": {"not": {"const": "a"}}}),
+        _AT_FAULT,
+        f"{_IN}.propertyNames",
+        f"{_IN}: .propertyNames uses 'propertyNames', which is not supported",
+    ),
+    (
+        CHAT,
+        _strict({"pattern": r"(a)(?!\1)"}),
+        _AT_FAULT,
+        f"{_IN}.pattern",
+        f"{_IN}: .pattern uses '(?!', which is not supported",
+    ),
+    (
+        CHAT,
+        _schema({"type": "object", "properties": {"b": {"$ref": "#"}}, "required": ["b"]}),
+        _AT_FAULT,
+        f"{_IN}.properties.b",
+        f"{_IN}: .properties.b requires itself without end: no output can match it",
+    ),
+    (CHAT, {"json_schema": "["}, _AT_FAULT, "json_schema", "json_schema is not valid JSON: "),
+    (CHAT, {"grammar": 'root ::= "a'}, _VALUE, "grammar", "grammar: line 1: "),
+    (CHAT, {"grammar": "root"}, _VALUE, "grammar", "grammar: "),
+    (CHAT, {"ebnf": "root ::= x"}, _VALUE, "ebnf", "ebnf: line 1: there is no rule 'x'"),
+    (
+        CHAT,
+        {"regex": "a", "guided_regex": "b"},
+        _VALUE,
+        "regex",
+        _ONLY_ONE.format("guided_regex", "regex"),
     ),
     (
         CHAT,
@@ -205,7 +295,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, _schema({"type": "objct"}), _AT_FAULT, f"{_IN}.type", f"{_IN}: .type must be one"),
     (
         CHAT,
-        _schema({"type": "object", "properties": {"a": {"not": {}}}}),
+        _schema({"type": "object", "properties": {"a": {"not": {"const": 1}}}}),
         _AT_FAULT,
         f"{_IN}.properties.a.not",
         f"{_IN}: .properties.a.not uses 'not', which is not supported",
@@ -226,13 +316,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     (RESPONSES, {"text": {"format": {}}}, _MISSING, "text.format.type", "text.format.type: "),
     (RESPONSES, {"text": {"verbosity": "x"}}, _VALUE, "text.verbosity", "text.verbosity: "),
     (RESPONSES, _flat("grammar"), _VALUE, "text.format.type", "text.format.type: "),
-    (
-        RESPONSES,
-        _flat("json_schema", schema=_SCHEMA),
-        _MISSING,
-        "text.format.name",
-        "text.format.name is required with type 'json_schema'",
-    ),
     (RESPONSES, _flat("json_schema", name="a"), _MISSING, "text.format.schema", "text.format."),
     (
         RESPONSES,
@@ -333,7 +416,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ),
     (
         COMPLETIONS,
-        {"guided_whitespace_pattern": " "},
+        {"guided_whitespace_pattern": ""},
         _VALUE,
         "guided_whitespace_pattern",
         "guided_whitespace_pattern" + _NEEDS_JSON,
@@ -356,7 +439,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ),
     (
         CHAT,
-        {**_vllm(json=_SCHEMA, whitespace_pattern=" "), "guided_whitespace_pattern": " "},
+        {**_vllm(json=_SCHEMA, whitespace_pattern=" "), "guided_whitespace_pattern": ""},
         _VALUE,
         "guided_whitespace_pattern",
         _ONLY_ONE.format("structured_outputs.whitespace_pattern", "guided_whitespace_pattern"),

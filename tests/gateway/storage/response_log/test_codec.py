@@ -60,6 +60,9 @@ sampling = st.builds(
     min_tokens=st.integers(0, 10),
     ignore_eos=st.booleans(),
     stop_token_ids=token_ids,
+    allowed_token_ids=st.none() | token_ids.filter(bool),
+    bad_words=st.lists(st.text("ab", min_size=1), max_size=2).map(tuple),
+    bad_words_token_ids=st.lists(token_ids.filter(bool), max_size=2).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
     stop=st.lists(st.text(min_size=1), max_size=4).map(tuple),
     structured_outputs=st.none()

@@ -1,0 +1,393 @@
+"""Schemas as zod and pydantic write them: accepted, and what is generated is valid.
+
+`zod_schemas.json` is what `z.toJSONSchema` of zod 4 and `zod-to-json-schema` of zod 3 made.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import ipaddress
+import itertools
+import json
+import math
+import random
+import uuid
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import numpy as np
+import pydantic
+import pytest
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.engine.structured_outputs.enforceable import enforceable
+from penstock.engine.structured_outputs.forms import structured_outputs
+from penstock.engine.structured_outputs.json_schema import check_schema
+from penstock.engine.text import Tokenizer
+
+_END = 4
+_ZOD: dict[str, Any] = json.loads((Path(__file__).parent / "zod_schemas.json").read_text())
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"  # which makes it optional, so that `oneOf` is not exclusive
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str
+
+
+class Tree(pydantic.BaseModel):
+    value: int
+    children: list[Tree] = []
+
+
+class Link(pydantic.BaseModel):
+    value: int
+    next: Link | None
+
+
+_Pet = Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+_PYDANTIC: dict[str, Any] = {
+    "set of integers": set[int],
+    "frozenset": frozenset[int],
+    "set of an enum": set[Colour],
+    "set of booleans": set[bool],
+    "set of literals": Annotated[set[Literal["a", "b", "c"]], pydantic.Field(min_length=2)],
+    "dict by enum": dict[Colour, int],
+    "dict by UUID": dict[uuid.UUID, int],
+    "dict by pattern": dict[pydantic.constr(pattern="^a+$"), int],  # type: ignore[misc]
+    "dict by length": dict[pydantic.constr(min_length=1, max_length=3), int],  # type: ignore[misc]
+    "conint": pydantic.conint(ge=1, le=5),
+    "Decimal": decimal.Decimal,
+    "Decimal of few digits": pydantic.condecimal(max_digits=5, decimal_places=2),
+    "timedelta": datetime.timedelta,
+    "UUID": uuid.UUID,
+    "literal": Literal["a", 1, True, None],
+    "discriminated union": _Pet,
+    "tree": Tree,
+    "list": Link,
+    "constr": pydantic.constr(pattern="^[a-z]{2,5}$"),
+    "bytes": bytes,
+    "path": Path,
+    "secret": pydantic.SecretStr,
+    "URL": pydantic.AnyUrl,
+    "network": ipaddress.IPv4Network,
+    "datetime": datetime.datetime,
+    "int64": Annotated[int, pydantic.Field(ge=-(2**63), le=2**63 - 1)],
+    "half": Annotated[float, pydantic.Field(multiple_of=0.5, le=1e6, ge=-1e6)],
+    "cent": Annotated[float, pydantic.Field(multiple_of=0.01)],
+}
+# Accepted, but only enforced where there are a few values, or not at all.
+_NOT_ENFORCED = {"set of integers", "frozenset", "cent", "zod 3 set"}
+
+
+_SCHEMAS = _ZOD | {
+    name: pydantic.TypeAdapter(kind).json_schema() for name, kind in _PYDANTIC.items()
+}
+
+
+def _walk(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: StructuredOutputs, seed: int
+) -> str | None:
+    """A random output; None if it did not end."""
+    rng, matcher, token_ids = random.Random(seed), compiler.matcher(grammar), list[int]()
+    while len(token_ids) < 200:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        (allowed,) = np.unpackbits(mask, bitorder="little").nonzero()
+        assert len(allowed)
+        if _END in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return tokenizer.decode(token_ids)
+        others = allowed[allowed != _END]
+        # What ends strings and numbers comes early in the vocabulary.
+        token_id = int(rng.choice(others[:5] if rng.random() < 0.6 else others))
+        assert matcher.consume_token(token_id)
+        token_ids.append(token_id)
+    return None
+
+
+@pytest.mark.parametrize("name", _SCHEMAS)
+def test_schemas_of_the_field(compiler: GrammarCompiler, tokenizer: Tokenizer, name: str) -> None:
+    schema = _SCHEMAS[name]
+    grammar = structured_outputs(json_schema=schema)
+    assert grammar is not None
+    texts = [_walk(compiler, tokenizer, grammar, seed) for seed in range(6)]
+    if name not in _NOT_ENFORCED:
+        for text in filter(None, texts):
+            jsonschema.validate(json.loads(text), schema)
+    strict = enforceable(schema, is_strict=True)
+    if name in _NOT_ENFORCED:
+        with pytest.raises(InvalidRequestError, match=r"is not supported|is no whole number"):
+            check_schema(strict)
+    else:
+        check_schema(strict)
+
+
+_NAMES = {"type": "object", "additionalProperties": {"type": "integer"}}
+_FEW = {"type": "array", "items": {"enum": ["a", "b", 1, 1.0, True]}, "uniqueItems": True}
+_TAGGED = {
+    "oneOf": [
+        {"type": "object", "properties": {"k": {"enum": [each, f"{each}2"]}, each: {}}}
+        for each in "ab"
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "matching", "others"),
+    [
+        ({**_NAMES, "propertyNames": {"enum": ["a", "b"]}}, ['{"a":1, "b":2}', "{}"], ['{"c":1}']),
+        ({**_NAMES, "propertyNames": {"const": "a"}}, ['{"a":1}'], ['{"a":"x"}', '{"c":1}']),
+        ({**_NAMES, "propertyNames": {"pattern": "^x"}}, ['{"xy":1}'], ['{"a":1}', '{"xy":""}']),
+        ({**_NAMES, "propertyNames": {"minLength": 2}}, ['{"xy":1}'], ['{"a":1}']),
+        (
+            {**_NAMES, "propertyNames": {"pattern": "b$", "maxLength": 2}},
+            ['{"ab":1}', '{"b":1}'],
+            ['{"aab":1}', '{"ba":1}'],
+        ),
+        ({**_NAMES, "propertyNames": False}, ["{}"], ['{"a":1}']),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {}, "z": {}},
+                "propertyNames": {"anyOf": [{"const": "a"}, {"$ref": "#/$defs/b"}]},
+                "additionalProperties": {"type": "null"},
+                "$defs": {"b": {"enum": ["b", 3]}},
+            },
+            ['{"a":1, "b":null}', '{"b":null}'],
+            ['{"z":1}', '{"b":1}', '{"3":null}'],
+        ),
+        (_FEW, ["[]", '["b","a",1,true]', "[true,1]"], ["[1,1.0]", '["a","a"]']),
+        ({**_FEW, "minItems": 2, "maxItems": 2}, ['["b","a"]'], ['["a"]', '["a","b",1]']),
+        ({**_FEW, "type": ["array", "null"]}, ["[]", "null"], ['""', '["a","a"]']),
+        ({"type": "array", "maxItems": 1, "uniqueItems": True}, ["[]", "[3]"], ["[3,3]"]),
+        ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, ["[true,false]"],
+         ["[true,true]"]),
+        (_TAGGED, ['{"k":"a", "a":1}', '{"k":"b"}'], ["{}", '{"k":"b", "a":1}']),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, ["{}"], ['{"a":1}']),
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, ["9007199254740991"],
+         ["-1", "9007199254740992"]),
+        ({"type": "string", "format": "colour"}, ['"x"'], ["3"]),
+        ({"type": "string", "pattern": "^(?!a)(?=.*b$)[a-c]+$"}, ['"cab"', '"b"'], ['"ab"', '"c"']),
+    ],
+)  # fmt: skip
+def test_what_is_enforced(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    schema: Any,
+    matching: list[str],
+    others: list[str],
+) -> None:
+    grammar = structured_outputs(json_schema=schema, strict=True)
+    assert grammar is not None
+    for text in (*matching, *others):
+        matcher = compiler.matcher(grammar)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        is_match = matcher.try_consume_tokens(token_ids) == len(token_ids)
+        assert (is_match and matcher.is_accepting()) == (text in matching), text
+
+
+_ORDERED = {"uniqueItems": True, "type": "array", "items": {"enum": [*range(5)]}}
+_KEYED = {"propertyNames": {"enum": [*map(str, range(500))]}}
+_SAME: dict[str, Any] = {
+    f"d{number}": {"anyOf": [{"$ref": f"#/$defs/d{number + 1}"}] * 9} for number in range(40)
+} | {"d40": {"enum": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": {"a": 1}, "uniqueItems": True, "items": {"type": {}}},
+        {"type": "array", "uniqueItems": True, "items": {"enum": [{}, [1], None, 1.5]}},
+        {"propertyNames": {"pattern": 3}, "patternProperties": []},
+        {"propertyNames": {"minLength": "x", "maxLength": True}},
+        {"propertyNames": 3, "oneOf": [3, {"properties": {"a": {"$ref": 3}}}]},
+        {"oneOf": [{"properties": {"a": {"type": [[]]}}, "required": 3}] * 2, "not": 1},
+        {"multipleOf": math.inf, "minimum": -math.inf, "maximum": math.nan},
+        {"maximum": 10**400, "minimum": None, "multipleOf": "x", "format": []},
+        {"patternProperties": {r"(a)(?!\\1)": {}}, "allOf": 3, "pattern": "(?=("},
+        {"$ref": "#", "$defs": {"a": {"$ref": "#/$defs/a"}}, "required": [[]], "properties": 3},
+        {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/d0"}, "$defs": _SAME},
+        {"properties": dict.fromkeys(map(str, range(2_000)), _ORDERED)},
+        {"properties": dict.fromkeys(map(str, range(400)), _KEYED)},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_any_schema_is_rewritten_or_left(schema: Any, is_strict: bool) -> None:
+    """What is wrong with it is for others to say; what stands for it is not much longer."""
+    num_chars = len(json.dumps(enforceable(schema, is_strict=is_strict)))
+    assert num_chars < len(json.dumps(schema)) + 300_000
+
+
+def test_annotations_have_no_effect(compiler: GrammarCompiler) -> None:
+    words = (
+        "title", "description", "examples", "deprecated", "x-order", "$comment", "readOnly",
+        "writeOnly", "contentEncoding", "contentMediaType", "discriminator", "nullable", "$id",
+        "$anchor", "$dynamicAnchor", "externalDocs", "xml", "default", "enumNames",
+    )  # fmt: skip
+    grammar = structured_outputs(json_schema={"type": "string", **dict.fromkeys(words, "not")})
+    assert grammar is not None
+    assert compiler.matcher(grammar).is_error() is False
+
+
+_NEXT = {"type": "object", "properties": {"b": {"$ref": "#/$defs/A"}}, "required": ["b"]}
+_TO_A, _TO_B = {"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}
+
+
+def _needs(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        (_needs(b={"$ref": "#"}), ".properties.b"),
+        ({"$defs": {"A": _NEXT}, "$ref": "#/$defs/A"}, ".$defs.A.properties.b"),
+        (
+            {"$defs": {"A": _needs(b=_TO_B), "B": _needs(a=_TO_A)}, "allOf": [_TO_A]},
+            ".$defs.B.properties.a",
+        ),
+        ({"$defs": {"A": _NEXT}, "anyOf": [_TO_A, _needs(c=_TO_A)]}, ".$defs.A.properties.b"),
+        (
+            {"$defs": {"A": {"allOf": [_NEXT, {}]}}, "allOf": [_TO_A]},
+            ".$defs.A.allOf[0].properties.b",
+        ),
+        (
+            {"type": "object", "properties": {"b": {"$ref": "#"}}, "allOf": [{"required": ["b"]}]},
+            ".properties.b",
+        ),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, ".items"),
+        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2}, ".prefixItems[1]"),
+        ({**_needs(b={}), "properties": {}, "additionalProperties": {"$ref": "#"}},
+         ".additionalProperties"),
+        ({**_needs(b={}), "properties": {}, "patternProperties": {"^b": {"$ref": "#"}}},
+         ".patternProperties.^b"),
+    ],
+)  # fmt: skip
+def test_what_never_ends_is_refused(schema: Any, path: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        structured_outputs(json_schema=schema, param="p")
+    assert refusal.value.param == f"p{path}"
+    assert str(refusal.value) == (f"p: {path} requires itself without end: no output can match it")
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "other"),
+    [
+        (_needs(b={"anyOf": [{"$ref": "#"}, {"type": "null"}]}), '{"b":{"b":null}}', "{}"),
+        ({**_needs(b={"$ref": "#"}), "type": ["object", "null"]}, '{"b":null}', "{}"),
+        ({**_needs(b={"$ref": "#"}), "required": []}, '{"b":{}}', "[]"),
+        (_needs(b={"type": "array", "items": {"$ref": "#"}}), '{"b":[{"b":[]}]}', "{}"),
+        # What can never end cannot be begun where it need not be.
+        ({"$defs": {"A": _NEXT}, "type": "object", "properties": {"x": _TO_A, "y": {}}},
+         '{"y":1}', '{"x":'),
+        ({"$defs": {"A": _NEXT}, "anyOf": [_TO_A, {"type": "null"}]}, "null", '{"b":'),
+        ({"$defs": {"A": _NEXT}, "type": "array", "items": _TO_A}, "[]", '[{"b":'),
+    ],
+)  # fmt: skip
+def test_what_may_end_is_accepted(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Any, text: str, other: str
+) -> None:
+    grammar = structured_outputs(json_schema=schema)
+    assert grammar is not None
+    for each in (text, other):
+        matcher = compiler.matcher(grammar)
+        token_ids = tokenizer.encode(each, add_special_tokens=False)
+        is_begun = matcher.try_consume_tokens(token_ids) == len(token_ids)
+        if each == text:
+            assert is_begun
+            assert matcher.is_accepting()
+        elif not each.endswith(":"):
+            assert not matcher.is_accepting()
+        else:
+            assert not is_begun
+
+
+def _values() -> list[Any]:
+    """Small ones of null, objects and arrays."""
+    found: list[Any] = [None, {}, []]
+    for _ in range(2):
+        parts = [{}, *({"a": each} for each in found[:24])]
+        objects = [
+            {**part, **({"b": each} if more else {})}
+            for part in parts
+            for each in found[:24]
+            for more in (False, True)
+        ]
+        arrays = [
+            [*several] for num in (1, 2) for several in itertools.product(found[:6], repeat=num)
+        ]
+        found = [
+            json.loads(text) for text in dict.fromkeys(map(json.dumps, [*found, *objects, *arrays]))
+        ]
+    return found
+
+
+def _random_schema(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.random()
+    if kind < 0.35 or depth > 3:
+        others: list[Any] = [True, False, {"type": "null"}, {"const": None}]
+        name = rng.choice("ABC")
+        return {"$ref": f"#/$defs/{name}"} if rng.random() < 0.8 else rng.choice(others)
+    if kind < 0.6:
+        schema: dict[str, Any] = {
+            "type": rng.choice(["object", ["object", "null"]]),
+            "properties": {n: _random_schema(rng, depth + 1) for n in "ab" if rng.random() < 0.7},
+            "required": [name for name in "ab" if rng.random() < 0.5],
+        }
+        for keyword in ("additionalProperties", "allOf"):
+            if rng.random() < 0.25:
+                part = _random_schema(rng, depth + 1)
+                schema[keyword] = [part] if keyword == "allOf" else part
+        return schema
+    if kind < 0.72:
+        items = _random_schema(rng, depth + 1)
+        return {"type": "array", "items": items, "minItems": rng.choice([0, 1, 2])}
+    keyword = "anyOf" if kind < 0.88 else "allOf"
+    return {keyword: [_random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+
+
+def _matching(schema: Any, values: list[Any]) -> list[Any] | None:
+    """None: it refers to itself without reading anything."""
+    validator = jsonschema.Draft202012Validator(schema)
+    try:
+        return [value for value in values if validator.is_valid(value)]
+    except RecursionError:
+        return None
+
+
+def test_no_finite_value_is_lost() -> None:
+    """Of schemas that refer to each other at random: what is refused matches nothing, and what is
+    rewritten matches the same."""
+    values, num_refused, num_same = _values(), 0, 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        whole = {
+            "allOf": [_random_schema(rng)],
+            "$defs": {name: _random_schema(rng) for name in "ABC"},
+        }
+        matching = _matching(whole, values)
+        if matching is None:
+            continue
+        try:
+            made = enforceable(whole, is_strict=False)
+        except InvalidRequestError:
+            assert matching == [], seed
+            num_refused += 1
+        else:
+            assert _matching(made, values) == matching, seed
+            num_same += 1
+    assert num_refused > 5
+    assert num_same > 15
