@@ -35,6 +35,7 @@ from .errors import (
 from .event_stream import EventStream
 from .events import ResponseEvent
 from .images import data_url
+from .objects import Response
 from .operation import AsyncRunner
 from .parameters import Messages
 from .retries import RetryPolicy
@@ -135,6 +136,7 @@ class TerminalChat:
         self._screen = screen
         self._loop = loop
         self._model = ""
+        self._max_model_lens: dict[str, int] = {}  # by model
         self._transcript = Transcript()
         # The last question, its parent and its images.
         self._asked: tuple[str, Turn | None, tuple[str, ...]] | None = None
@@ -166,7 +168,8 @@ class TerminalChat:
             models = self._loop.start(self._client.models.list()).result()
         except AuthenticationError as error:
             raise ValueError(f"{self._client.base_url} refused (HTTP 401): {error}") from None
-        return [model["id"] for model in models["data"]]
+        self._max_model_lens = {model["id"]: model["max_model_len"] for model in models["data"]}
+        return list(self._max_model_lens)
 
     def _obey(self, line: str) -> bool:
         """Carries out a command; false when it is time to leave."""
@@ -368,10 +371,17 @@ class TerminalChat:
         if response["status"] == "cancelled":
             notes = ["stopped"]
         elif response["status"] == "incomplete":
-            details = response["incomplete_details"]
-            notes = [f"cut short ({details['reason'] if details else 'for no reason'})"]
+            notes = [self._why_cut(response)]
         num_tokens = response["usage"]["output_tokens"] if response["usage"] else 0
         self._screen.say(" · ".join([*notes, timing.summary(num_tokens)]))
+
+    def _why_cut(self, response: Response) -> str:
+        usage, details = response["usage"], response["incomplete_details"]
+        reason = details["reason"] if details else "for no reason"
+        limit = self._max_model_lens.get(self._model)
+        if reason == "max_output_tokens" and usage and usage["total_tokens"] == limit:
+            return f"the model's context of {limit} tokens is full; /new starts a new conversation"
+        return f"cut short ({reason})"
 
     def _fail(self, error: PenstockError) -> None:
         self._num_failed += 1

@@ -290,11 +290,12 @@ def _build_through_transformers(
         if missing is None:
             raise
         raise ModelLoadError(f"{missing}; {error}") from error
+    model = TransformersModel(inspected, max_model_len=config.wanted_max_model_len, ranks=ranks)
     _check_stored(config, path, has_weights=has_weights)
     if missing is not None:
         reason = in_users_words(str(missing), config.model, path)
         _log.warning("runs through transformers, which is slower: %s", reason)
-    return TransformersModel(inspected, max_model_len=config.wanted_max_model_len, ranks=ranks)
+    return model
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import pytest
 from penstock.clients import RetryPolicy
 from penstock.clients.python.terminal_chat import choose_model
 
-from ..system.processes import NUM_CONTEXT_TOKENS, Served
+from ..system.processes import NUM_CONTEXT_TOKENS, Served, serve
 from .cutting_proxy import CuttingProxy
 from .terminal import ASKED, COLOURS, CTRL_C, CTRL_D, ENDLESS, LONG, TOLD, Piped, Terminal
 
@@ -102,10 +102,23 @@ def test_a_full_context(demo_server: Served) -> None:
     done = Piped([TOLD, full, "/new", full, TOLD], demo_server.base_url)
     assert done.output.count("Orlan") == 2
     first, second = done.complaints.splitlines()
-    context = f"the model's context of {NUM_CONTEXT_TOKENS} tokens"
-    assert first.endswith(f"{context}; /new starts a new conversation")
-    assert second.endswith(context)
+    context = f"maximum context length is {NUM_CONTEXT_TOKENS} tokens"
+    assert context in first
+    assert first.endswith("; /new starts a new conversation")
+    assert context in second
+    assert "/new" not in second
     assert done.exit_code == 1
+
+
+def test_an_answer_that_fills_the_context(tmp_path: Path) -> None:
+    with (
+        serve("--max-model-len", "128", log=tmp_path / "log") as served,
+        Terminal(served.base_url) as terminal,
+    ):
+        terminal.read_until("/help for help")
+        terminal.say(ENDLESS)
+        end = COLOURS.sub("", terminal.read_until(" tokens\x1b[0m"))
+    assert "context of 128 tokens is full; /new starts a new conversation" in end
 
 
 def test_no_server() -> None:

@@ -141,7 +141,7 @@ def test_a_refusal_is_told(demo: Started, kind: TransportKind, endpoint: Endpoin
 
     async def run() -> None:
         async with open_transport(kind, endpoint, demo.base_url) as transport:
-            await transport.stream(_call(0, max_tokens=-1), record)
+            await transport.stream(_call(0, max_tokens=-2), record)
 
     _run(run())
     assert (record.is_clean, record.status) == (False, 400)

@@ -190,7 +190,7 @@ _LONG_VALUES: dict[str, dict[str, Any]] = {
     "a field": {_LONG_NAME: 1},
     "a kind": {"tool_choice": _LONG_NAME},
     "a role": {"messages": [{"role": _LONG_NAME, "content": "Hi"}]},
-    "a field of a message": {"messages": [{"role": "user", "content": "Hi", _LONG_NAME: 1}]},
+    "a part": {"messages": [{"role": "user", "content": [{"type": _LONG_NAME}]}]},
     "a number": {"temperature": _LONG_NAME},
     "an integer": {"n": int("9" * 4000)},
 }

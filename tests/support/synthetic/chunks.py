@@ -11,6 +11,7 @@ from .plan import StreamPlan
 
 DONE = b"data: [DONE]\n\n"
 MALFORMED = b'data: {"choices": [\n\n'
+_NO_THOUGHTS = {"reasoning_content": None, "reasoning": None}  # as of a model that has some
 _FINISH = {"completed": "stop", "incomplete": "length", "cancelled": "abort"}
 
 
@@ -27,7 +28,7 @@ class Chunks:
             "id": plan.response_id("chatcmpl-" if self._is_chat else "cmpl-"),
             "created": plan.created_s,
             "model": asked.settings.model,
-            "system_fingerprint": None,
+            "system_fingerprint": "fp_synthetic",
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
         }
         self._before, self._after = self._frame(self._choice("\0")).split(b"\\u0000")
@@ -49,7 +50,7 @@ class Chunks:
             usage = self._usage(event + 1, lost=lost)
             frame = self._frame(self._choice(text), usage=usage)
         if event == 0 and self._is_chat:
-            role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            role = {"index": 0, "delta": {**_NO_THOUGHTS, "role": "assistant", "content": ""}}
             opening = {**role, "logprobs": None, "finish_reason": None}
             return self._frame(opening, usage=usage) + frame
         return frame
@@ -77,7 +78,10 @@ class Chunks:
         text = self._plan.text_through(num_events)
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": _FINISH[status]}
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = {
+                "role": "assistant", "content": text, "refusal": None,
+                **_NO_THOUGHTS,
+            }
         else:
             choice["text"] = text
         kind = "chat.completion" if self._is_chat else "text_completion"
@@ -95,7 +99,7 @@ class Chunks:
     def _choice(self, text: str | None, *, finish: str | None = None) -> dict[str, Any]:
         content: dict[str, Any] = {"text": text or ""}
         if self._is_chat:
-            content = {"delta": {} if text is None else {"content": text}}
+            content = {"delta": {**_NO_THOUGHTS, "content": text or ""}}
         return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
 
     def _usage(self, num_events: int, *, lost: int | None = None) -> dict[str, Any]:
