@@ -494,9 +494,10 @@ def echo_of(value: Any) -> Any:
 def check_thinking(thinks: bool | None, effort: Effort | None, param: str) -> None:
     """
     Raises:
-        RequestRefusedError: `enable_thinking` says otherwise than the effort.
+        RequestRefusedError: `enable_thinking` says otherwise than the effort. An effort beside false
+            is none: clients send a default one with every request.
     """
-    if thinks is not None and effort is not None and thinks != (effort != "none"):
+    if thinks and effort == "none":
         raise RequestRefusedError(
             f"enable_thinking {thinks} and {param} {effort!r} contradict each other; send only one "
             "of them",
@@ -513,7 +514,7 @@ def template_kwargs(
     kwargs: dict[str, Any] = {}
     if effort is not None:
         kwargs["reasoning_effort"] = effort
-        thinks = effort != "none"
+        thinks = effort != "none" and thinks is not False
     if thinks is not None:
         kwargs |= {"enable_thinking": thinks, "thinking": thinks}
     return kwargs if verbosity is None else kwargs | {"verbosity": verbosity}

@@ -179,6 +179,14 @@ def test_how_to_think_reaches_the_template(
     assert parsed(kind, **sent).template_kwargs == kwargs
 
 
+def test_no_thinking_whatever_the_effort() -> None:
+    asked = parsed(ChatRequest, reasoning_effort="low", thinking={"type": "disabled"})
+    assert asked.template_kwargs == {
+        **{"enable_thinking": False, "thinking": False},
+        "reasoning_effort": "low",
+    }
+
+
 def test_verbosity_of_responses() -> None:
     asked = parsed(ResponsesRequest, text={"verbosity": "high"})
     assert asked.template_kwargs == {"verbosity": "high"}
@@ -241,7 +249,6 @@ def test_a_mistake_has_the_name_that_was_sent(sent: dict[str, Any], param: str) 
         {"think": "low", "reasoning_effort": "high"},
         {"reasoning_effort": "none", "enable_thinking": True},
         {"reasoning_effort": "none", "think": True},
-        {"reasoning_effort": "low", "thinking": {"type": "disabled"}},
         {"format": "json", "response_format": {"type": "text"}},
         {"usage": {"include": True}, "stream_options": {"include_usage": False}},
     ],

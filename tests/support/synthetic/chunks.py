@@ -79,7 +79,9 @@ class Chunks:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": _FINISH[status]}
         if self._is_chat:
             choice["message"] = {
-                "role": "assistant", "content": text, "refusal": None,
+                "role": "assistant",
+                "content": text,
+                "refusal": None,
                 **_NO_THOUGHTS,
             }
         else:
