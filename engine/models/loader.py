@@ -59,7 +59,7 @@ from penstock.engine.weights.formats import FORMATS, check_format, format_of, op
 from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.formats.gguf import GgufCheckpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
-from penstock.engine.weights.quantization import Quantizer
+from penstock.engine.weights.quantization import Quantizer, num_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.models.transformers_backend import TransformersModel
@@ -73,8 +73,6 @@ _DTYPES = {
 }
 _MAX_VOCAB_DIFFERENCE = 128  # of a draft model, as in llama.cpp: padding, a few special tokens
 _DUMMY_STD = 0.02
-# Bits that a number takes after `--quantization`, its part of a scale included.
-_EXPECTED_BITS = {"int8": 8.25, "int4": 4.5, "fp8": 8.1}
 _NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the numbers differ
 
 DraftingModel: TypeAlias = Decoder | Eagle3Head
@@ -572,8 +570,10 @@ def _expert_readers(
                 module.bias = constant(concatenate([bias], like))
         kinds = {quantize.kind(each) for own in source.names for each in own}
         if is_dense:
-            bits = max(_EXPECTED_BITS.get(kind, like.itemsize * 8.0) for kind in kinds)
-            module.expected_bytes = int(module.out_features * module.in_features * bits / 8)
+            module.expected_bytes = max(
+                num_bytes(kind, module.out_features, module.in_features, like.dtype)
+                for kind in kinds
+            )
         else:
             module.expected_bytes = source.num_bytes
         module.read = partial(hold, module, source)
