@@ -153,9 +153,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def num_bytes(
-    kind: Quantization, out_features: int, in_features: int, dtype: torch.dtype
-) -> int:
+def num_bytes(kind: Quantization, out_features: int, in_features: int, dtype: torch.dtype) -> int:
     """Of a matrix in `dtype` after its quantization to `kind`: codes and scales."""
     if kind == "none":
         return out_features * in_features * dtype.itemsize
