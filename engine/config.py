@@ -327,7 +327,6 @@ class DeviceConfig:
         cudagraph_mode: what a GPU replays from graphs: `full`, decode batches whole and other
             batches between attention calls; `piecewise`, all batches between attention calls;
             `none`. `auto` is `full` on a GPU.
-        enforce_eager: no graphs, whatever `cudagraph_mode` says.
         num_sharing: engines that share this machine's memory and cores.
     """
 
@@ -337,7 +336,6 @@ class DeviceConfig:
     pipeline_parallel_size: int = 1
     deterministic: bool = False
     cudagraph_mode: CudagraphMode = "auto"
-    enforce_eager: bool = False
     num_sharing: int = 1
 
     def __post_init__(self) -> None:
@@ -359,6 +357,26 @@ class DeviceConfig:
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def without_enforce_eager(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which `enforce_eager`, as vLLM has it, is the mode of graphs that it stands for.
+
+    Raises:
+        ConfigError: they ask for graphs, too.
+    """
+    found = dict(settings)
+    is_eager = found.pop("enforce_eager", False)
+    _check(isinstance(is_eager, bool), f"enforce_eager must be bool, not {is_eager!r}")
+    if is_eager:
+        mode = found.get("cudagraph_mode", "auto")
+        _check(
+            mode in ("auto", "none"),
+            "--enforce-eager means --cudagraph-mode none: it cannot be used with "
+            f"--cudagraph-mode {mode}",
+        )
+        found["cudagraph_mode"] = "none"
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
