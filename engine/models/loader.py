@@ -55,9 +55,14 @@ from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
-from penstock.engine.weights.formats import FORMATS, check_format, format_of, open_checkpoint
+from penstock.engine.weights.formats import (
+    FORMATS,
+    check_format,
+    describe_format,
+    format_of,
+    open_checkpoint,
+)
 from penstock.engine.weights.formats.dense import read_transposed
-from penstock.engine.weights.formats.gguf import GgufCheckpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
 from penstock.engine.weights.quantization import Quantizer, num_bytes
 
@@ -472,9 +477,7 @@ def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttentio
 
 def _describe(checkpoint: Checkpoint, rounded_to: str) -> str:
     """How the weights are stored; rounded_to: what the dense ones become."""
-    found = format_of(checkpoint)
-    if isinstance(checkpoint, GgufCheckpoint):
-        found = f"{found} {' + '.join(checkpoint.types)}"
+    found = describe_format(checkpoint)
     kinds = [each for each, empty in ((found, "dense"), (rounded_to, "none")) if each != empty]
     return " + ".join(kinds) or "none"
 
