@@ -252,8 +252,8 @@ class SpeculativeConfig:
             "prompt_lookup_min": MAX_PROMPT_LOOKUP,
             "prompt_lookup_max": MAX_PROMPT_LOOKUP,
         }
-        for name in limits.keys() & given.keys():
-            number, limit = given[name], limits[name]
+        for name, limit in limits.items():
+            number = given.get(name, 1)
             is_right = isinstance(number, int) and not isinstance(number, bool)
             _check(
                 is_right and 1 <= number <= limit,
