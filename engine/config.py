@@ -27,6 +27,8 @@ KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "int8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle3")
 MAX_SPECULATIVE_TOKENS = 31
+MAX_PROMPT_LOOKUP = 16  # a drafter notes an n-gram of each length at every token
+_PROMPT_LOOKUP = 3
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
 MAX_RANKS = 64
@@ -192,14 +194,16 @@ class SpeculativeConfig:
         num_speculative_tokens: at most so many drafts of a sequence in a step. The default fills
             the eight rows that the CPU kernels multiply at once.
         prompt_lookup_min: tokens that must be equal before others are copied.
-        prompt_lookup_max: accepted, since vLLM has it; longer occurrences are not preferred.
+        prompt_lookup_max: so many are looked up first, then fewer, down to the least: what followed
+            the longest occurrence is copied. Where only one of the two is named, the other is the
+            same.
     """
 
     method: str = "ngram"
     model: str | None = None
     num_speculative_tokens: int = 7
-    prompt_lookup_min: int = 3
-    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int = _PROMPT_LOOKUP
+    prompt_lookup_max: int = _PROMPT_LOOKUP
 
     @classmethod
     def parse(cls, value: str | Mapping[str, str | int] | None) -> SpeculativeConfig | None:
@@ -224,8 +228,15 @@ class SpeculativeConfig:
                 name in known,
                 f"--speculative-config has no key {name!r}: choose from {', '.join(known)}",
             )
-        default = "ngram" if found.get("model") is None else "draft_model"
-        config = cls(**{"method": default, **found})
+        given = {name: value for name, value in found.items() if value is not None}
+        config = cls(
+            **{
+                "method": "draft_model" if "model" in given else "ngram",
+                "prompt_lookup_min": given.get("prompt_lookup_max", _PROMPT_LOOKUP),
+                "prompt_lookup_max": given.get("prompt_lookup_min", _PROMPT_LOOKUP),
+                **given,
+            }
+        )
         _check(
             config.method in SPECULATIVE_METHODS,
             f"--speculative-config: method must be one of {', '.join(SPECULATIVE_METHODS)}, "
@@ -238,18 +249,23 @@ class SpeculativeConfig:
             _check(has_model, f"--speculative-config: the method {config.method} needs a model")
         limits = {
             "num_speculative_tokens": MAX_SPECULATIVE_TOKENS,
-            "prompt_lookup_min": 16,
-            "prompt_lookup_max": 1024,
+            "prompt_lookup_min": MAX_PROMPT_LOOKUP,
+            "prompt_lookup_max": MAX_PROMPT_LOOKUP,
         }
         for name, limit in limits.items():
-            number = getattr(config, name)
-            is_unset = number is None and name == "prompt_lookup_max"
+            number = given.get(name, 1)
             is_right = isinstance(number, int) and not isinstance(number, bool)
             _check(
-                is_unset or (is_right and 1 <= number <= limit),
+                is_right and 1 <= number <= limit,
                 f"--speculative-config: {name} must be a whole number from 1 to {limit}, "
                 f"not {number!r}",
             )
+        least, most = config.prompt_lookup_min, config.prompt_lookup_max
+        _check(
+            least <= most,
+            f"--speculative-config: prompt_lookup_min must be at most prompt_lookup_max ({most}), "
+            f"not {least}",
+        )
         return config
 
 
@@ -311,7 +327,6 @@ class DeviceConfig:
         cudagraph_mode: what a GPU replays from graphs: `full`, decode batches whole and other
             batches between attention calls; `piecewise`, all batches between attention calls;
             `none`. `auto` is `full` on a GPU.
-        enforce_eager: no graphs, whatever `cudagraph_mode` says.
         num_sharing: engines that share this machine's memory and cores.
     """
 
@@ -321,7 +336,6 @@ class DeviceConfig:
     pipeline_parallel_size: int = 1
     deterministic: bool = False
     cudagraph_mode: CudagraphMode = "auto"
-    enforce_eager: bool = False
     num_sharing: int = 1
 
     def __post_init__(self) -> None:
@@ -343,6 +357,26 @@ class DeviceConfig:
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def without_enforce_eager(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which `enforce_eager`, as vLLM has it, is the mode of graphs that it stands for.
+
+    Raises:
+        ConfigError: they ask for graphs, too.
+    """
+    found = dict(settings)
+    is_eager = found.pop("enforce_eager", False)
+    _check(isinstance(is_eager, bool), f"enforce_eager must be bool, not {is_eager!r}")
+    if is_eager:
+        mode = found.get("cudagraph_mode", "auto")
+        _check(
+            mode in ("auto", "none"),
+            "--enforce-eager means --cudagraph-mode none: it cannot be used with "
+            f"--cudagraph-mode {mode}",
+        )
+        found["cudagraph_mode"] = "none"
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

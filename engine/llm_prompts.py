@@ -21,6 +21,7 @@ from penstock.engine.config import (
     LoraConfig,
     ModelConfig,
     SchedulerConfig,
+    without_enforce_eager,
 )
 from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.request import SEED_MASK, ImageInput, SamplingParams
@@ -93,7 +94,7 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an unknown name, or a value that cannot work.
     """
-    settings = {"model": model, **settings}
+    settings = {"model": model, **without_enforce_eager(settings)}
     names = {name: [item.name for item in fields(kind)] for name, kind in _SECTIONS.items()}
     known = [name for section in names.values() for name in section]
     for name in settings:

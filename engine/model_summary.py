@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.engine.config import CacheConfig, ModelConfig
+from penstock.engine.config import CacheConfig, ModelConfig, Quantization
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
@@ -25,8 +25,8 @@ from penstock.engine.runner.memory import cpu_pool_bytes
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.formats import check_format
+from penstock.engine.weights.quantization import num_bytes
 
-_BITS = {"int8": 8.25, "int4": 4.5, "fp8": 8.0}  # of a number, with its share of the scales
 _WEIGHTS = ("*.safetensors", "*.gguf")
 
 
@@ -103,20 +103,17 @@ def _weight_bytes(
     if files and ("quantization_config" in fields or next(path.glob("*.gguf"), None)):
         return sum(files)
     experts = [each for each in matrices if isinstance(each, ExpertMatrices)]
-    dense_bytes = known_bytes + sum(_num_values(each) * each.weight.itemsize for each in experts)
-    if config.quantization == "none":
-        return dense_bytes
-    num_bytes = _BITS[config.quantization] / 8
+    dense_bytes = known_bytes + sum(_num_bytes("none", each) for each in experts)
     saved = sum(
-        _num_values(each) * (each.weight.itemsize - num_bytes)
+        _num_bytes("none", each) - _num_bytes(config.quantization, each)
         for each in matrices
         if not isinstance(each, Router)
     )
-    return dense_bytes - int(saved)
+    return dense_bytes - saved
 
 
-def _num_values(matrix: MatrixLayer) -> int:
-    return matrix.out_features * matrix.in_features
+def _num_bytes(kind: Quantization, matrix: MatrixLayer) -> int:
+    return num_bytes(kind, matrix.out_features, matrix.in_features, matrix.weight.dtype)
 
 
 def _fitting(num_tokens: int, context: int, *, has_room: bool, has_experts: bool) -> str:

@@ -417,7 +417,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         tenant: the waiting queue is fair among tenants.
         weight: the tenant's share of service relative to others'; more than 0.
         wants_queue_position: report its position while it waits.
-        deadline_s: wall-clock seconds by which its first token is wanted; not used yet.
         adapter: whose updates its tokens get; None: the base model's only.
         prediction_token_ids: what the output may be; a right guess costs less time.
         pooling: it asks for a vector or a score instead of output; `max_tokens` is 0 then.
@@ -434,7 +433,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     priority: int = 0
     cache_salt: str = ""
     wants_queue_position: bool = False
-    deadline_s: float | None = None
     adapter: Adapter | None = None
     retention: Retention | None = None
     prediction_token_ids: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +95,9 @@ class EngineServer:
     Args:
         remote: see `Transport`.
         drain_s: how long `stop` waits for the gateways to take their requests elsewhere.
+
+    Attributes:
+        transport: the connections of gateways.
     """
 
     def __init__(
@@ -111,8 +114,8 @@ class EngineServer:
         self._kv_root, self._num_block_bytes = info.kv_root, info.num_block_bytes
         self._transfers = TransferCounters()
         self._fetching: set[GatewayId] = set()  # gateways that still want blocks
-        self._transport = Transport(address, info, remote=remote)
-        core.wake_by(self._transport.interrupt)
+        self.transport = Transport(address, info, remote=remote)
+        core.wake_by(self.transport.interrupt)
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
         self._owners: dict[str, _Owner] = {}  # by request id
@@ -127,17 +130,22 @@ class EngineServer:
         self._may_end_s = 0.0  # when it may end, if no request is left
         self._stats_due_s = 0.0
 
+    @property
+    def request_ids(self) -> Set[str]:
+        """Of the requests that are not answered yet."""
+        return self._owners.keys()
+
     def start(self) -> None:
         """Start answering gateways."""
         self._publish_stats()
-        self._transport.start()
+        self.transport.start()
 
     def stop(self) -> None:
         """End `run` after the current step, or once the requests have left; the second call waits
         for nothing. Safe in a signal handler."""
         self._num_stops += 1
         self._is_stopping = self._num_stops > 1 or not self._drain_s
-        self._transport.interrupt()
+        self.transport.interrupt()
 
     def run(self) -> None:
         """Step until stopped. An exception ends the loop, and the gateways are told why."""
@@ -146,32 +154,32 @@ class EngineServer:
             while not self._is_stopping:
                 has_work = self._core.has_work()
                 if not has_work:
-                    self._transport.last_step_s = None
+                    self.transport.last_step_s = None
                     self._publish_keys()
                 if self._num_stops and self._has_drained():
                     break
-                for inbound in self._transport.receive(timeout_s=self._patience_s(has_work)):
-                    if self._transport.last_step_s is None:
-                        self._transport.last_step_s = time.monotonic()
+                for inbound in self.transport.receive(timeout_s=self._patience_s(has_work)):
+                    if self.transport.last_step_s is None:
+                        self.transport.last_step_s = time.monotonic()
                     self._handle(inbound)
                 while self._compiled:
-                    self._transport.last_step_s = self._transport.last_step_s or time.monotonic()
+                    self.transport.last_step_s = self.transport.last_step_s or time.monotonic()
                     self._add(*self._compiled.popleft())
                     self._stats_due_s = 0.0
                 self._send(self._core.step())
-                self._transport.last_step_s = time.monotonic()
+                self.transport.last_step_s = time.monotonic()
         except BaseException as error:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             raise
         finally:
             self._compiling.shutdown(wait=False, cancel_futures=True)
-            self._transport.close(failure)
+            self.transport.close(failure)
             self._core.close()
 
     # -- called by the watchdog's thread -----------------------------------------------------
 
     def last_step_s(self) -> float | None:
-        return self._transport.last_step_s
+        return self.transport.last_step_s
 
     def num_parts_done(self) -> int:
         return self._core.num_parts_done()
@@ -227,7 +235,7 @@ class EngineServer:
         now_s = time.monotonic()
         if self._end_s is None:
             self._end_s = now_s + self._drain_s
-            self._may_end_s = now_s + (_LEAVE_S if self._transport.drain() else 0.0)
+            self._may_end_s = now_s + (_LEAVE_S if self.transport.drain() else 0.0)
         is_needed = self._owners or self._fetching
         return now_s >= self._end_s or (not is_needed and now_s >= self._may_end_s)
 
@@ -266,7 +274,7 @@ class EngineServer:
             message = f"structured_outputs: cannot be compiled: {failure!r:.200}"
             error = InvalidRequestError(message, param="structured_outputs")
         self._compiled.append((request, error))
-        self._transport.interrupt()
+        self.transport.interrupt()
 
     def _add(self, request: Request, error: InvalidRequestError | None = None) -> None:
         """Add a request, or refuse it, unless it was aborted meanwhile.
@@ -286,7 +294,7 @@ class EngineServer:
                 self._abort(request_id, index=index)
         except InvalidRequestError as refused:
             self._forget(request_id)
-            self._transport.send(owner.gateway_id, (refusal(request_id, refused),))
+            self.transport.send(owner.gateway_id, (refusal(request_id, refused),))
 
     def _supersede(self, owner: _Owner, request_id: str) -> None:
         """Tell a gateway that another one runs its request."""
@@ -297,7 +305,7 @@ class EngineServer:
             error="another gateway runs this request under a higher epoch",
             is_superseded=True,
         )
-        self._transport.send(owner.gateway_id, (end,))
+        self.transport.send(owner.gateway_id, (end,))
 
     def _abort(self, request_id: str, *, index: int | None = None) -> None:
         if index is not None and request_id in self._left_branches:
@@ -323,10 +331,10 @@ class EngineServer:
             self._publish_stats()
             self._publish_keys()
         for gateway_id, frame in frames.items():
-            self._transport.send(gateway_id, tuple(frame))
+            self.transport.send(gateway_id, tuple(frame))
 
     def _publish_stats(self) -> None:
-        self._transport.stats = stats_snapshot(
+        self.transport.stats = stats_snapshot(
             self._core.scheduler,
             bytes_per_block=self._bytes_per_block,
             num_awaiting=len(self._core.adapters) + len(self._core.images),
@@ -351,7 +359,7 @@ class EngineServer:
         for gateway_id in self._num_keys:
             self._num_keys[gateway_id] += step
             number = self._num_keys[gateway_id]
-            self._transport.publish(
+            self.transport.publish(
                 gateway_id, CachedKeys(number=number, added=added, removed=removed)
             )
 
@@ -362,7 +370,7 @@ class EngineServer:
             cache.journal.take()
         number = self._num_keys[gateway_id] = self._num_keys.get(gateway_id, 0) + 1
         snapshot = CachedKeys(number=number, added=_short(cache.keys()), is_snapshot=True)
-        self._transport.publish(gateway_id, snapshot)
+        self.transport.publish(gateway_id, snapshot)
 
     # -- blocks for other engines, which gateways pass on ---------------------------------------
 
@@ -385,7 +393,7 @@ class EngineServer:
                 for block, data in self._core.read_blocks(wanted.keys[:most])
             )
         self._transfers.num_sent += len(blocks)
-        self._transport.answer(
+        self.transport.answer(
             gateway_id, KVBlocks(number=wanted.number, kv_root=self._kv_root, blocks=blocks)
         )
 
@@ -404,7 +412,7 @@ class EngineServer:
             self._transfers.num_refused += len(sent.blocks) - num_stored
             _LOG.warning("refused another engine's KV block: %s", error)
         self._transfers.num_received += num_stored
-        self._transport.answer(gateway_id, BlocksStored(number=sent.number, num_blocks=num_stored))
+        self.transport.answer(gateway_id, BlocksStored(number=sent.number, num_blocks=num_stored))
 
 
 def _short(keys: Iterable[bytes]) -> bytes:

@@ -62,7 +62,7 @@ class GatewayConfig:
             the API's.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
         max_prompt_bytes: largest prompt text to tokenise where context and tokenizer set no
-            limit; None: `limits.default_prompt_bytes`.
+            limit; None: `context_limits.default_prompt_bytes`.
         limit_mm_per_prompt: `image=N`: images that a prompt may have.
         max_image_bytes: of an image's file.
         allowed_media_domains: hosts that images may be fetched from, as `host` or `host:port`.

@@ -30,7 +30,7 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.models.cpu_decoder import DrawnTokens
+from penstock.engine.models.language_model import DrawnTokens
 from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.runner import model_runner
 from penstock.engine.runner.input_batch import InputBatch

@@ -1,4 +1,5 @@
-"""The Markdown files: links lead somewhere, options exist, the sample configuration is valid."""
+"""The Markdown files: links lead somewhere, files and options exist, the sample configuration is
+valid."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ PAGES = [
 ]
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(rf"`((?:{'|'.join(map(re.escape, _FOLDERS))})/[\w/.-]+)`")
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 # Options of other programs and commands, and `serve`'s own that are not settings.
 _OTHERS = {"config", "model", "help", "no-install-recommends", "no-cache-dir", "create-home"}
@@ -44,8 +46,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_tests_they_name_exist(page: Path) -> None:
-    named = re.findall(r"`(tests/[\w/.-]+)`", page.read_text("utf-8"))
+def test_the_files_they_name_exist(page: Path) -> None:
+    named = _PATH.findall(page.read_text("utf-8"))
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.cpu_decoder import CpuDecoder, StepOutput, can_run
+from penstock.engine.models.cpu_decoder import CpuDecoder, can_run
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.language_model import LanguageModel, TorchModel
+from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.token_masks import TokenMasks

@@ -34,6 +34,7 @@ from penstock.engine.models.decoder import (
     SelfAttention,
 )
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.language_model import DrawnTokens, StepOutput
 from penstock.engine.models.packed_experts import PackedMixture, memory_for_experts
 from penstock.engine.models.packed_linear import (
     CpuLinear,
@@ -624,42 +625,6 @@ class RotaryTable:
         tables = [each(positions, prompt_lens, torch.float32) for each in self._rotaries]
         cosines, sines = zip(*tables, strict=True)
         return torch.stack(cosines).squeeze(2), torch.stack(sines).squeeze(2)
-
-
-class DrawnTokens:
-    """The next token of each row, in host memory.
-
-    Attributes:
-        token_ids, is_valid: int64 and bool, [num_rows] each, as in `sample_tokens`.
-    """
-
-    __slots__ = ("_token_ids", "_validity", "is_valid", "token_ids")
-
-    def __init__(self, num_rows: int) -> None:
-        self.token_ids = torch.empty(num_rows, dtype=torch.int64)
-        self.is_valid = torch.empty(num_rows, dtype=torch.bool)
-        # NumPy views for reading: in a small model's step, torch's calls would be noticeable.
-        self._token_ids, self._validity = self.token_ids.numpy(), self.is_valid.numpy()
-
-    def read(self) -> tuple[list[int], list[bool]]:
-        return self._token_ids.tolist(), self._validity.tolist()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
-    """The output of one step.
-
-    Attributes:
-        hidden: [num_tokens, hidden_size]
-        logits: [num_sampled, vocab_size], of the sampled rows.
-        drawn: None, or the tokens drawn from the unmodified logits.
-        features: the inputs of the decoder's `feature_layers`, [num_tokens, hidden_size] each.
-    """
-
-    hidden: Tensor
-    logits: Tensor
-    drawn: DrawnTokens | None = None
-    features: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,11 +55,16 @@ from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
-from penstock.engine.weights.formats import FORMATS, check_format, format_of, open_checkpoint
+from penstock.engine.weights.formats import (
+    FORMATS,
+    check_format,
+    describe_format,
+    format_of,
+    open_checkpoint,
+)
 from penstock.engine.weights.formats.dense import read_transposed
-from penstock.engine.weights.formats.gguf import GgufCheckpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
-from penstock.engine.weights.quantization import Quantizer
+from penstock.engine.weights.quantization import Quantizer, num_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.models.transformers_backend import TransformersModel
@@ -73,8 +78,6 @@ _DTYPES = {
 }
 _MAX_VOCAB_DIFFERENCE = 128  # of a draft model, as in llama.cpp: padding, a few special tokens
 _DUMMY_STD = 0.02
-# Bits that a number takes after `--quantization`, its part of a scale included.
-_EXPECTED_BITS = {"int8": 8.25, "int4": 4.5, "fp8": 8.1}
 _NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the numbers differ
 
 DraftingModel: TypeAlias = Decoder | Eagle3Head
@@ -475,9 +478,7 @@ def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttentio
 
 def _describe(checkpoint: Checkpoint, rounded_to: str) -> str:
     """How the weights are stored; rounded_to: what the dense ones become."""
-    found = format_of(checkpoint)
-    if isinstance(checkpoint, GgufCheckpoint):
-        found = f"{found} {' + '.join(checkpoint.types)}"
+    found = describe_format(checkpoint)
     kinds = [each for each, empty in ((found, "dense"), (rounded_to, "none")) if each != empty]
     return " + ".join(kinds) or "none"
 
@@ -573,8 +574,10 @@ def _expert_readers(
                 module.bias = constant(concatenate([bias], like))
         kinds = {quantize.kind(each) for own in source.names for each in own}
         if is_dense:
-            bits = max(_EXPECTED_BITS.get(kind, like.itemsize * 8.0) for kind in kinds)
-            module.expected_bytes = int(module.out_features * module.in_features * bits / 8)
+            module.expected_bytes = max(
+                num_bytes(kind, module.out_features, module.in_features, like.dtype)
+                for kind in kinds
+            )
         else:
             module.expected_bytes = source.num_bytes
         module.read = partial(hold, module, source)

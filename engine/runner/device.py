@@ -46,13 +46,9 @@ def resolve_cudagraph_mode(config: DeviceConfig, device: torch.device) -> Cudagr
     """The graph mode for this device: `none`, `piecewise` or `full`.
 
     Raises:
-        ConfigError: graphs are requested on a CPU, or together with `--enforce-eager`.
+        ConfigError: graphs are requested on a CPU.
     """
     mode = config.cudagraph_mode
-    if config.enforce_eager:
-        if mode in ("piecewise", "full"):
-            raise ConfigError(f"--enforce-eager cannot be used with --cudagraph-mode {mode}")
-        return "none"
     if device.type == "cuda":
         return "full" if mode == "auto" else mode
     if mode in ("piecewise", "full"):

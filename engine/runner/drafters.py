@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.models.backends import fastest
-from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.eagle3_head import Eagle3Head
+from penstock.engine.models.language_model import StepOutput
 from penstock.engine.models.loader import DraftingModel
 from penstock.engine.runner.device import use_kv_dtype
 from penstock.engine.runner.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel

@@ -1,7 +1,8 @@
 """The device's part of a step: `Batch` in, forward pass, sampling, `BatchResult` out.
 
-Charter of this file: only what every model and every request needs. Rare features belong elsewhere,
-without a line in `launch`.
+Charter of this file: what every model and every request needs. Of a rare feature (drafts, adapters,
+grammars, vectors, prompt log-probabilities, stages) it has the calls, a line or two in `launch`;
+what they do is elsewhere, and is nothing where the feature is off.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from penstock.engine.models.backends import (
     run_step,
     running_library,
 )
-from penstock.engine.models.cpu_decoder import StepOutput
-from penstock.engine.models.language_model import LanguageModel, TorchModel
+from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.models.score_head import load_score_head

@@ -110,7 +110,8 @@ class Drafting:
         drafter = NgramDrafter(
             sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            size=self._config.prompt_lookup_min,
+            min_size=self._config.prompt_lookup_min,
+            max_size=self._config.prompt_lookup_max,
             prediction=prediction,
             sibling=self._siblings.find(sequence.request),
         )

@@ -6,7 +6,7 @@ Sources: Saxena, "Prompt Lookup Decoding", 2023; OpenAI's "Predicted Outputs".
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _MAX_NEW = 4096  # tokens of a long prompt that are indexed at once, some milliseconds
 
@@ -15,13 +15,15 @@ class NgramDrafter:
     """Follows the text where a sequence's newest tokens occurred before.
 
     While new tokens are those of the text that is followed, nothing is looked up. When one differs,
-    the newest `size` tokens are looked up: in the prediction, then in the sibling, from where they
-    were left on, then in the sequence itself, where the latest occurrence counts.
+    the newest tokens are looked up: in the prediction, then in the sibling, from where they were
+    left on, then in the sequence itself, where the latest occurrence counts. In each text as many
+    of them as occur there, from `max_size` down to `min_size`.
 
     Args:
         token_ids: prompt and output so far; grows at its end.
         num_prompt_tokens: how many of them are the prompt.
-        size: tokens that must be equal before others are copied.
+        min_size: tokens that must be equal before others are copied.
+        max_size: tokens that are compared at most.
         prediction: what the output may be.
         sibling: the output of a sequence that begins alike.
     """
@@ -31,16 +33,17 @@ class NgramDrafter:
         token_ids: Sequence[int],
         *,
         num_prompt_tokens: int,
-        size: int,
+        min_size: int,
+        max_size: int,
         prediction: Sequence[int] = (),
         sibling: Sequence[int] = (),
     ) -> None:
         self._token_ids = token_ids
-        self._size = size
+        self._sizes = sizes = range(max_size, min_size - 1, -1)
         self._latest: dict[tuple[int, ...], int] = {}  # n-gram → the position after it
-        self._num_indexed = size - 1  # n-grams that end before this position are in `_latest`
+        self._num_indexed = min_size - 1  # n-grams that end before this position are in `_latest`
         self._prediction = prediction
-        self._guides = [_Guide(text, size) for text in (prediction, sibling) if len(text)]
+        self._guides = [_Guide(text, sizes) for text in (prediction, sibling) if len(text)]
         # The text that is followed (None: the sequence itself), and the position in it of the next
         # token; −1: nothing is followed.
         self._guide = self._guides[0] if self._guides else None
@@ -85,21 +88,27 @@ class NgramDrafter:
 
     def _index(self) -> None:
         """Note the n-grams that end before the newest token."""
-        end = min(len(self._token_ids), self._num_indexed + _MAX_NEW)
+        end = min(len(self._token_ids), self._num_indexed + _MAX_NEW // len(self._sizes))
         for position in range(self._num_indexed + 1, end):
-            self._latest[tuple(self._token_ids[position - self._size : position])] = position
+            for size in self._sizes:
+                if size <= position:
+                    ngram = tuple(self._token_ids[position - size : position])
+                    self._latest[ngram] = position
         self._num_indexed = max(self._num_indexed, end - 1)
 
     def _find(self) -> None:
         """Look the newest tokens up."""
-        newest = tuple(self._token_ids[-self._size :])
+        ngrams = [tuple(self._token_ids[-size:]) for size in self._sizes]
         for guide in self._guides:
-            place = guide.find(newest)
-            if place is not None:
-                self._guide, self._next = guide, place
+            for newest in ngrams:
+                place = guide.find(newest)
+                if place is not None:
+                    self._guide, self._next = guide, place
+                    return
+        for newest in ngrams:
+            if newest in self._latest:
+                self._guide, self._next = None, self._latest[newest]
                 return
-        if newest in self._latest:
-            self._guide, self._next = None, self._latest[newest]
 
 
 class _Guide:
@@ -109,10 +118,12 @@ class _Guide:
         left_at: the position at which the output was last another.
     """
 
-    def __init__(self, text: Sequence[int], size: int) -> None:
+    def __init__(self, text: Sequence[int], sizes: Iterable[int]) -> None:
         self.text = text
         self.left_at = 0
-        self._places = positions_after(text[:-1], size)  # nothing follows the last token
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        for size in sizes:
+            self._places |= positions_after(text[:-1], size)  # nothing follows the last token
 
     def find(self, newest: tuple[int, ...]) -> int | None:
         """The position after these tokens, from where the text was left on if they are there."""

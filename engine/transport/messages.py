@@ -27,7 +27,7 @@ import msgspec
 
 from penstock.engine.request import Adapter, ImageInput, Request, RequestOutput
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead

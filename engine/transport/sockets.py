@@ -57,7 +57,7 @@ from penstock.engine.transport.tls import TlsConnection, begin_handshake
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.005  # while frames wait
 _READ_BYTES = 1 << 18
-_SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
+SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
 _MAX_HANDSHAKES = 64  # under way at once; further connections are closed
 _HANDSHAKE_BEATS = 3  # in which a handshake must end
 _FEW_OUTPUTS = 16  # at most, for the step loop to write a frame itself
@@ -140,6 +140,16 @@ class Transport(threading.Thread):
         if remote is not None:
             remote[0].setblocking(False)
             self._selector.register(remote[0], selectors.EVENT_READ)
+
+    @property
+    def num_unread(self) -> int:
+        """Messages that `receive` has not given yet."""
+        return self._inbox.qsize()
+
+    @property
+    def num_connections(self) -> int:
+        """Of gateways, and of those who have yet to show that they are such."""
+        return len(self._gateways) + len(self._handshakes)
 
     # -- called by the step loop ------------------------------------------------------------
 
@@ -264,7 +274,7 @@ class Transport(threading.Thread):
             _LOG.warning("a gateway could not connect: %s", error)
             return
         accepted.setblocking(False)
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._welcome(accepted)
 
     def _accept_remote(

@@ -34,7 +34,10 @@ class Checkpoint:
     Attributes:
         config: the fields of `config.json`.
         unread: the names of the tensors that were not read so far.
+        stacks_experts: a tensor has a module of all experts of a layer.
     """
+
+    stacks_experts = False
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -7,10 +7,8 @@ all of them, which is dense, or blocks of a GGUF file:
                                                 ….input_linear.weight  [num_experts, out, in]
                                                 blk.3.ffn_gate_exps.weight
 
-gpt-oss has inputs before outputs, and gate and up in turns; or in MXFP4
-
-    ….gate_up_proj_blocks uint8 [num_experts, out, in / 32, 16]
-    ….gate_up_proj_scales uint8 [num_experts, out, in / 32]
+gpt-oss has inputs before outputs, and gate and up in turns; or `….gate_up_proj_blocks` and
+`….gate_up_proj_scales` in MXFP4.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from torch import Tensor
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.weights.checkpoint import Checkpoint
-from penstock.engine.weights.formats import FORMATS, format_of
-from penstock.engine.weights.formats.gguf import GgufCheckpoint, read_gguf
-from penstock.engine.weights.formats.packing import FP4, e8m0, unpack_nibbles
+from penstock.engine.weights.formats import FORMATS, format_of, read_stacked
 from penstock.engine.weights.matrix import (
     DenseMatrix,
     Matrix,
@@ -35,8 +31,6 @@ from penstock.engine.weights.matrix import (
     concatenate,
     stack,
 )
-
-_MX_GROUP = 32  # numbers that share a scale in MXFP4
 
 # Names of modules in the checkpoint, and their matrices: the parts of one expert's matrix.
 NamedParts = tuple[tuple[str, ...], tuple[Matrix, ...]]
@@ -75,18 +69,19 @@ class CheckpointExperts:
         wholes = (f"{parent}.{projection}", f"{names[0]}.weight")
         self._wholes: tuple[str, ...] = tuple(name for name in wholes if name in checkpoint)[:1]
         self._is_transposed, self._stem = is_transposed, wholes[0]
-        if isinstance(checkpoint, GgufCheckpoint):
+        self._order: Tensor | None = None  # of an expert's rows
+        if checkpoint.stacks_experts:
             self._wholes = tuple(f"{name}.weight" for name in names)
         elif is_transposed:
-            blocks = f"{self._stem}_blocks"
-            self._wholes = (blocks if blocks in checkpoint else self._stem,)
-            self._num_turns, self._part_sizes = len(part_sizes), (sum(part_sizes),)
-            names = (self._stem,)
+            self._wholes, names = (self._stem,), (self._stem,)
+            self._part_sizes = (sum(part_sizes),)
+            if len(part_sizes) > 1:  # their outputs take turns
+                self._order = torch.arange(sum(part_sizes)).view(-1, len(part_sizes)).T.flatten()
         elif self._wholes:
             self._part_sizes = (sum(part_sizes),)
             names = (f"{parent}.{projection}",)
         self.names = [numbered(names, expert) for expert in range(num_experts)]
-        own = {*self._wholes, f"{self._stem}_scales"}
+        own = {*self._wholes, f"{self._stem}_blocks", f"{self._stem}_scales"}
         own = {name for name in own if name in checkpoint}
         if not self._wholes:
             lasts = (name.rpartition(".")[2] for name in names)
@@ -122,57 +117,34 @@ class CheckpointExperts:
     def _parts_of_wholes(self) -> Iterator[tuple[Matrix, ...]]:
         wholes = list(map(self._read_whole, self._wholes, self._part_sizes))
         for expert in range(self._num_experts):
-            yield tuple(map(_rows_of, wholes, repeat(expert), self._part_sizes))
+            yield tuple(map(self._rows_of, wholes, repeat(expert), self._part_sizes))
 
     def _read_whole(self, name: str, size: int) -> Matrix:
         """All experts' rows."""
-        checkpoint, shape = self._checkpoint, (self._num_experts, size, self._in_features)
-        if isinstance(checkpoint, GgufCheckpoint):
-            return read_gguf(checkpoint, name.removesuffix(".weight"), shape)
-        if self._is_transposed:
-            return self._read_transposed(name, shape)
-        return DenseMatrix(checkpoint.read(name, shape).flatten(0, 1))
+        shape = (self._num_experts, size, self._in_features)
+        return read_stacked(self._checkpoint, name, shape, is_transposed=self._is_transposed)
 
-    def _read_transposed(self, name: str, shape: tuple[int, int, int]) -> Matrix:
-        checkpoint, (num_experts, size, in_features) = self._checkpoint, shape
-        if name == self._stem:
-            values = checkpoint.read(name, (num_experts, in_features, size)).transpose(1, 2)
-            return DenseMatrix(self._in_halves(values).flatten(0, 1))
-        groups = -(-in_features // _MX_GROUP)
-        blocks = checkpoint.read(name, (*shape[:2], groups, _MX_GROUP // 2), dtypes=("U8",))
-        scales = checkpoint.read(f"{self._stem}_scales", (*shape[:2], groups), dtypes=("U8",))
-        return QuantizedMatrix(
-            codes=unpack_nibbles(self._in_halves(blocks.flatten(2)).flatten(0, 1)),
-            scales=e8m0(self._in_halves(scales).flatten(0, 1)),
-            codebook=FP4,
-            columns_per_scale=_MX_GROUP,
+    def _rows_of(self, whole: Matrix, expert: int, size: int) -> Matrix:
+        """One expert's."""
+        start = expert * size
+        rows = slice(start, start + size) if self._order is None else self._order + start
+        if isinstance(whole, DenseMatrix):
+            return DenseMatrix(whole.values[rows])
+        assert isinstance(whole, QuantizedMatrix), "one tensor has one layout"
+        scales, offsets = whole.block_values()
+        return replace(
+            whole,
+            codes=whole.codes[rows],
+            scales=scales[rows],
+            offsets=None if offsets is None else offsets[rows],
+            rows_per_scale=1,
         )
 
     def read_bias(self) -> Tensor:
         """[num_experts, outputs]"""
         shape = (self._num_experts, self._part_sizes[0])
-        return self._in_halves(self._checkpoint.read(f"{self._stem}_bias", shape))
-
-    def _in_halves(self, values: Tensor) -> Tensor:
-        """[num_experts, outputs, …] whose outputs took turns → first all of one part."""
-        num_experts, size = values.shape[:2]
-        turns = values.reshape(num_experts, size // self._num_turns, self._num_turns, -1)
-        return turns.transpose(1, 2).reshape(values.shape)
-
-
-def _rows_of(whole: Matrix, expert: int, size: int) -> Matrix:
-    rows = slice(expert * size, (expert + 1) * size)
-    if isinstance(whole, DenseMatrix):
-        return DenseMatrix(whole.values[rows])
-    assert isinstance(whole, QuantizedMatrix), "one tensor has one layout"
-    scales, offsets = whole.block_values()
-    return replace(
-        whole,
-        codes=whole.codes[rows],
-        scales=scales[rows],
-        offsets=None if offsets is None else offsets[rows],
-        rows_per_scale=1,
-    )
+        values = self._checkpoint.read(f"{self._stem}_bias", shape)
+        return values if self._order is None else values[:, self._order]
 
 
 class DummyExperts:

@@ -17,6 +17,7 @@ from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix,
 from penstock.kernels.linear_quantized_reference import quantize_rows_reference
 
 INT4_BLOCK, INT8_BLOCK = 64, 128  # columns of a scale
+_SCALE_BYTES = 4  # float32
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
 # Scales that are tried for a block of 4 bits: its largest magnitude divided by these.
 _INT4_STEPS = (-8.0, -7.6, -7.2, -6.8, 7.0, 6.6)
@@ -150,6 +151,15 @@ class Quantizer:
 def _matches(name: str, pattern: str) -> bool:
     """Whether it is the module, or contains it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def num_bytes(kind: Quantization, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+    """Of a matrix in `dtype` after its quantization to `kind`: codes and scales."""
+    if kind == "none":
+        return out_features * in_features * dtype.itemsize
+    bits, block = {"int8": (8, INT8_BLOCK), "int4": (4, INT4_BLOCK), "fp8": (8, in_features)}[kind]
+    num_scales = out_features * -(-in_features // block)
+    return out_features * in_features * bits // 8 + num_scales * _SCALE_BYTES
 
 
 def quantize_rows(values: Tensor, kind: Quantization, like: Tensor) -> QuantizedMatrix:

@@ -337,7 +337,6 @@ class Generator:
                 priority=priority,
                 cache_salt=caller.salt_of(options.cache_salt),
                 wants_queue_position=options.wants_queue_position,
-                deadline_s=None if deadline_s is None else now_s + deadline_s,
                 retention=retention,
                 prediction_token_ids=prediction_token_ids,
                 adapter=self.adapters.adapter(options.model),

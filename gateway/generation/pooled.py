@@ -222,7 +222,6 @@ class Embedder:
                 weight=caller.weight,
                 priority=band,
                 cache_salt=caller.salt_of(None),
-                deadline_s=None if deadline_s is None else now_s + deadline_s,
                 images=prompt.images,
                 pooling=PoolingParams(task=task, num_first_tokens=prompt.num_first_tokens),
             )

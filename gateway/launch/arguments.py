@@ -85,7 +85,8 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         text = " ".join(message.split())
         if text.endswith("required: COMMAND"):
-            text = "give a command: serve, chat or bench"
+            *names, last = self._commands()
+            text = f"give a command: {', '.join(names)} or {last}"
         for pattern, say in _MESSAGES:
             if said := pattern.fullmatch(text):
                 text = say(said)
@@ -93,6 +94,11 @@ class OneLineParser(argparse.ArgumentParser):
         if len(text) > _MAX_CHARS:
             text = f"{text[:_MAX_CHARS]} …"
         self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
+
+    def _commands(self) -> list[str]:
+        """Those that there are, in the order of the help."""
+        found = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
+        return [name for action in found for name in action.choices]
 
     def _names(self) -> list[str]:
         return [name for name in self._option_string_actions if name.startswith("--")]

@@ -30,6 +30,7 @@ from penstock.engine.config import (
     LoraConfig,
     ModelConfig,
     SchedulerConfig,
+    without_enforce_eager,
 )
 from penstock.engine.errors import ConfigError
 from penstock.gateway import installed_version
@@ -414,6 +415,7 @@ def _read_bool(value: Any) -> bool:
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     """The engine's sections of all settings."""
+    settings = without_enforce_eager(settings)
     return EngineConfig(
         model=_section(ModelConfig, settings),
         cache=_section(CacheConfig, settings),

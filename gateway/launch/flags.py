@@ -458,7 +458,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "slower on a GPU"),
         Flag("cudagraph-mode", "auto", "CUDA graphs. full: whole decode batches, other batches "
              "between attention layers; auto: full on a GPU", choices=CUDAGRAPH_MODES),
-        Flag("enforce-eager", False, "no CUDA graphs"),
+        Flag("enforce-eager", False, "the same as --cudagraph-mode none"),
     ),
     "memory": (
         Flag("kv-cache-memory-bytes", None, "memory for KV blocks; default: a share of free "
@@ -672,7 +672,7 @@ WITHOUT_EFFECT = (
 # Those of `penstock engine`: what an engine needs of the above, and these.
 _OF_ENGINE = {
     "served_model_name", "hf_token", "redis_url", "tls_cert", "tls_key", "tls_ca",
-    "shutdown_grace_s", "step_timeout_s", "log_level", "log_format",
+    "enforce_eager", "shutdown_grace_s", "step_timeout_s", "log_level", "log_format",
     *(name for part in (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, LoraConfig)
       for name in part.__slots__),
 }  # fmt: skip

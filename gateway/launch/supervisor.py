@@ -213,9 +213,9 @@ class Supervisor:
         """Options that mean nothing for this engine, model or API."""
         if (self._settings.get("max_logprobs") or 0) > MAX_LOGPROBS:
             yield f"--max-logprobs (more than {MAX_LOGPROBS} are never given)"
-        engine, device = self._children[0].ready or {}, self._engine_config.device
+        engine = self._children[0].ready or {}
         if engine.get("device") == "cpu":
-            if device.enforce_eager:
+            if self._settings.get("enforce_eager"):
                 yield "--enforce-eager (a CPU has no CUDA graphs)"
             share = self._engine_config.cache.gpu_memory_utilization
             if share != CacheConfig().gpu_memory_utilization:

@@ -46,9 +46,9 @@ class Mode:
 # The engine's own first: the bar is of that.
 MODES: dict[str, Mode] = {
     OWN_MODE: Mode(),
-    "eager": Mode({"enforce_eager": True}),
+    "eager": Mode({"cudagraph_mode": "none"}),
     "graphs, one step at a time": Mode(max_steps_in_flight=1),
-    "eager, one step at a time": Mode({"enforce_eager": True}, max_steps_in_flight=1),
+    "eager, one step at a time": Mode({"cudagraph_mode": "none"}, max_steps_in_flight=1),
     "deterministic": Mode({"deterministic": True}),
 }
 

@@ -101,7 +101,7 @@ def test_under_pressure_every_request_gets_what_it_gets_alone_on_the_card(
     path = tiny_checkpoint("LlamaForCausalLM")
     asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
     one_by_one = replace(ROOMY, max_steps_in_flight=1)
-    eager = replace(CUDA, enforce_eager=True, deterministic=True)
+    eager = replace(CUDA, cudagraph_mode="none", deterministic=True)
     expected = outputs(build(path, one_by_one, 400, device=eager), asked)
     tight = replace(ROOMY, preemption=preemption)
     core = build(path, tight, TIGHT, device=replace(CUDA, cudagraph_mode=mode, deterministic=True))
@@ -131,7 +131,7 @@ def test_deterministic_tokens_and_logprobs_are_the_same_to_the_bit(
         (ROOMY, 400, deterministic),
         (replace(ROOMY, max_num_batched_tokens=200), 400, deterministic),
         (replace(ROOMY, preemption="recompute"), TIGHT, deterministic),
-        (replace(ROOMY, preemption="swap"), TIGHT, replace(deterministic, enforce_eager=True)),
+        (replace(ROOMY, preemption="swap"), TIGHT, replace(deterministic, cudagraph_mode="none")),
         (replace(ROOMY, max_num_seqs=5, speculative_config={"model": str(path)}), 400,
          deterministic),
     ):  # fmt: skip
@@ -197,7 +197,7 @@ def test_quantized_and_deterministic_tokens_are_the_same_to_the_bit(
     params = SamplingParams(temperature=0.8, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2)
     asked, deterministic = requests(params), replace(CUDA, deterministic=True)
     alone = replace(ROOMY, max_num_seqs=1)
-    eager = replace(deterministic, enforce_eager=True)
+    eager = replace(deterministic, cudagraph_mode="none")
     model = {"dtype": dtype, "quantization": quantization}
     expected = outputs(build(path, alone, 400, device=eager, **model), asked)
     for schedule, num_blocks in ((ROOMY, 400), (replace(ROOMY, preemption="recompute"), TIGHT)):

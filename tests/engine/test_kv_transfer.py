@@ -220,13 +220,13 @@ def test_blocks_that_are_not_what_they_should_be_are_refused(
     assert new.ask(sent) == BlocksStored(number=7, num_blocks=3)
     new.gateway.submit("r", _PROMPT, max_tokens=2)
     new.gateway.finish("r")
-    stats = new.server._transport.stats
+    stats = new.server.transport.stats
     assert stats.num_kv_blocks_refused_total == 7 * 3
     assert stats.num_kv_blocks_received_total == 3
     assert stats.kv_received_bytes_total == 3 * new.info.num_block_bytes
     assert stats.prefix_cache_host_hits_total == 3 * _BLOCK_SIZE
     # Which are published after the answer is sent.
-    wait_until(lambda: old.server._transport.stats.num_kv_blocks_sent_total == 3)
+    wait_until(lambda: old.server.transport.stats.num_kv_blocks_sent_total == 3)
 
 
 def _with(sent: KVBlocks, first: KVBlock) -> KVBlocks:

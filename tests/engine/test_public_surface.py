@@ -1,4 +1,4 @@
-"""What importing the engine costs: no torch for its surface, no ZeroMQ for its core."""
+"""What importing the engine costs: no torch for its surface, and no NumPy for its core."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_exported_name_is_listed_once_and_every_lazy_one_is_exported() -> 
         "penstock.engine.scheduling",
     ],
 )
-def test_the_core_needs_neither_torch_nor_zeromq(module: str) -> None:
+def test_the_core_needs_the_standard_library_and_msgspec(module: str) -> None:
     run(f"import {module}", without=("torch", "msgpack", "numpy", "tokenizers"))
 
 

@@ -32,7 +32,7 @@ from penstock.engine.models.loader import load_model
 from penstock.engine.startup import build_core
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.matrix import DenseMatrix
-from penstock.engine.weights.quantization import quantize_rows
+from penstock.engine.weights.quantization import num_bytes, quantize_rows
 from penstock.kernels.gpu.quantized import GpuCodes
 
 from .quantized_models import BLOCK_SIZE, CPU, linears, load, logits, relative_error
@@ -183,6 +183,16 @@ def test_rows_that_do_not_fill_their_blocks():
         assert numbers[2, 150:].isnan()[0]
         rest = torch.tensor([0, 3, 4])
         assert relative_error(numbers[rest], rows[rest]) < error
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS[1:])
+@pytest.mark.parametrize("shape", [(3, 64), (5, 128), (2, 130), (7, 1000)])
+def test_memory_is_foretold_exactly(kind: Quantization, shape: tuple[int, int]):
+    like = torch.empty(0)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    held = quantize_rows(values, kind, like).for_kernels()
+    assert num_bytes(kind, *shape, like.dtype) == held.nbytes
+    assert num_bytes("none", *shape, like.dtype) == values.nbytes
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS[1:])

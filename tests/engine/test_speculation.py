@@ -363,11 +363,31 @@ def test_text_that_repeats_itself():
         ),
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number"),
         ({"draft": 1}, "has no key 'draft'"),
+        ({"prompt_lookup_max": 17}, "prompt_lookup_max must be a whole number from 1 to 16"),
+        (
+            {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            r"prompt_lookup_min must be at most prompt_lookup_max \(3\), not 4",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(value: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         SchedulerConfig(speculative_config=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "sizes"),
+    [
+        ({}, (3, 3)),
+        ({"prompt_lookup_max": 5}, (5, 5)),  # as in vLLM
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": None}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_the_tokens_that_are_looked_up(value: dict[str, Any], sizes: tuple[int, int]):
+    config = SchedulerConfig(speculative_config=value).speculation
+    assert config is not None
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == sizes
 
 
 def test_a_continuation_goes_on_alike():

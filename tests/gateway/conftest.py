@@ -1,4 +1,4 @@
-"""A gateway on a real socket, in front of a fake engine on real ZeroMQ."""
+"""A gateway on a real socket, in front of a fake engine on a real Unix socket."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
-from penstock.engine.models.cpu_decoder import CpuDecoder, DrawnTokens
+from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.language_model import DrawnTokens
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.scheduling import Scheduler

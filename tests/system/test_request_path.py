@@ -28,10 +28,3 @@ def test_a_chat_request_enters_files_in_the_order_of_the_readme(
     assert len(listed) >= 8
     assert [name for name in listed if not (ROOT / name).is_file()] == []
     assert [name for name in chat_path if name in listed] == listed
-
-
-def test_files_that_contributing_names_are_there() -> None:
-    text = (ROOT / ".github/CONTRIBUTING.md").read_text()
-    named = re.findall(r"`([\w/]+/\w+\.(?:py|md))`", text)
-    assert len(named) >= 8
-    assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -1,5 +1,7 @@
 """The formats of checkpoints. Each is one function, in a file of its own, that reads a module's
-matrix; `quantization_config` in `config.json` names the format."""
+matrix; `quantization_config` in `config.json` names the format. What is special to GGUF and MXFP4,
+whose tensors may have all experts of a layer, is asked here too: import contracts keep the files of
+the formats from others."""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from penstock.engine.weights.formats.awq import read_awq
 from penstock.engine.weights.formats.bitsandbytes import read_bitsandbytes
 from penstock.engine.weights.formats.compressed_tensors import read_compressed_tensors
 from penstock.engine.weights.formats.dense import read_dense
-from penstock.engine.weights.formats.fp4 import read_modelopt
+from penstock.engine.weights.formats.fp4 import read_modelopt, read_mxfp4_experts
 from penstock.engine.weights.formats.fp8 import read_fp8
 from penstock.engine.weights.formats.gguf import GgufCheckpoint, read_gguf
 from penstock.engine.weights.formats.gptq import read_gptq
-from penstock.engine.weights.matrix import Matrix
+from penstock.engine.weights.matrix import DenseMatrix, Matrix
 
 
 class ReadMatrix(Protocol):
@@ -45,7 +47,7 @@ FORMATS: dict[str, ReadMatrix] = {
     "gguf": read_gguf,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
-    "mxfp4": read_dense,  # gpt-oss: all but the experts, which `CheckpointExperts` reads
+    "mxfp4": read_dense,  # gpt-oss: all but the experts, see `read_stacked`
 }
 
 
@@ -82,6 +84,35 @@ def format_of(checkpoint: Checkpoint) -> str:
         ModelLoadError: it is not among the `FORMATS`.
     """
     return "gguf" if isinstance(checkpoint, GgufCheckpoint) else _format_by(checkpoint.config)
+
+
+def describe_format(checkpoint: Checkpoint) -> str:
+    """The same, with what it consists of."""
+    name = format_of(checkpoint)
+    types = checkpoint.types if isinstance(checkpoint, GgufCheckpoint) else ()
+    return f"{name} {' + '.join(types)}".rstrip()
+
+
+def read_stacked(
+    checkpoint: Checkpoint, stem: str, shape: tuple[int, int, int], *, is_transposed: bool
+) -> Matrix:
+    """The matrices of a layer's experts, one below the other, which one tensor holds; in MXFP4 two.
+
+    Args:
+        stem: the tensor's name, in MXFP4 without `_blocks` and `_scales`.
+        shape: (num_experts, out_features, in_features)
+        is_transposed: a dense tensor is [num_experts, in_features, out_features].
+    """
+    if isinstance(checkpoint, GgufCheckpoint):
+        return read_gguf(checkpoint, stem.removesuffix(".weight"), shape)
+    if f"{stem}_blocks" in checkpoint:
+        return read_mxfp4_experts(checkpoint, stem, shape)
+    num_experts, out_features, in_features = shape
+    if is_transposed:
+        values = checkpoint.read(stem, (num_experts, in_features, out_features)).transpose(1, 2)
+    else:
+        values = checkpoint.read(stem, shape)
+    return DenseMatrix(values.flatten(0, 1))
 
 
 def _format_by(config: ConfigFields) -> str:

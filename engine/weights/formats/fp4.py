@@ -56,6 +56,28 @@ def read_mxfp4(
     )
 
 
+def read_mxfp4_experts(
+    checkpoint: Checkpoint, stem: str, shape: tuple[int, int, int]
+) -> QuantizedMatrix:
+    """A layer's experts, one below the other, as gpt-oss has them:
+
+        stem_blocks uint8 [num_experts, out, in / 32, 16]
+        stem_scales uint8 [num_experts, out, in / 32]
+
+    Args:
+        shape: (num_experts, out_features, in_features)
+    """
+    groups = (*shape[:2], -(-shape[2] // _MX_GROUP))
+    blocks = checkpoint.read(f"{stem}_blocks", (*groups, _MX_GROUP // 2), dtypes=("U8",))
+    scales = checkpoint.read(f"{stem}_scales", groups, dtypes=("U8",))
+    return QuantizedMatrix(
+        codes=unpack_nibbles(blocks.flatten(2).flatten(0, 1)),
+        scales=e8m0(scales.flatten(0, 1)),
+        codebook=FP4,
+        columns_per_scale=_MX_GROUP,
+    )
+
+
 def read_modelopt(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Matrix:
     whole = f"{prefix}.weight_scale_2"
     if whole not in checkpoint:

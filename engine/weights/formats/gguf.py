@@ -61,6 +61,8 @@ class GgufCheckpoint(Checkpoint):
         ModelLoadError: the index or the file is missing, or too short.
     """
 
+    stacks_experts = True
+
     def __init__(self, path: Path) -> None:
         # Not by the base class, which opens safetensors.
         self._sorted = []

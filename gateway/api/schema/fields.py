@@ -109,7 +109,8 @@ ConversationId = Annotated[
 ]
 Includable = Literal[
     "message.output_text.logprobs",
-    # Accepted without effect: this server has no tools of its own, images or hidden reasoning.
+    # Accepted without effect: such tools do not run here, images are always listed, and reasoning
+    # can be read.
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",

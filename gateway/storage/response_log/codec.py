@@ -41,7 +41,7 @@ _TEXT_VERSION = 1
 _REQUEST_FIELDS = frozenset(
     """
     request_id prompt_token_ids sampling_params arrival_s output_token_ids tenant weight priority
-    cache_salt wants_queue_position deadline_s adapter retention
+    cache_salt wants_queue_position adapter retention
 
     temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias
     seed max_tokens min_tokens ignore_eos stop_token_ids logprobs prompt_logprobs n best_of
@@ -248,6 +248,7 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
 
 
 def _read_request(named: dict[str, Any]) -> Request:
+    named.pop("deadline_s", None)  # which the engine never read, and older gateways wrote
     params, retention = named["sampling_params"], named["retention"]
     beams, grammar = params["beam_search"], params.get("structured_outputs")
     for name in {"allowed_token_ids", "bad_words"} & params.keys():

@@ -17,7 +17,8 @@ class RedisLogSettings:
         max_log_bytes: of one log in Redis; a longer one is not resumable.
         ack_timeout_s: how long an entry waits for Redis before it is shown without being stored;
             longer where the measured round trip is long.
-        request_timeout_s: how long a new response waits for Redis before it is refused; also.
+        request_timeout_s: how long a new response waits for Redis before it is refused; it, too,
+            is longer where the round trip is.
         outage_s: how long Redis may be unavailable before readers of other gateways' responses get
             an error.
         lease_s: a gateway without a heartbeat for so long counts as dead.

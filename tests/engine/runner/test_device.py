@@ -12,9 +12,11 @@ import torch
 
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig
 from penstock.engine.errors import ConfigError
+from penstock.engine.llm_prompts import engine_config as llm_config
 from penstock.engine.runner.device import resolve_cudagraph_mode, resolve_kv_dtype, select_device
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
+from penstock.gateway.launch.flags import ENGINE_FLAGS, FLAGS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -26,8 +28,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ({"cudagraph_mode": "full"}, "full"),
         ({"cudagraph_mode": "piecewise"}, "piecewise"),
         ({"cudagraph_mode": "none"}, "none"),
-        ({"enforce_eager": True}, "none"),
-        ({"enforce_eager": True, "cudagraph_mode": "none"}, "none"),
     ],
 )
 def test_the_mode_of_graphs(asked: dict[str, Any], on_gpu: str) -> None:
@@ -38,11 +38,6 @@ def test_the_mode_of_graphs(asked: dict[str, Any], on_gpu: str) -> None:
 
 
 def test_graphs_that_cannot_be_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
-    both = DeviceConfig(enforce_eager=True, cudagraph_mode="full")
-    with pytest.raises(
-        ConfigError, match=r"--enforce-eager cannot be used with .*--cudagraph-mode full"
-    ):
-        resolve_cudagraph_mode(both, CUDA)
     config = EngineConfig(device=DeviceConfig(device="cpu", cudagraph_mode="piecewise"))
     with pytest.raises(ConfigError, match="--cudagraph-mode piecewise needs a GPU"):
         ModelRunner(config, tiny_checkpoint())
@@ -68,7 +63,36 @@ def test_a_gpu_takes_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_they_are_flags() -> None:
-    words = ["serve", "--kv-cache-dtype", "fp8", "--cudagraph-mode", "piecewise", "--enforce-eager"]
-    config = engine_config(resolve_settings(vars(_parser().parse_args(words)), {}))
+    config = _served("--kv-cache-dtype fp8 --cudagraph-mode piecewise")
     assert config.cache.kv_cache_dtype == "fp8"
-    assert (config.device.cudagraph_mode, config.device.enforce_eager) == ("piecewise", True)
+    assert config.device.cudagraph_mode == "piecewise"
+
+
+def _served(line: str, **variables: str) -> EngineConfig:
+    words = ["serve", *line.split()]
+    return engine_config(resolve_settings(vars(_parser().parse_args(words)), variables))
+
+
+@pytest.mark.parametrize("command", ["serve", "engine"])
+def test_enforce_eager_is_a_mode_of_graphs(command: str) -> None:
+    """Not a second setting beside it, which could say something else."""
+    flags = FLAGS if command == "serve" else ENGINE_FLAGS
+    for words in (["--enforce-eager"], ["--enforce-eager", "--cudagraph-mode", "none"]):
+        given = vars(_parser().parse_args([command, *words]))
+        config = engine_config(resolve_settings(given, {}, flags=flags))
+        assert config.device.cudagraph_mode == "none"
+    assert _served("", PENSTOCK_ENFORCE_EAGER="true") == _served("--cudagraph-mode none")
+    assert _served("--no-enforce-eager") == _served("") == EngineConfig()
+    assert llm_config("demo", {"enforce_eager": True}) == _served("--enforce-eager")
+    assert not hasattr(DeviceConfig(), "enforce_eager")
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_enforce_eager_is_refused_with_graphs(mode: str) -> None:
+    said = f"--enforce-eager means --cudagraph-mode none: .* --cudagraph-mode {mode}"
+    with pytest.raises(ConfigError, match=said):
+        _served(f"--enforce-eager --cudagraph-mode {mode}")
+    with pytest.raises(ConfigError, match=said):
+        llm_config("demo", {"enforce_eager": True, "cudagraph_mode": mode})
+    with pytest.raises(ConfigError, match="enforce_eager must be bool, not 'yes'"):
+        llm_config("demo", {"enforce_eager": "yes"})

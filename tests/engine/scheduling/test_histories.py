@@ -88,7 +88,13 @@ class History:
                 scheduling_policy="priority",
                 preemption=draw(st.sampled_from(["auto", "swap", "recompute"])),
                 speculative_config=draw(
-                    st.sampled_from([None, {"prompt_lookup_min": 1}, {"num_speculative_tokens": 2}])
+                    st.sampled_from(
+                        [
+                            None,
+                            {"prompt_lookup_min": 1, "prompt_lookup_max": 4},
+                            {"num_speculative_tokens": 2},
+                        ]
+                    )
                 ),
             ),
             num_microbatches=draw(st.sampled_from([1, num_steps])),

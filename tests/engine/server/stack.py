@@ -94,6 +94,7 @@ class Gateway:
             self.socket = address
         self._frames = FrameReader()
         self._messages: deque[Message] = deque()
+        self.num_bytes = 0  # received
 
     def send(self, message: Message) -> None:
         self.socket.sendall(framed(encode(message)))
@@ -111,6 +112,7 @@ class Gateway:
             data = self.socket.recv(1 << 16)
             if not data:
                 raise EOFError
+            self.num_bytes += len(data)
             self._messages += map(decode, self._frames.feed(data))
 
     def hello(self) -> EngineInfo:
@@ -164,11 +166,13 @@ class Engine:
         self.address = address
         sizes = {"num_blocks": info.num_blocks, "block_size": info.block_size}
         self.blocks = BlockManager(**sizes)
-        scheduler = Scheduler(
+        self.scheduler = Scheduler(
             SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=info.max_model_len
         )
         self.device = Device(**sizes)
-        self.server = EngineServer(EngineCore(scheduler, self.device), info, address, **options)
+        self.server = EngineServer(
+            EngineCore(self.scheduler, self.device), info, address, **options
+        )
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
 
@@ -194,7 +198,7 @@ class Engine:
 
     def wait_for_mail(self, num_messages: int = 1) -> None:
         """Until so many have reached it that it will see after the step it holds."""
-        wait_until(lambda: self.server._transport._inbox.qsize() >= num_messages)
+        wait_until(lambda: self.server.transport.num_unread >= num_messages)
 
     def wait_for_step(self, number: int) -> None:
         """Until it holds that one."""

@@ -69,7 +69,7 @@ def test_a_lower_or_equal_epoch_is_refused_as_superseded(
     if not is_same_gateway:  # else its outputs were read with the refusal
         assert owner.finish("r@2~1")[0] == expected_output([1], 50)
     engine.wait_for_idle_blocks()
-    assert engine.server._core.scheduler.counters.num_refused == 0
+    assert engine.scheduler.counters.num_refused == 0
 
 
 def test_who_lost_its_connection_goes_on_at_once(engine: Engine, connect: Connect) -> None:
@@ -148,5 +148,4 @@ def test_a_name_is_free_once_its_request_has_ended(engine: Engine, connect: Conn
     first.submit("r", (1,), 3, name="r", epoch=(1, 0))
     assert first.finish("r")[0] == expected_output([1], 3)
     engine.wait_for_idle_blocks()
-    assert not engine.server._owners
-    assert not engine.server._request_ids
+    assert not engine.server.request_ids

@@ -46,8 +46,7 @@ def test_a_branch_that_is_aborted_while_it_is_compiled(engine: Engine, connect: 
     other.finish("plain")
     engine.device.grammars.may_compile.set()
     assert gateway.finish("two")[0] == expected_output([1], 30)
-    wait_until(lambda: not engine.server._owners)
-    assert not engine.server._left_branches
+    wait_until(lambda: not engine.server.request_ids)
 
 
 def test_who_leaves_while_it_is_compiled_never_runs(engine: Engine, connect: Connect) -> None:
@@ -60,7 +59,7 @@ def test_who_leaves_while_it_is_compiled_never_runs(engine: Engine, connect: Con
     gateway.submit("old", (3,), 30, regex="c", name="response")
     gateway.submit("new", (4,), 30, regex="d", name="response", epoch=(2, 0))
     assert gateway.finish("old")[1].is_superseded
-    wait_until(lambda: set(engine.server._owners) == {"new"})
+    wait_until(lambda: engine.server.request_ids == {"new"})
     engine.device.grammars.may_compile.set()
     assert gateway.finish("new")[0] == expected_output([4], 30)
     first_tokens = [

@@ -63,8 +63,8 @@ def _dial(port: Port, context: ssl.SSLContext) -> ssl.SSLSocket:
 
 
 def _nobody_is_in(engine: Engine) -> bool:
-    transport = engine.server._transport
-    return not transport._gateways and not transport._handshakes and transport._inbox.empty()
+    transport = engine.server.transport
+    return not transport.num_connections and not transport.num_unread
 
 
 def test_a_gateway_of_ours_is_served(remote: tuple[Engine, Port], files: TlsFiles) -> None:
@@ -205,7 +205,7 @@ async def test_a_gateway_tells_nothing_to_a_wrong_engine(
             await EngineSocket.connect(
                 address, lambda _: None, tls=Tls(partial(gateway_context, files))
             )
-        assert engine.server._transport._inbox.empty()
+        assert not engine.server.transport.num_unread
 
 
 def test_replaced_certificates_are_those_of_the_next_connections(

@@ -12,7 +12,11 @@ SIZE = 3
 
 def drafter(token_ids: list[int], prediction: list[int] | None = None) -> NgramDrafter:
     return NgramDrafter(
-        token_ids, num_prompt_tokens=len(token_ids), size=SIZE, prediction=prediction or []
+        token_ids,
+        num_prompt_tokens=len(token_ids),
+        min_size=SIZE,
+        max_size=SIZE,
+        prediction=prediction or [],
     )
 
 
@@ -68,7 +72,8 @@ def test_a_sibling_comes_after_the_prediction():
     found = NgramDrafter(
         token_ids,
         num_prompt_tokens=2,
-        size=SIZE,
+        min_size=SIZE,
+        max_size=SIZE,
         prediction=[10, 11, 12, 13, 14, 15],
         sibling=[20, 21, 22, 23, 10, 11, 12, 99, 24],
     )
@@ -82,9 +87,42 @@ def test_a_sibling_comes_after_the_prediction():
 
 
 def test_a_sibling_is_followed_from_its_beginning():
-    found = NgramDrafter([1, 2], num_prompt_tokens=2, size=SIZE, sibling=[20, 21])
+    found = NgramDrafter(
+        [1, 2], num_prompt_tokens=2, min_size=SIZE, max_size=SIZE, sibling=[20, 21]
+    )
     assert found.propose(3) == (20, 21)
     assert not found.is_predicted
+
+
+def test_the_longest_occurrence_counts_in_every_text():
+    text = [7, 1, 2, 3, 40, 8, 1, 2, 3, 50, 1, 2, 3, 60]
+
+    def drafts(max_size: int, **texts: list[int]) -> tuple[int, ...]:
+        own = [] if texts else text
+        found = NgramDrafter(
+            token_ids := [*own, 9], num_prompt_tokens=0, min_size=2, max_size=max_size, **texts
+        )
+        token_ids += [7, 1, 2, 3]
+        return found.propose(1)
+
+    for texts in ({}, {"prediction": text}, {"sibling": text}):
+        assert drafts(4, **texts) == drafts(16, **texts) == (40,)
+    assert drafts(3) == (60,)  # the latest
+    assert drafts(3, prediction=text) == (40,)  # the first after where it was left
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 4), st.integers(0, 4))
+def test_no_longer_occurrence_is_missed(token_ids: list[int], min_size: int, more: int):
+    max_size = min_size + more
+    found = NgramDrafter(token_ids, num_prompt_tokens=0, min_size=min_size, max_size=max_size)
+    drafts = found.propose(1)
+    for size in range(max_size, min_size - 1, -1):
+        newest, ends = token_ids[-size:], range(size, len(token_ids))
+        places = [end for end in ends if token_ids[end - size : end] == newest]
+        if places:
+            assert drafts == (token_ids[places[-1]],)
+            return
+    assert drafts == ()
 
 
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(1, 5), max_size=20))

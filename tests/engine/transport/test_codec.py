@@ -53,7 +53,6 @@ def test_every_message_survives_the_wire() -> None:
         output_token_ids=(3,),
         sampling_params=params,
         arrival_s=1.25,
-        deadline_s=None,
         tenant="t",
         prediction_token_ids=(5, 6),
         adapter=Adapter(name="a", path="/a", digest="d"),
@@ -119,7 +118,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (17, "bab9703ccb9218eb")
+    assert (PROTOCOL_VERSION, digest) == (18, "d7ce78d7fd56cb99")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

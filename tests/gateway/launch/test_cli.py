@@ -275,7 +275,7 @@ def error_line(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (("serve", "--max-num-seqs", "99999999999"), "a whole number from 1 to 1000000"),
         (("serve", "--num-threads", "100000"), "--num-threads must be a whole number from 1 to"),
         (("serve", "a", "b"), "unexpected argument 'b'"),
-        ((), "penstock: error: give a command: serve, chat or bench"),
+        ((), "penstock: error: give a command: serve, engine, status, chat, models or bench"),
         (("chat", "--base-ulr=x"), "unknown option --base-ulr (did you mean --base-url?)"),
         (("--versoin",), "penstock: error: "),
         (
