@@ -494,8 +494,8 @@ def echo_of(value: Any) -> Any:
 def check_thinking(thinks: bool | None, effort: Effort | None, param: str) -> None:
     """
     Raises:
-        RequestRefusedError: `enable_thinking` says otherwise than the effort. An effort beside false
-            is none: clients send a default one with every request.
+        RequestRefusedError: there is to be thinking, with the effort `none`. No thinking with some
+            effort is no thinking: clients send a default effort with every request.
     """
     if thinks and effort == "none":
         raise RequestRefusedError(

@@ -182,7 +182,8 @@ def test_how_to_think_reaches_the_template(
 def test_no_thinking_whatever_the_effort() -> None:
     asked = parsed(ChatRequest, reasoning_effort="low", thinking={"type": "disabled"})
     assert asked.template_kwargs == {
-        **{"enable_thinking": False, "thinking": False},
+        "enable_thinking": False,
+        "thinking": False,
         "reasoning_effort": "low",
     }
 
