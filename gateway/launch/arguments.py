@@ -15,7 +15,7 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 _MESSAGES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     # What argparse says, as against what it should say.
     (
-        re.compile(r"argument (?:COMMAND|BENCH): invalid choice: '([^']*)' \(choose from (.*)\)"),
+        re.compile(r"argument BENCH: invalid choice: '([^']*)' \(choose from (.*)\)"),
         lambda said: (
             f"unknown command {said[1]!r}{nearest(said[1], re.findall(r'[a-z]+', said[2]))}"
         ),
@@ -84,8 +84,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = " ".join(message.split())
-        if text.endswith("required: COMMAND"):
-            text = "give a command: serve, chat or bench"
         for pattern, say in _MESSAGES:
             if said := pattern.fullmatch(text):
                 text = say(said)
