@@ -70,7 +70,7 @@ gpu-bench: ## with a GPU: its figures
 	PYTHONPATH=.namespace python3 -m penstock.load.gpu $(ARGS)
 
 clean: ## remove .venv and what builds left
-	rm -rf $(VENV) build dist *.egg-info .namespace/*.egg-info
+	rm -rf $(VENV) build dist *.egg-info clients/python/*.egg-info
 
 # Debian packages ensurepip apart from python3: without it, the system's pip installs pip here.
 $(BIN)/python:
@@ -81,9 +81,12 @@ $(BIN)/python:
 	  $(PYTHON) -m pip --python $(BIN)/python install -q pip; } || { rm -rf $(VENV); \
 	  echo "cannot make a virtual environment: install python3-venv or pip"; exit 1; }
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+# Once, the script `penstock` was of penstock-llm: replacing one of then removes it.
+$(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing penstock into $(VENV) (a few minutes the first time) ..."
+	@$(call pip_install,clients/python)
 	@$(call pip_install,.[bench])
+	@test -e $(BIN)/penstock || $(call pip_install,clients/python)
 	@$(has_compiler) || { \
 	  echo "installing a C compiler, since there is none (the ziglang package, 440 MB) ..."; \
 	  ($(call pip_install,.[compiler])) >/dev/null || \

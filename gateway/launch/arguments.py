@@ -15,7 +15,7 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 _MESSAGES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     # What argparse says, as against what it should say.
     (
-        re.compile(r"argument (?:COMMAND|BENCH): invalid choice: '([^']*)' \(choose from (.*)\)"),
+        re.compile(r"argument BENCH: invalid choice: '([^']*)' \(choose from (.*)\)"),
         lambda said: (
             f"unknown command {said[1]!r}{nearest(said[1], re.findall(r'[a-z]+', said[2]))}"
         ),
@@ -84,9 +84,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = " ".join(message.split())
-        if text.endswith("required: COMMAND"):
-            *names, last = self._commands()
-            text = f"give a command: {', '.join(names)} or {last}"
         for pattern, say in _MESSAGES:
             if said := pattern.fullmatch(text):
                 text = say(said)
@@ -94,11 +91,6 @@ class OneLineParser(argparse.ArgumentParser):
         if len(text) > _MAX_CHARS:
             text = f"{text[:_MAX_CHARS]} …"
         self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
-
-    def _commands(self) -> list[str]:
-        """Those that there are, in the order of the help."""
-        found = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
-        return [name for action in found for name in action.choices]
 
     def _names(self) -> list[str]:
         return [name for name in self._option_string_actions if name.startswith("--")]

@@ -1,4 +1,5 @@
-"""The command line: `penstock serve`, `engine`, `status`, `chat`, `models` and `bench`.
+"""The commands of the server: `penstock serve`, `engine`, `status`, `models` and `bench`, which the
+script `penstock` of penstock-client runs.
 
 Every option of `serve` is also an environment variable (`--max-model-len` is
 `PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`),
@@ -33,7 +34,6 @@ from penstock.engine.config import (
     without_enforce_eager,
 )
 from penstock.engine.errors import ConfigError
-from penstock.gateway import installed_version
 from penstock.gateway.config import is_any
 from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
@@ -63,21 +63,13 @@ def _key(option: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `penstock` command; its exit code."""
+    """A command with its options; its exit code."""
     parsed = _parser().parse_args(arguments)
     try:
         return int(parsed.run(parsed))
     except ConfigError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
-
-
-class _Version(argparse.Action):
-    """Prints the version and ends the command."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"penstock {installed_version()}")
-        parser.exit()
 
 
 class _Extend(argparse.Action):
@@ -105,12 +97,10 @@ class _Note(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="penstock", description="An LLM serving system.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser = OneLineParser(prog="penstock")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
-        help="start a server",
         usage="%(prog)s [MODEL] [OPTION ...]",
         description="Start gateway and engine on this machine.",
         epilog="Each option is also an environment variable (--max-model-len: "
@@ -139,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     engine = commands.add_parser(
         "engine",
-        help="start an engine for gateways on other machines",
         usage="%(prog)s [MODEL] [OPTION ...]",
         description="Start an engine for gateways on other machines (penstock serve --discover).",
         argument_default=argparse.SUPPRESS,
@@ -151,25 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         for flag in flags:
             _add_flag(group, flag)
     engine.set_defaults(run=_engine)
-    status = commands.add_parser("status", help="show a server's engines")
+    status = commands.add_parser("status", description="Show a server's engines.")
     status.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000",
                         help="default: %(default)s")  # fmt: skip
     status.set_defaults(run=_status)
-    chat = commands.add_parser("chat", help="chat with a server in the terminal")
-    chat.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000",
-                      help="default: %(default)s")  # fmt: skip
-    chat.add_argument("--api-key", metavar="TEXT", help="default: the first in PENSTOCK_API_KEY")
-    chat.add_argument("--model", metavar="NAME", help="default: the server's first")
-    chat.add_argument(
-        "--tools",
-        action="store_true",
-        help="let the model call a calculator, a clock and a note keeper",
-    )
-    chat.add_argument("--think", action="store_true", help="ask it to think before it answers")
-    chat.set_defaults(run=_chat)
     models = commands.add_parser(
         "models",
-        help="say whether and how a model would run here",
         description="Say whether a model would run natively or through transformers, the memory "
         "it needs, and what of it fits here. Nothing is loaded; of a model on the Hub only small "
         "files are fetched.",
@@ -180,8 +156,8 @@ def _parser() -> argparse.ArgumentParser:
         if flag.key in _MODEL_FLAGS:
             _add_flag(models, flag)
     models.set_defaults(run=_models)
-    text = "measure parts of penstock on this machine"
-    add_benches(commands.add_parser("bench", help=text, description=f"{text.capitalize()}."))
+    text = "Measure parts of penstock on this machine."
+    add_benches(commands.add_parser("bench", description=text))
     return parser
 
 
@@ -509,16 +485,3 @@ def _models(parsed: argparse.Namespace) -> int:
     }
     command = [sys.executable, "-m", "penstock.engine.model_summary", json.dumps(settings)]
     return subprocess.run(command, check=False).returncode  # noqa: S603
-
-
-def _chat(parsed: argparse.Namespace) -> int:
-    from penstock.clients.python import terminal_chat
-
-    key = parsed.api_key or os.environ.get("PENSTOCK_API_KEY", "").split(",")[0].strip() or None
-    return terminal_chat.run(
-        parsed.base_url,
-        api_key=key,
-        model=parsed.model,
-        has_tools=parsed.tools,
-        thinks=parsed.think,
-    )

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "clients" / "examples"
 _PATIENCE_MS = 60_000
 RUN_BY_A_TEST = {
     "openai_python.py", "openai_node.mjs", "ai_sdk.mjs", "langchain_python.py",
-    "penstock_python.py", "curl.sh", "page.html", "codex.toml",
+    "penstock_python.py", "penstock_blocking.py", "curl.sh", "page.html", "codex.toml",
 }  # fmt: skip
 
 
@@ -58,6 +58,12 @@ def test_penstock_python(demo_server: Served) -> None:
     lines = told.splitlines()
     assert lines[0] == "What is paged attention?"
     assert "block" in lines[1]
+
+
+def test_penstock_blocking(demo_server: Served) -> None:
+    told = output([sys.executable, str(EXAMPLES / "penstock_blocking.py")], demo_server)
+    assert "block" in told.splitlines()[0]
+    assert told.splitlines()[1]
 
 
 @pytest.mark.node

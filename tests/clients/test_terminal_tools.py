@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
+from penstock.clients.command_line import main
 from penstock.clients.python.responses_socket import ResponsesSocket
 from penstock.clients.python.terminal_tools import calculator, local_tools
-from penstock.gateway.launch.cli import main
 
 from ..system.processes import Served
 from .terminal import COLOURS, CTRL_D, Piped, Terminal

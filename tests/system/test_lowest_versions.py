@@ -1,12 +1,13 @@
-"""The lowest versions that pyproject.toml allows of what the gateway imports: a server starts with
-them and answers over every transport. torch, transformers and what belongs to them are left out:
-they are a gigabyte, and the machine with a GPU has older ones than this."""
+"""The lowest versions that pyproject.toml allows of what the gateway imports, and its client's: a
+server starts with them and answers over every transport. torch, transformers and what belongs to
+them are left out: they are a gigabyte, and the machine with a GPU has older ones than this."""
 
 from __future__ import annotations
 
 import json
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,8 @@ from ..redis_server import RedisServer
 from ..support.fetched import python_packages
 from .processes import END_S, serve
 
-_PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+_ROOT = Path(__file__).parents[2]
+_PYPROJECTS = (_ROOT / "pyproject.toml", _ROOT / "clients" / "python" / "pyproject.toml")
 _OF_THE_ENGINE = {
     "huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers", "triton",
 }  # fmt: skip
@@ -26,7 +28,8 @@ _OF_THE_ENGINE = {
 
 def _lowest() -> list[str]:
     """As pip takes them: `redis[hiredis]==8.1`."""
-    lines = tomllib.loads(_PYPROJECT.read_text())["project"]["dependencies"]
+    declared = [tomllib.loads(path.read_text())["project"]["dependencies"] for path in _PYPROJECTS]
+    lines = sorted({line for line in chain(*declared) if not line.startswith("penstock-client")})
     found = [re.match(r"([\w.-]+)(\[\w+\])?>=([\d.]+)", line) for line in lines]
     assert all(found), "a package without a lowest version"
     return [
