@@ -124,7 +124,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         text = " ".join(message.split())
         if text.endswith("required: COMMAND"):
-            text = "give a command: serve, chat or bench"
+            *names, last = COMMANDS
+            text = f"give a command: {', '.join(names)} or {last}"
         elif wrong := re.match(r"argument COMMAND: invalid choice: '([^']*)'", text):
             text = f"unknown command {wrong[1]!r}{_nearest(wrong[1], COMMANDS)}"
         elif wrong := re.fullmatch(r"argument (\S+): ignored explicit argument (.*)", text):
