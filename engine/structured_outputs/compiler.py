@@ -157,7 +157,7 @@ class GrammarCompiler:
 
     def _refusal(self, grammar: StructuredOutputs, message: str) -> InvalidRequestError:
         reason = _reason_of(message)
-        if grammar.kind == "lark":
+        if grammar.kind == "lark" and "%json" not in grammar.text:  # tools' grammars have it
             reason = f"{reason}; {FORMS}"
         if grammar.kind != "json_schema":
             return InvalidRequestError(reason, param="")
