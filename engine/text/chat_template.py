@@ -155,8 +155,8 @@ class ChatTemplate:
         return cls(*TemplateFiles.read(path))
 
     def check(self) -> None:
-        """Render a sample message; all but the default template with tools and documents. A template
-        may refuse it, but must not crash.
+        """Render a sample message; all but the default template with tools and documents, too. A
+        template may refuse it, but must not crash.
 
         Raises:
             ModelLoadError: it crashes.
