@@ -35,6 +35,7 @@ from .errors import (
 from .event_stream import EventStream
 from .events import ResponseEvent
 from .images import data_url
+from .objects import Response
 from .operation import AsyncRunner
 from .parameters import Messages
 from .retries import RetryPolicy
@@ -114,6 +115,26 @@ def choose_model(offered: list[str], wanted: str | None) -> str:
     return wanted
 
 
+def ending(response: Response, context_len: int | None) -> str:
+    """How an answer ended that did not end by itself; empty if it did.
+
+    Args:
+        context_len: of the model, in tokens; None if the server does not say.
+    """
+    if response["status"] == "cancelled":
+        return "stopped"
+    if response["status"] != "incomplete":
+        return ""
+    details, usage = response["incomplete_details"], response["usage"]
+    reason = details["reason"] if details else "for no reason"
+    if reason != "max_output_tokens":
+        return f"cut short ({reason})"
+    if usage and context_len is not None and usage["total_tokens"] >= context_len:
+        full = f"the context of {context_len} tokens is full"
+        return f"cut short: {full}; /new starts a new conversation"
+    return "cut short: the answer reached its length limit"
+
+
 class TerminalChat:
     """The conversation."""
 
@@ -135,6 +156,7 @@ class TerminalChat:
         self._screen = screen
         self._loop = loop
         self._model = ""
+        self._context_lens: dict[str, int | None] = {}  # by model
         self._transcript = Transcript()
         # The last question, its parent and its images.
         self._asked: tuple[str, Turn | None, tuple[str, ...]] | None = None
@@ -166,7 +188,8 @@ class TerminalChat:
             models = self._loop.start(self._client.models.list()).result()
         except AuthenticationError as error:
             raise ValueError(f"{self._client.base_url} refused (HTTP 401): {error}") from None
-        return [model["id"] for model in models["data"]]
+        self._context_lens = {each["id"]: each.get("max_model_len") for each in models["data"]}
+        return list(self._context_lens)
 
     def _obey(self, line: str) -> bool:
         """Carries out a command; false when it is time to leave."""
@@ -364,14 +387,9 @@ class TerminalChat:
         raise_if_failed(response)
         question, after, _ = self._asked
         self._transcript.add(question, self._text, response_id=response["id"], parent=after)
-        notes = []
-        if response["status"] == "cancelled":
-            notes = ["stopped"]
-        elif response["status"] == "incomplete":
-            details = response["incomplete_details"]
-            notes = [f"cut short ({details['reason'] if details else 'for no reason'})"]
+        note = ending(response, self._context_lens.get(self._model))
         num_tokens = response["usage"]["output_tokens"] if response["usage"] else 0
-        self._screen.say(" · ".join([*notes, timing.summary(num_tokens)]))
+        self._screen.say(" · ".join(filter(None, (note, timing.summary(num_tokens)))))
 
     def _fail(self, error: PenstockError) -> None:
         self._num_failed += 1

@@ -9,11 +9,12 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.clients import RetryPolicy
-from penstock.clients.python.terminal_chat import choose_model
+from penstock.clients.python.terminal_chat import choose_model, ending
 
 from ..system.processes import NUM_CONTEXT_TOKENS, Served
 from .cutting_proxy import CuttingProxy
@@ -102,10 +103,31 @@ def test_a_full_context(demo_server: Served) -> None:
     done = Piped([TOLD, full, "/new", full, TOLD], demo_server.base_url)
     assert done.output.count("Orlan") == 2
     first, second = done.complaints.splitlines()
-    context = f"the model's context of {NUM_CONTEXT_TOKENS} tokens"
-    assert first.endswith(f"{context}; /new starts a new conversation")
-    assert second.endswith(context)
+    context = f"maximum context length is {NUM_CONTEXT_TOKENS} tokens"
+    assert context in first
+    assert first.endswith("; /new starts a new conversation")
+    assert context in second
+    assert not second.endswith("; /new starts a new conversation")
     assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "num_tokens", "said"),
+    [
+        ("completed", None, 9, ""),
+        ("cancelled", None, 9, "stopped"),
+        ("incomplete", "max_output_tokens", 8, "cut short: the answer reached its length limit"),
+        ("incomplete", "max_output_tokens", 9, "cut short: the context of 9 tokens is full; /new"),
+        ("incomplete", "grammar", 9, "cut short (grammar)"),
+        ("incomplete", None, 9, "cut short (for no reason)"),
+    ],
+)
+def test_how_an_answer_ends(status: str, reason: str | None, num_tokens: int, said: str) -> None:
+    details = None if reason is None else {"reason": reason}
+    usage = {"total_tokens": num_tokens}
+    response: Any = {"status": status, "incomplete_details": details, "usage": usage}
+    assert ending(response, 9).startswith(said)
+    assert bool(ending(response, None)) == bool(said)
 
 
 def test_no_server() -> None:
