@@ -207,9 +207,13 @@ def read_generation_defaults(
     generation = ConfigFields(read_json(file) if has_own else {}, path=file)
     given = _given_defaults(overrides or {})
     sampling = {**_sampling_of(generation), **_sampling_of(given)}
+    try:  # now, instead of at every request
+        SamplingParams(**_sampling_of(given))
+    except InvalidRequestError as error:
+        raise ConfigError(f"--override-generation-config: {error}") from error
     try:
         SamplingParams(**sampling)
-    except InvalidRequestError as error:  # now, instead of at every request
+    except InvalidRequestError as error:
         raise ModelLoadError(f"{file}: {error}; --generation-config none ignores it") from error
     num_tokens = config.integer("vocab_size", MAX_INTEGER)
     for fields in (generation, config):

@@ -115,6 +115,26 @@ def choose_model(offered: list[str], wanted: str | None) -> str:
     return wanted
 
 
+def ending(response: Response, context_len: int | None) -> str:
+    """How an answer ended that did not end by itself; empty if it did.
+
+    Args:
+        context_len: of the model, in tokens; None if the server does not say.
+    """
+    if response["status"] == "cancelled":
+        return "stopped"
+    if response["status"] != "incomplete":
+        return ""
+    details, usage = response["incomplete_details"], response["usage"]
+    reason = details["reason"] if details else "for no reason"
+    if reason != "max_output_tokens":
+        return f"cut short ({reason})"
+    if usage and context_len is not None and usage["total_tokens"] >= context_len:
+        full = f"the context of {context_len} tokens is full"
+        return f"cut short: {full}; /new starts a new conversation"
+    return "cut short: the answer reached its length limit"
+
+
 class TerminalChat:
     """The conversation."""
 
@@ -136,7 +156,7 @@ class TerminalChat:
         self._screen = screen
         self._loop = loop
         self._model = ""
-        self._max_model_lens: dict[str, int] = {}  # by model
+        self._context_lens: dict[str, int | None] = {}  # by model
         self._transcript = Transcript()
         # The last question, its parent and its images.
         self._asked: tuple[str, Turn | None, tuple[str, ...]] | None = None
@@ -168,8 +188,8 @@ class TerminalChat:
             models = self._loop.start(self._client.models.list()).result()
         except AuthenticationError as error:
             raise ValueError(f"{self._client.base_url} refused (HTTP 401): {error}") from None
-        self._max_model_lens = {model["id"]: model["max_model_len"] for model in models["data"]}
-        return list(self._max_model_lens)
+        self._context_lens = {each["id"]: each.get("max_model_len") for each in models["data"]}
+        return list(self._context_lens)
 
     def _obey(self, line: str) -> bool:
         """Carries out a command; false when it is time to leave."""
@@ -367,21 +387,9 @@ class TerminalChat:
         raise_if_failed(response)
         question, after, _ = self._asked
         self._transcript.add(question, self._text, response_id=response["id"], parent=after)
-        notes = []
-        if response["status"] == "cancelled":
-            notes = ["stopped"]
-        elif response["status"] == "incomplete":
-            notes = [self._why_cut(response)]
+        note = ending(response, self._context_lens.get(self._model))
         num_tokens = response["usage"]["output_tokens"] if response["usage"] else 0
-        self._screen.say(" · ".join([*notes, timing.summary(num_tokens)]))
-
-    def _why_cut(self, response: Response) -> str:
-        usage, details = response["usage"], response["incomplete_details"]
-        reason = details["reason"] if details else "for no reason"
-        limit = self._max_model_lens.get(self._model)
-        if reason == "max_output_tokens" and usage and usage["total_tokens"] == limit:
-            return f"the model's context of {limit} tokens is full; /new starts a new conversation"
-        return f"cut short ({reason})"
+        self._screen.say(" · ".join(filter(None, (note, timing.summary(num_tokens)))))
 
     def _fail(self, error: PenstockError) -> None:
         self._num_failed += 1

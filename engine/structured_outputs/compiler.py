@@ -118,13 +118,15 @@ class GrammarCompiler:
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:
-            text = _without_special_texts(self._file.read_text(encoding="utf-8"))
+            text = self._file.read_text(encoding="utf-8")
+            text = _without_special_texts(text, vocab_size=self.vocab_size)
             ends = list(self.eos_token_ids)
             tokenizer: LLTokenizer = self._library.LLTokenizer(
                 text, n_vocab=self.vocab_size, eos_token=ends or None
             )
         except Exception as error:
-            raise ModelLoadError(f"cannot use {self._file} for grammars: {error}") from error
+            reason = getattr(error, "strerror", None) or error  # without a path: it may be a copy
+            raise ModelLoadError(f"its tokens cannot be used for grammars: {reason}") from error
         return tokenizer
 
     def _compile(self, grammar: StructuredOutputs) -> LLMatcher:
@@ -157,7 +159,7 @@ class GrammarCompiler:
 
     def _refusal(self, grammar: StructuredOutputs, message: str) -> InvalidRequestError:
         reason = _reason_of(message)
-        if grammar.kind == "lark":
+        if grammar.kind == "lark" and "%json" not in grammar.text:  # tools' grammars have it
             reason = f"{reason}; {FORMS}"
         if grammar.kind != "json_schema":
             return InvalidRequestError(reason, param="")
@@ -179,16 +181,19 @@ class GrammarCompiler:
         return ""
 
 
-def _without_special_texts(tokenizer: str) -> str:
+def _without_special_texts(tokenizer: str, *, vocab_size: int) -> str:
     """The file of a tokenizer whose special tokens have names that nobody writes. Otherwise a text
-    such as `<|end|>` in a grammar would be that token, which is no text."""
+    such as `<|end|>` in a grammar would be that token, which is no text. Tokens that were added
+    beyond the model's vocabulary are left out: there are no logits of them."""
     made = json.loads(tokenizer)
+    added = [token for token in made.get("added_tokens", ()) if token["id"] < vocab_size]
+    made["added_tokens"] = added
     names = {
         token["content"]: f"\ufdd0{token['id']}\ufdd0"
-        for token in made.get("added_tokens", ())
+        for token in added
         if token["special"] or _looks_special(token["content"])
     }
-    for token in made.get("added_tokens", ()):
+    for token in added:
         token["special"] = token["content"] in names
         token["content"] = names.get(token["content"], token["content"])
     vocabulary = made["model"].get("vocab")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.structured_outputs.look_around import look_around_in
 from penstock.engine.structured_outputs.patterns import repetition_fault
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -262,9 +263,9 @@ def _reference_fault(value: Any) -> str | None:
 def _pattern_fault(value: Any) -> str | None:
     if not isinstance(value, str):
         return "must be a text"
-    for lookaround in ("(?=", "(?!", "(?<=", "(?<!"):
-        if lookaround in value:
-            return f"uses {lookaround!r}, which is not supported{_NOT_STRICT}"
+    mark = look_around_in(value)
+    if mark is not None:
+        return f"uses '{mark}', which is not supported{_NOT_STRICT}"
     if _NESTED_CLASS.search(value):
         return "has a '[', '&&', '--' or '~~' within a class; write it with a backslash"
     return repetition_fault(value)

@@ -40,6 +40,20 @@ from penstock.engine.json_file import ADDITIONAL_TEMPLATES, is_present, read_jso
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _SAMPLE = ({"role": "user", "content": "Hello!"},)
+_SAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": ""}},
+            "required": ["x"],
+        },
+    },
+}
+# What templates besides the default one are for: Command R's `rag` crashes without documents.
+_SAMPLE_USES = {"tools": [_SAMPLE_TOOL], "documents": [{"title": "Title", "text": "Text"}]}
 _MAX_REASON_CHARS = 200
 _DEFAULT = "default"
 MAX_CPU_S = 2.0  # for one rendering; ordinary ones take milliseconds
@@ -141,7 +155,8 @@ class ChatTemplate:
         return cls(*TemplateFiles.read(path))
 
     def check(self) -> None:
-        """Render a sample message. A template may refuse it, but must not crash.
+        """Render a sample message; all but the default template with tools and documents, too. A
+        template may refuse it, but must not crash.
 
         Raises:
             ModelLoadError: it crashes.
@@ -151,7 +166,8 @@ class ChatTemplate:
 
     def _check(self, source: str) -> None:
         try:
-            text = self.render(_SAMPLE, template=source)
+            uses = None if source == self.source else _SAMPLE_USES
+            text = self.render(_SAMPLE, template=source, kwargs=uses)
             if not _is_unicode(text):
                 raise self._fault("produces invalid Unicode")
         except SlowTemplateError as error:

@@ -125,6 +125,8 @@ class AdapterRegistry:
                         param="model",
                     )
                 return name
+            if self.known(name) is not None:  # of other callers: not one of any names
+                raise self._model.not_found(name, tuple(self.of(caller)))
         return self._model.require(name, task, others=tuple(self.of(caller)))
 
     async def load(self, adapter: Adapter) -> None:

@@ -124,7 +124,7 @@ def _given_template(given: str, own: TemplateFiles) -> TemplateFiles:
         return TemplateFiles(read_text(file), own.special_tokens, file)
     if not any(character in given for character in "{}\n"):
         raise ConfigError(f"--chat-template: there is no file {given!r}, and it is no template")
-    return TemplateFiles(given, own.special_tokens)
+    return TemplateFiles(given, own.special_tokens, Path("--chat-template"))
 
 
 def _seeds(config: GatewayConfig) -> random.Random | None:

@@ -17,7 +17,7 @@ from penstock.gateway.errors import RequestRefusedError
 
 _TEXT, _IMAGE = "text", "image"
 _PLAIN_FIELDS = frozenset({"type", "text"})
-_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+_THOUGHTS = ("thinking", "think", "reasoning", "redacted_thinking")
 _MAX_SAMPLE_S = 0.05
 _MAX_KNOWN = 256  # roles and shapes of parts
 Message = Mapping[str, Any]
@@ -28,7 +28,7 @@ def thought_of(part: Message) -> str:
     """The text of a part that is a thought; empty if it is none, or has none that can be read."""
     if part.get("type") not in _THOUGHTS:
         return ""
-    for field in ("thinking", "reasoning", "text"):
+    for field in ("thinking", "think", "reasoning", "text"):
         thought = part.get(field)
         if isinstance(thought, list):  # Mistral's: text parts
             texts = [each.get("text") for each in thought if isinstance(each, dict)]

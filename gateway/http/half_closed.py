@@ -4,7 +4,8 @@ A client may end its side after its request (`shutdown(SHUT_WR)`) and read the a
 gone (`close`) sends the same FIN. They differ in what comes back for the next byte: the kernel of a
 client that is gone answers RST, which ends the connection. So a byte is sent that says nothing:
 
-    before the answer          100 Continue (RFC 9110 §15.2: a client reads over it)
+    before the answer          100 Continue (RFC 9110 §15.2: a client reads over it), if the answer
+                               does not begin soon
     within a chunked answer    0, the first digit of the next chunk's size (RFC 9112 §7.1)
 
 No event loop polls a socket whose input has ended. Its RST is found by an epoll of our own, which
@@ -21,6 +22,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+PROBE_AFTER_S = 0.5
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 

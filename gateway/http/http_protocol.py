@@ -38,7 +38,12 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from penstock.gateway.errors import Failure, refusal
-from penstock.gateway.http.half_closed import Hangups, can_outlive_input, send_nothing
+from penstock.gateway.http.half_closed import (
+    PROBE_AFTER_S,
+    Hangups,
+    can_outlive_input,
+    send_nothing,
+)
 from penstock.gateway.http.raw_writer import offer_raw_writer
 from penstock.gateway.wake_ups import WRITES
 
@@ -133,8 +138,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.keep_alive = False  # the latest request's
         self._forget_hangup = Hangups.watch(self.loop, self.transport, self.transport.abort)
-        send_nothing(self.transport, cycle)
+        if cycle.response_started:
+            send_nothing(self.transport, cycle)
+        else:  # most answers begin soon, and scripts take the first line for the status
+            self.loop.call_later(PROBE_AFTER_S, self._probe, cycle)
         return True
+
+    def _probe(self, cycle: RequestResponseCycle) -> None:
+        """Find out whether the client of an answer that has not begun is gone."""
+        is_waiting = cycle is self._running and not cycle.response_started
+        if is_waiting and not self.transport.is_closing():
+            send_nothing(self.transport, cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._forget_hangup is not None:

@@ -48,6 +48,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.object_options: frozenset[str] = frozenset()  # whose value is a JSON object
+        self.options_elsewhere: frozenset[str] = frozenset()  # of vLLM, and not here
         # Otherwise vLLM's `--model X` would be `--model-impl X`.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
@@ -58,7 +59,10 @@ class OneLineParser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(self._joined(given), namespace)
         options = [text.partition("=")[0] for text in unknown if text.startswith("-")]
         if options:
-            self.error(f"unknown option {options[0]}{nearest(options[0], self._names())}")
+            is_elsewhere = options[0].partition(".")[0] in self.options_elsewhere
+            why = " (vLLM's; this server has nothing like it)"
+            hint = why if is_elsewhere else nearest(options[0], self._names())
+            self.error(f"unknown option {options[0]}{hint}")
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
         return parsed, unknown
@@ -70,7 +74,7 @@ class OneLineParser(argparse.ArgumentParser):
         for argument in left:
             name, equals, value = argument.partition("=")
             option, *keys = name.split(".")
-            is_part = keys and name.startswith("--") and option in self.object_options
+            is_part = keys and option in self.object_options
             if not is_part:
                 rest.append(argument)
                 continue

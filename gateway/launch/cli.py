@@ -43,6 +43,7 @@ from penstock.gateway.launch.flags import (
     FLAGS,
     GROUPS,
     JSON,
+    NOT_HERE,
     TEXT,
     WITHOUT_EFFECT,
     Flag,
@@ -123,9 +124,11 @@ def _parser() -> argparse.ArgumentParser:
             _add_flag(group, flag)
     _add_without_effect(serve)
     serve.object_options = frozenset(
-        ["--structured-outputs-config", "--compilation-config", "-cc", "-O"]
+        ["--limit-mm-per-prompt"]
+        + [name for each in WITHOUT_EFFECT for name in (*each.options, *each.lists)]
         + [f"--{flag.name}" for flag in FLAGS if flag.kind is JSON]
     )
+    serve.options_elsewhere = NOT_HERE
     serve.set_defaults(run=_serve)
     engine = commands.add_parser(
         "engine",

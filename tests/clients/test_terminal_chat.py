@@ -9,13 +9,14 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.clients import RetryPolicy
-from penstock.clients.python.terminal_chat import choose_model
+from penstock.clients.python.terminal_chat import choose_model, ending
 
-from ..system.processes import NUM_CONTEXT_TOKENS, Served, serve
+from ..system.processes import NUM_CONTEXT_TOKENS, Served
 from .cutting_proxy import CuttingProxy
 from .terminal import ASKED, COLOURS, CTRL_C, CTRL_D, ENDLESS, LONG, TOLD, Piped, Terminal
 
@@ -106,19 +107,27 @@ def test_a_full_context(demo_server: Served) -> None:
     assert context in first
     assert first.endswith("; /new starts a new conversation")
     assert context in second
-    assert "/new" not in second
+    assert not second.endswith("; /new starts a new conversation")
     assert done.exit_code == 1
 
 
-def test_an_answer_that_fills_the_context(tmp_path: Path) -> None:
-    with (
-        serve("--max-model-len", "128", log=tmp_path / "log") as served,
-        Terminal(served.base_url) as terminal,
-    ):
-        terminal.read_until("/help for help")
-        terminal.say(ENDLESS)
-        end = COLOURS.sub("", terminal.read_until(" tokens\x1b[0m"))
-    assert "context of 128 tokens is full; /new starts a new conversation" in end
+@pytest.mark.parametrize(
+    ("status", "reason", "num_tokens", "said"),
+    [
+        ("completed", None, 9, ""),
+        ("cancelled", None, 9, "stopped"),
+        ("incomplete", "max_output_tokens", 8, "cut short: the answer reached its length limit"),
+        ("incomplete", "max_output_tokens", 9, "cut short: the context of 9 tokens is full; /new"),
+        ("incomplete", "grammar", 9, "cut short (grammar)"),
+        ("incomplete", None, 9, "cut short (for no reason)"),
+    ],
+)
+def test_how_an_answer_ends(status: str, reason: str | None, num_tokens: int, said: str) -> None:
+    details = None if reason is None else {"reason": reason}
+    usage = {"total_tokens": num_tokens}
+    response: Any = {"status": status, "incomplete_details": details, "usage": usage}
+    assert ending(response, 9).startswith(said)
+    assert bool(ending(response, None)) == bool(said)
 
 
 def test_no_server() -> None:

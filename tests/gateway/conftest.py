@@ -260,8 +260,8 @@ def serve(
         *, step_s: float = 0.0, info: Mapping[str, Any] | None = None, **settings: Any
     ) -> AsyncIterator[Served]:
         address = f"{tmp_path}/engine.sock"
-        settings = {"model": ModelConfig(model=str(model_path)), **settings}
-        config = GatewayConfig(engine_address=address, served_model_names=("tiny",), **settings)
+        usual = {"model": ModelConfig(model=str(model_path)), "served_model_names": ("tiny",)}
+        config = GatewayConfig(engine_address=address, **{**usual, **settings})
         script = tokenizer.encode(ANSWER)
         engine_info = msgspec.structs.replace(INFO, **(info or {}))
         fake = FakeEngine(address, script, step_s=step_s, info=engine_info)

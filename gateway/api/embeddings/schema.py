@@ -22,10 +22,12 @@ class PoolingRequest(Model):
     Attributes:
         truncate_prompt_tokens: cut off the end of a text beyond so many tokens; -1: beyond the
             model's context.
+        truncation_side: the end is what is cut off.
     """
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["right"] = "right"
     priority: int | None = None
     user: str | None = None  # without effect
 

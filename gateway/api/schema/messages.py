@@ -205,6 +205,7 @@ _ChatRole = Annotated[
 ]
 _Status = Literal["in_progress", "completed", "incomplete"]
 _CallId = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
+_OptionalCallId = Annotated[_CallId | None, BeforeValidator(lambda value: value or None)]
 _ToolName = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
 
 
@@ -251,7 +252,8 @@ class Message(Model):
         kind = value.get("type")
         if kind not in (None, "message"):
             return {"type": kind, "role": "user", "content": ""}  # so only its type is refused
-        return _given(value)
+        content = {"content": ""} if value.get("content") == [] else {}
+        return _given(value) | content
 
 
 class _Lenient(Model):
@@ -289,11 +291,20 @@ class _Custom(_Lenient):
 class ToolCall(_Lenient):
     """A call in an assistant's message."""
 
-    id: _CallId | None = None
+    id: _OptionalCallId = None
     type: Literal["function", "custom"] = "function"
     function: _Function | None = None
     custom: _Custom | None = None
     index: int | None = None  # left in by clients that collect streams
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_langchain(cls, value: Any) -> Any:
+        """Its messages' own form has name and `args` beside the id."""
+        if not isinstance(value, dict) or value.get("type") != "tool_call" or "name" not in value:
+            return value
+        function = {"name": value["name"], "arguments": value.get("args")}
+        return {"id": value.get("id"), "function": function}
 
     @model_validator(mode="after")
     def _check_kind(self) -> ToolCall:
@@ -306,6 +317,21 @@ class ToolCall(_Lenient):
             return template_call(self.id or "", self.function.name, self.function.arguments)
         assert self.custom is not None
         return template_call(self.id or "", self.custom.name, custom_arguments(self.custom.input))
+
+
+def _thoughts_of(value: Any) -> Any:
+    """Thoughts as a text: some clients keep an object with it (LobeChat), or a list of these."""
+    if isinstance(value, dict):
+        texts = (value.get(name) for name in ("content", "text", "thinking", "reasoning"))
+        return next((text for text in texts if isinstance(text, str) and text), None)
+    if isinstance(value, list):
+        texts = (
+            each if isinstance(each, str) else _thoughts_of(each)
+            for each in value
+            if isinstance(each, str | dict)
+        )
+        return "".join(text for text in texts if text)
+    return value
 
 
 _ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
@@ -323,7 +349,7 @@ class ChatMessage(Message):
     role: _ChatRole  # type: ignore[assignment]
     content: _ChatParts  # type: ignore[assignment]
     tool_calls: _ToolCalls = Field(default_factory=list)  # type: ignore[assignment]
-    tool_call_id: _CallId | None = None  # type: ignore[assignment]
+    tool_call_id: _OptionalCallId = None  # type: ignore[assignment]
     reasoning: str | None = None
     refusal: str | None = None
 
@@ -339,8 +365,12 @@ class ChatMessage(Message):
         if fields.get("role") != "assistant":
             fields.pop("reasoning", None)
             fields.pop("refusal", None)
-        elif not fields.get("reasoning"):
-            fields["reasoning"] = thought
+        else:
+            fields["reasoning"] = _thoughts_of(fields.get("reasoning")) or _thoughts_of(thought)
+            call = fields.get("function_call")
+            if isinstance(call, dict):  # the older form of one call
+                fields |= {"function_call": None}
+                fields["tool_calls"] = fields.get("tool_calls") or [{"function": call}]
         if content in (None, []):
             if fields.get("role") == "assistant":
                 fields["content"] = fields.get("refusal") or ""

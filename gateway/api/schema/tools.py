@@ -260,7 +260,7 @@ def _choice_in_shape(value: Any, *, is_flat: bool) -> Any:
     if "name" not in named:
         return value
     kind = "custom" if kind == "custom" else "function"
-    return {"type": kind, **named} if is_flat else {"type": kind, kind: named}
+    return {**named, "type": kind} if is_flat else {"type": kind, kind: named}
 
 
 class ChatChoice(_Lenient):

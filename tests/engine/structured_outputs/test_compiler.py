@@ -106,5 +106,19 @@ def test_a_model_without_a_usable_tokenizer(tmp_path: Path) -> None:
         if text is not None:
             (tmp_path / "tokenizer.json").write_text(text)
         broken = GrammarCompiler(tmp_path, vocab_size=10, eos_token_ids=(2,))
-        with pytest.raises(ModelLoadError, match=r"tokenizer\.json for grammars"):
+        with pytest.raises(
+            ModelLoadError, match="its tokens cannot be used for grammars"
+        ) as caught:
             broken.compiled(regex("a"))
+        assert str(tmp_path) not in str(caught.value)  # of a GGUF file it is a cache
+
+
+def test_tokens_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    """transformers adds `<|endoftext|>` to the tokenizers that it makes of GGUF files."""
+    made = json.loads((PATH / "tokenizer.json").read_text())
+    added = {**made["added_tokens"][0], "id": 1024, "content": "<|endoftext|>"}
+    made["added_tokens"].append(added)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    compiler = GrammarCompiler(tmp_path, vocab_size=1024, eos_token_ids=(4,))
+    [token_id] = Tokenizer.from_directory(tmp_path).encode("a", add_special_tokens=False)
+    assert compiler.matcher(regex("a")).consume_token(token_id)

@@ -181,6 +181,7 @@ _TAGGED = {
          ["-1", "9007199254740992"]),
         ({"type": "string", "format": "colour"}, ['"x"'], ["3"]),
         ({"type": "string", "pattern": "^(?!a)(?=.*b$)[a-c]+$"}, ['"cab"', '"b"'], ['"ab"', '"c"']),
+        ({"type": "string", "pattern": r"\bab\b"}, ['"ab"', '"x ab."'], ['"xab"', '"abc"']),
     ],
 )  # fmt: skip
 def test_what_is_enforced(
@@ -197,6 +198,17 @@ def test_what_is_enforced(
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         is_match = matcher.try_consume_tokens(token_ids) == len(token_ids)
         assert (is_match and matcher.is_accepting()) == (text in matching), text
+
+
+def test_a_backreference_is_left_out_unless_it_is_strict(compiler: GrammarCompiler) -> None:
+    schema = {"type": "string", "pattern": r"^(a|b)\1$"}
+    loose = structured_outputs(json_schema=schema)
+    assert loose is not None
+    compiler.matcher(loose)
+    strict = structured_outputs(json_schema=schema, strict=True)
+    assert strict is not None
+    with pytest.raises(InvalidRequestError, match=r"uses '\\1', .* without 'strict' it is dropped"):
+        compiler.matcher(strict)
 
 
 _ORDERED = {"uniqueItems": True, "type": "array", "items": {"enum": [*range(5)]}}

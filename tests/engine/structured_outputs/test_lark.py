@@ -141,6 +141,15 @@ def test_what_is_neither(compiler: GrammarCompiler) -> None:
         compiler.matcher(made)
 
 
+def test_a_schema_at_fault_is_no_matter_of_syntax(compiler: GrammarCompiler) -> None:
+    """Grammars of tool calls have such."""
+    made = structured_outputs(grammar='start: "a" %json {"type": "object", "required": [1]}')
+    assert made is not None
+    with pytest.raises(InvalidRequestError) as refusal:
+        compiler.matcher(made)
+    assert "GBNF" not in str(refusal.value)
+
+
 def test_lark_stays_as_it_is() -> None:
     for grammar in ("start: a\na: /::=/", "%llguidance {}\nstart: /::=/", "?start: /::=/"):
         assert as_lark(grammar) == grammar

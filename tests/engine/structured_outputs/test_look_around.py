@@ -9,6 +9,7 @@ import pytest
 
 from penstock.engine.structured_outputs.look_around import (
     has_look_around,
+    look_around_in,
     rewritten,
 )
 
@@ -48,6 +49,18 @@ def _as_python(pattern: str) -> re.Pattern[str]:
     """Ours of llguidance's syntax; `$` is the end, also before a line's."""
     text = re.sub(r"\\x\{([0-9A-F]+)\}", lambda found: f"\\U{int(found[1], 16):08x}", pattern)
     return re.compile(text.replace("(?<year>", "(?P<year>").replace("$", r"\Z"), re.ASCII)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mark"),
+    [
+        (r"^(?!a)b", "(?!"), (r"\bab\b", r"\b"), (r"(a)\1", r"\1"), (r"\\b(?<=x)", "(?<="),
+        (r"\\bab", None), (r"\(?=a", None), ("(?:a)(?<y>b)", None), (r"a\d", None),
+    ],
+)  # fmt: skip
+def test_what_counts_as_look_around(pattern: str, mark: str | None) -> None:
+    assert look_around_in(pattern) == mark
+    assert has_look_around(pattern) == bool(mark)
 
 
 @pytest.mark.parametrize("name", _EXPRESSIONS)

@@ -94,6 +94,23 @@ def test_each_of_several_templates_is_checked() -> None:
             ChatTemplate("d", {}, named={"default": "d", "tool_use": broken}).check()
 
 
+def test_a_template_for_documents_needs_none_to_be_checked() -> None:
+    """Command R's `rag` iterates over them, and its `tool_use` over tools."""
+    named = {
+        "default": "d",
+        "rag": "{% for each in documents %}{% for key, value in each.items() %}{{ key | title }}: "
+        "{{ value }}{% endfor %}{% endfor %}",
+        "tool_use": "{% for tool in tools %}{{ tool.function.parameters.properties | length }}"
+        "{% endfor %}",
+    }
+    template = ChatTemplate("d", {}, named=named)
+    template.check()
+    kwargs = {"documents": [{"title": "x"}]}
+    assert template.render(_HELLO, template="rag", kwargs=kwargs) == "Title: x"
+    with pytest.raises(InvalidRequestError, match="fails"):
+        template.render(_HELLO, template="rag")
+
+
 @pytest.mark.parametrize(
     ("source", "fault"),
     [

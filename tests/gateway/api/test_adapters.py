@@ -163,6 +163,22 @@ async def test_tenants_have_their_adapters(
             assert error_of(response) == (403, "permission_denied", None)
 
 
+async def test_any_name_is_no_way_to_an_adapter_of_others(
+    serve: Serve, adapter_path: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(KEYS)
+    one, two = ({"Authorization": f"Bearer of-{name}"} for name in ("one", "two"))
+    settings = {"served_model_names": ("tiny", "*"), "api_keys": ("of-admin",), **GIVEN}
+    async with serve(enable_lora=True, api_keys_file=str(file), **settings) as served:
+        await load(served.http, "mine", adapter_path)
+        assert error_of(await complete(served, "mine", **one)) == (404, "model_not_found", "model")
+        for model, headers in (("gpt-4o", one), ("given", one), ("mine", two)):
+            assert (await complete(served, model, **headers)).is_success
+        used = [each.adapter for each in served.engine.submitted.values()]
+        assert [each and each.name for each in used[-3:]] == [None, "given", "mine"]
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [

@@ -60,7 +60,10 @@ async def test_forms_of_input(served: Served, given: Any) -> None:
 
 async def test_texts_are_cut_off_if_asked(served: Served) -> None:
     text = "hello " * 2000
-    await served.http.post(EMBEDDINGS, json={"input": text, "truncate_prompt_tokens": 5})
+    cut: dict[str, Any] = {"input": text, "truncate_prompt_tokens": 5, "truncation_side": "right"}
+    await served.http.post(EMBEDDINGS, json=cut)
+    refusal = await served.http.post(EMBEDDINGS, json={**cut, "truncation_side": "left"})
+    assert refusal.json()["error"]["param"] == "truncation_side"
     await served.http.post(EMBEDDINGS, json={"input": text, "truncate_prompt_tokens": -1})
     ids = served.tokenizer.encode(text)
     found = [list(each.prompt_token_ids) for each in served.engine.submitted.values()]

@@ -316,6 +316,19 @@ def test_what_would_change_tokens_is_refused(name: str, value: Any) -> None:
         assert refused(kind, **{name: value}) == ("unsupported_parameter", name)
 
 
+def test_what_else_vllms_requests_have() -> None:
+    """Accepted at its defaults, as its own client sends them."""
+    both = {"mm_payload": "tensors", "return_mm_kwargs": None, "return_weight_versions": False}
+    both["routed_experts_prompt_start"] = 0
+    parsed(ChatRequest, echo=False, **both)
+    parsed(CompletionRequest, **both)
+    theirs = {"include_reasoning": True, "enable_response_messages": False}
+    parsed(ResponsesRequest, previous_input_messages=None, mm_processor_kwargs=None, **theirs)
+    assert refused(ChatRequest, echo=True) == ("unsupported_parameter", "echo")
+    unread = ("unsupported_parameter", "include_reasoning")
+    assert refused(ResponsesRequest, include_reasoning=False) == unread
+
+
 def test_thoughts_as_other_servers_ask_for_them() -> None:
     assert parsed(ChatRequest, separate_reasoning=True, reasoning_format="auto").include_reasoning
     assert not parsed(ChatRequest, reasoning_format="hidden").include_reasoning

@@ -69,6 +69,8 @@ async def test_parts_in_other_shapes(served: Served, content: Any, seen: str) ->
 async def test_no_parts_are_an_empty_text(served: Served) -> None:
     said: list[dict[str, Any]] = [{"role": "system", "content": []}, *USER]
     assert await prompt_of(served, *said) == "<system>\n<user>hello\n<assistant>"
+    assert (await served.http.post(RESPONSES, json={"input": said})).status_code == 200
+    assert served.prompt_of() == "<system>\n<user>hello\n<assistant>"
 
 
 async def test_thoughts_in_parts(serve: Serve) -> None:
@@ -79,11 +81,54 @@ async def test_thoughts_in_parts(serve: Serve) -> None:
             {"type": "thinking", "thinking": "Hm.", "signature": "x"},
             {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
             {"type": "reasoning", "text": "Hm."},
+            {"type": "think", "think": "Hm."},
         ):
             said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
             body = {"messages": [*USER, said], "chat_template": template}
             assert (await served.http.post(CHAT, json=body)).status_code == 200
             assert served.prompt_of() == "[|hello][Hm.|Yes.]"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": {"content": "Hm.", "duration": 3}},
+        {"reasoning": [{"type": "text", "text": "H"}, {"thinking": "m."}, {"type": "x"}, [["no"]]]},
+        {"reasoning_content": ["H", "m."]},
+        {"reasoning": {"duration": 3}, "reasoning_content": "Hm."},
+    ],
+)
+async def test_thoughts_in_an_object(serve: Serve, fields: dict[str, Any]) -> None:
+    template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    async with serve(trust_request_chat_template=True) as served:
+        said = [*USER, {"role": "assistant", "content": "Yes.", **fields}]
+        body = {"messages": said, "chat_template": template}
+        assert (await served.http.post(CHAT, json=body)).status_code == 200
+        assert served.prompt_of() == "[|hello][Hm.|Yes.]"
+        body["messages"] = [*USER, {"role": "assistant", "content": "Yes.", "reasoning": 5}]
+        error = (await served.http.post(CHAT, json=body)).json()["error"]
+        assert error["param"] == "messages[1].reasoning"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_calls": [{"id": "", "function": {"name": "weather", "arguments": "{}"}}]},
+        {"tool_calls": [{"name": "weather", "args": {}, "id": "", "type": "tool_call"}]},
+        {"function_call": {"name": "weather", "arguments": "{}"}},
+        {"function_call": {"name": "x"}, "tool_calls": [{"function": {"name": "weather"}}]},
+    ],
+)
+async def test_calls_in_other_shapes(serve: Serve, fields: dict[str, Any]) -> None:
+    template = "{% for m in messages %}{{ m.tool_calls | map(attribute='function') "
+    template += "| map(attribute='name') | join }}:{{ m.content }} {% endfor %}"
+    async with serve(trust_request_chat_template=True) as served:
+        called = {"role": "assistant", "content": None, **fields}
+        result = {"role": "tool", "tool_call_id": "", "content": "sun"}
+        body = {"messages": [*USER, called, result], "chat_template": template}
+        answer = await served.http.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        assert served.prompt_of() == ":hello weather: :sun "
 
 
 _READS_PARTS = """{%- for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}
@@ -163,8 +208,12 @@ async def test_a_choice_that_names_a_tool_in_another_shape(serve: Serve, choice:
         body = {"messages": USER, "tools": CHAT_TOOLS, "tool_choice": choice}
         answer = await served.http.post(CHAT, json=body)
         assert answer.status_code == 200, answer.text
-        [request] = served.engine.submitted.values()
-        assert request.sampling_params.structured_outputs is not None
+        flat = [{"type": "function", **CHAT_TOOLS[0]["function"]}]
+        body = {"input": "hello", "tools": flat, "tool_choice": choice}
+        answer = await served.http.post(RESPONSES, json=body)
+        assert answer.status_code == 200, answer.text
+        for request in served.engine.submitted.values():
+            assert request.sampling_params.structured_outputs is not None
 
 
 @pytest.mark.parametrize("choice", ["any", {"type": "any"}, "required", {"type": "required"}])

@@ -113,6 +113,17 @@ def test_the_answer_comes_after_the_end_of_the_requests(run: Run) -> None:
     run(work())
 
 
+def test_a_quick_answer_begins_with_its_status(run: Run) -> None:
+    async def work() -> None:
+        app = App()
+        app.opened.set()
+        async with serving_app(app) as port, connected(port, _GET) as (reader, writer):
+            writer.write_eof()
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+    run(work())
+
+
 def test_an_answer_that_has_begun_goes_on(run: Run) -> None:
     async def work() -> None:
         app = App(b"first")

@@ -187,6 +187,23 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
          "api_workers": 1},
         [],
     ),
+    (
+        "meta-llama/Llama-3.2-1B -cc.dynamic_shapes_config.type=backed -cc.mode=0 "
+        "--eplb-config.window_size 1000 --logging-config.log_level DEBUG "
+        "--limit-mm-per-prompt.image 2 "
+        "--attention-config.backend TRITON_ATTN",
+        {"limit_mm_per_prompt": '{"image": 2}'},
+        ["-cc", "--eplb-config", "--logging-config", "--attention-config"],
+    ),
+    (
+        "Qwen/Qwen3-0.6B --enable-sleep-mode --numa-bind --numa-bind-nodes 0 0 1 1 "
+        "--shutdown-timeout 5 "
+        "--enable-tokenizer-info-endpoint --enable-server-load-tracking --all2all-backend naive "
+        "--device-memory-utilization 0.5 --profiler-config '{}'",
+        {"gpu_memory_utilization": 0.5},
+        ["--enable-sleep-mode", "--numa-bind-nodes", "--shutdown-timeout", "--all2all-backend",
+         "--enable-tokenizer-info-endpoint", "--enable-server-load-tracking", "--profiler-config"],
+    ),
 ]  # fmt: skip
 
 
@@ -285,6 +302,14 @@ def test_adapters_at_once_are_no_more_than_fit() -> None:
         ("--root-path llm", "--root-path must be a path that begins with /"),
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype must be one of auto, fp8, int8"),
         ("--enforce-eager.x 3", "unknown option --enforce-eager.x"),
+        (
+            "--kv-transfer-config {}",
+            "--kv-transfer-config (vLLM's; this server has nothing like it)",
+        ),
+        (
+            "--pooler-config.task x",
+            "--pooler-config.task (vLLM's; this server has nothing like it)",
+        ),
     ],
 )
 def test_other_options_are_refused(
