@@ -63,8 +63,9 @@ export class InlineText {
     const drawn = this.#drawn[index];
     if (drawn && drawn.isText === isText) {
       if (drawn.key === key) return;
-      if (isText && drawn.node instanceof Text && key.startsWith(drawn.key)) {
-        drawn.node.appendData(key.slice(drawn.key.length));
+      if (isText && drawn.node instanceof Text) {
+        const same = lengthOfSame(drawn.key, key);
+        drawn.node.replaceData(same, drawn.key.length - same, key.slice(same));
         drawn.key = key;
         return;
       }
@@ -74,6 +75,14 @@ export class InlineText {
     else this.#root.append(node);
     this.#drawn[index] = { key, isText, node };
   }
+}
+
+/** How many characters two texts begin with in common. */
+function lengthOfSame(/** @type {string} */ one, /** @type {string} */ other) {
+  if (other.startsWith(one)) return one.length;
+  let length = 0;
+  while (length < one.length && one[length] === other[length]) length += 1;
+  return length;
 }
 
 /** Where lines or words end, if one does. */

@@ -33,6 +33,34 @@ const INLINE_FORMULA = new RegExp(
 );
 const FIRST_STAND_IN = 0xE000;
 
+/** Stands in for a tab of code: no text has this character. */
+const TAB = "\uFDD0";
+const FENCE = /^([ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(`{3,}(?!.*`)|~{3,})(.*)/;
+
+/** Hides the tabs that code in lists begins its lines with: marked would make spaces of them. */
+function withoutTabs(/** @type {string} */ text) {
+  if (!text.includes("\t")) return text;
+  /** @type {{ indent: string, mark: string } | null} */ let open = null;
+  const lines = text.split("\n").map((line) => {
+    const [, before, mark, rest] = FENCE.exec(line) ?? [];
+    if (open && line.trim() && !line.startsWith(open.indent)) open = null; // its item has ended
+    if (!open) {
+      if (mark) open = { indent: before.replace(/[^\s>]/g, " "), mark };
+      return line;
+    }
+    if (mark?.startsWith(open.mark) && !rest.trim()) {
+      open = null;
+      return line;
+    }
+    const { indent } = open;
+    return indent + line.slice(indent.length).replace(/^[ \t]+/, (spaces) => spaces.replaceAll("\t", TAB));
+  });
+  return lines.join("\n");
+}
+
+/** A token's text as it was written. */
+export const withTabs = (/** @type {string} */ text) => text.replaceAll(TAB, "\t");
+
 /** marked's rules, with bounds. */
 class BoundedTokenizer extends Tokenizer {
   #depth = 0;
@@ -112,10 +140,10 @@ export class MarkdownLexer {
     this.#lexer = new Lexer({ gfm: true, silent: true, tokenizer: this.#tokenizer, extensions });
   }
 
-  /** Blocks; what is within their lines is not looked at. */
+  /** Blocks; what is within their lines is not looked at. `withTabs` gives their texts back. */
   blocks(/** @type {string} */ text) {
     this.#reset(Object.create(null));
-    return this.#lexer.blockTokens(text, []);
+    return this.#lexer.blockTokens(withoutTabs(text), []);
   }
 
   /**

@@ -9,7 +9,7 @@
  */
 
 import { InlineText } from "./markdown-inline.js";
-import { labelOf, MarkdownLexer } from "./markdown-lexer.js";
+import { labelOf, MarkdownLexer, withTabs } from "./markdown-lexer.js";
 import { element, GrowingText } from "./markdown-text.js";
 
 /** @typedef {import("./markdown-lexer.js").Token} Token */
@@ -26,6 +26,8 @@ const LONG = 8_192;
 const STEP = 128;
 /** The rest of it is drawn after so long. */
 const REST_MS = 250;
+/** A last line that makes a heading of the one before, or begins an item: the next character tells. */
+const UNDECIDED = /^\n[ \t>]*(?:-+|=+)[ \t]*$/;
 /** A label in brackets: more text may say what it refers to. */
 const LABEL = /\[((?:\\[^]|[^\\[\]]){1,999})\]/g;
 const LETTER = /\p{L}/u;
@@ -52,7 +54,9 @@ export class MarkdownStream {
     this.#open += more;
     this.#hasNewLine ||= more.includes("\n");
     const { length } = this.#open;
-    if (length < LONG || length - this.#numDrawn >= length / STEP) this.flush();
+    const isLong = length >= LONG && length - this.#numDrawn < length / STEP;
+    const mayWait = isLong || UNDECIDED.test(this.#open.slice(this.#open.lastIndexOf("\n")));
+    if (this.#numDrawn === 0 || !mayWait) this.flush();
     else this.#timer ||= setTimeout(() => this.flush(), REST_MS);
   }
 
@@ -75,7 +79,7 @@ export class MarkdownStream {
     if (tokens[last]?.type === "paragraph" && tokens[last - 1]?.type === "def") last -= 1; // may be its title
     const ended = tokens.slice(0, Math.max(0, last));
     const length = ended.reduce((sum, { raw }) => sum + raw.length, 0);
-    if (length === 0 || !this.#open.startsWith(ended.map(({ raw }) => raw).join(""))) return;
+    if (length === 0 || !this.#open.startsWith(withTabs(ended.map(({ raw }) => raw).join("")))) return;
     this.#blocks.settle(ended);
     this.#document.define(ended, true);
     this.#open = this.#open.slice(length);
@@ -91,7 +95,8 @@ class MarkdownDocument {
   /** A text in an element. */
   inline(/** @type {HTMLElement} */ root) {
     const inline = new InlineText(root, this.lexer);
-    return (/** @type {string} */ text) => {
+    return (/** @type {string} */ given) => {
+      const text = withTabs(given);
       inline.update(text);
       if (!text.includes("]")) return;
       for (const [, label] of text.matchAll(LABEL)) {
@@ -301,19 +306,20 @@ function code() {
   const update = (/** @type {Code} */ token) => {
     const language = /^[\w+#.-]{0,40}/.exec(token.lang ?? "")?.[0] ?? "";
     if (name.textContent !== language) name.textContent = language;
-    if (!token.text.startsWith(text)) {
+    const given = withTabs(token.text);
+    if (!given.startsWith(text)) {
       // The last line has become something else: it ends the block.
-      if (!token.text.startsWith(whole)) [whole, end] = ["", start];
+      if (!given.startsWith(whole)) [whole, end] = ["", start];
       shown.rewind(end);
       text = whole;
     }
-    const lines = token.text.slice(0, Math.max(0, token.text.lastIndexOf("\n")));
+    const lines = given.slice(0, Math.max(0, given.lastIndexOf("\n")));
     if (lines.length >= text.length) {
       shown.appendVisibly(lines.slice(text.length));
       [whole, end, text] = [lines, shown.mark(), lines];
     }
-    shown.appendVisibly(token.text.slice(text.length));
-    text = token.text;
+    shown.appendVisibly(given.slice(text.length));
+    text = given;
   };
   return { node: block, update };
 }
@@ -386,7 +392,7 @@ function row(/** @type {"th" | "td"} */ name, /** @type {Table["align"]} */ alig
 function asWritten() {
   const node = element("p");
   const update = (/** @type {Token} */ { raw }) => {
-    const lines = raw.trim().split(/<br\s*\/?>\n?/i);
+    const lines = withTabs(raw).trim().split(/<br\s*\/?>\n?/i);
     node.replaceChildren(...lines.flatMap((line, index) => (index === 0 ? [line] : [element("br"), line])));
     direct(node);
   };

@@ -21,8 +21,8 @@ _NUM_MET = 647
 _EXAMPLE = re.compile(
     r"^`{32} example\n(.*?)^\.\n(.*?)^`{32}$|^#{1,6} *([^\n]*)$", re.MULTILINE | re.DOTALL
 )
-# The page refuses most links of the examples, which lead nowhere, and makes links of images. Here it
-# draws both, so that what is in them is compared too.
+# The page refuses most links of the examples, which lead nowhere, and makes links of images. Here
+# it draws both, so that what is in them is compared too.
 _ALL_LINKS = """
   export function linkTo(address, title, fill) {
     const node = document.createElement("a");
@@ -45,8 +45,8 @@ def _examples(specification: str) -> list[dict[str, Any]]:
 @pytest.mark.external
 @pytest.mark.node
 async def test_examples_of_commonmark(page: Page, demo_server: Served, packages: Path) -> None:
-    """Text and elements; HTML is text. Of the five others, four are addresses that GitHub's Markdown
-    makes links of, and one has names of characters that HTML 4 has not."""
+    """Text and elements; HTML is text. Of the five others, four are addresses that GitHub's
+    Markdown makes links of, and one has names of characters that HTML 4 has not."""
 
     async def serve(route: Route) -> None:
         await route.fulfill(body=_ALL_LINKS, content_type="text/javascript")
