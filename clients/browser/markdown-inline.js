@@ -13,6 +13,9 @@ import { element, GrowingText } from "./markdown-text.js";
 /** A longer text is taken in pieces of at most this: some of marked's rules look through all of it. */
 const MAX_PIECE = 4_096;
 const ELEMENTS = new Map([["strong", "strong"], ["em", "em"], ["del", "s"]]);
+/** What changes nothing before it, at the end of a text that ends in a word. */
+const WORDS = /^[\p{L}\p{N}, ]+$/u;
+const IN_WORD = / [\p{L}\p{N},]*$/u;
 const BREAK = /^<br\s*\/?>$/i;
 
 /** Text with spans that grows. What has not changed is left alone. */
@@ -33,7 +36,7 @@ export class InlineText {
   }
 
   update(/** @type {string} */ text) {
-    if (text === this.#text) return;
+    if (text === this.#text || this.#goesOn(text)) return;
     this.#text = text;
     const pieces = piecesOf(text);
     const changed = pieces.findIndex((piece, index) => piece !== this.#pieces[index]?.text);
@@ -46,6 +49,21 @@ export class InlineText {
       numDrawn += tokens.length;
     }
     this.#drawn.splice(numDrawn).forEach(({ node }) => node.remove());
+  }
+
+  /** Appends words to words, which is what mostly comes; says whether that was all. */
+  #goesOn(/** @type {string} */ text) {
+    const last = this.#drawn.at(-1);
+    const piece = this.#pieces.at(-1);
+    if (!piece || !(last?.node instanceof Text) || !last.isText || !text.startsWith(this.#text)) return false;
+    const more = text.slice(this.#text.length);
+    const isShort = piece.text.length + more.length <= MAX_PIECE;
+    if (!isShort || !WORDS.test(more) || !IN_WORD.test(last.key.slice(-40))) return false;
+    last.node.appendData(more);
+    last.key += more;
+    piece.text += more;
+    this.#text = text;
+    return true;
   }
 
   /** Draws everything again: references lead elsewhere than they did. */
