@@ -1,350 +1,422 @@
 /**
- * A small, safe Markdown renderer: paragraphs, headings, lists, quotations, tables, fenced code,
- * rules, and what `markdown-inline.js` knows.
+ * Markdown that grows: marked's tokens as elements.
  *
  * Safe by construction: text reaches the page as text nodes alone, never as HTML, so markup in it is
- * shown as written. Whatever is not recognised stays plain text.
+ * shown as written.
  *
- * It draws line by line. A whole line is drawn once and left alone; the last one, while it grows, is a
- * draft, taken back only if it turns out to be something else. So an answer costs as much as it is
- * long, however small the pieces in which it comes.
+ * A block that another one has ended is drawn for good. Only the one that is open is looked at again when
+ * more text comes, and of that only what differs is drawn.
  */
 
-import { InlineText, setDirection } from "./markdown-inline.js";
-import { alignsOf, Table } from "./markdown-table.js";
+import { InlineText } from "./markdown-inline.js";
+import { labelOf, MarkdownLexer, withTabs } from "./markdown-lexer.js";
 import { element, GrowingText } from "./markdown-text.js";
 
-/**
- * What a line is, and where in it the text begins.
- * @typedef {{ type: "blank" | "code" | "fence-end" | "heading" | "paragraph" | "quote" | "row" | "rule" | "text", at: number }
- *   | { type: "fence", at: number, mark: string, language: string }
- *   | { type: "item", at: number, indent: number, ordered: boolean, number: number }
- *   | { type: "table", at: number, aligns: string[] }} Line
- */
-/**
- * The block that the next line may continue.
- * @typedef {{ type: "closed" }
- *   | { type: "code", mark: string, text: GrowingText, numLines: number }
- *   | { type: "list", indent: number, ordered: boolean, open: { list: HTMLElement, indent: number }[], text: InlineText }
- *   | { type: "paragraph", node: HTMLElement, text: InlineText, lastLine: string, before: import("./markdown-inline.js").InlineMark, numLines: number }
- *   | { type: "quote", blocks: Blocks }
- *   | { type: "table", table: Table }} Block
- */
-/** A line as drawn: how to take it back, where more of it goes, and what it went on from. */
-/** @typedef {{ undo: () => void, grow: ((text: string) => void) | null, mark?: import("./markdown-inline.js").InlineMark }} Drawn */
-/** @typedef {Drawn & { line: string, found: Line, before: Block }} Draft */
+/** @typedef {import("./markdown-lexer.js").Token} Token */
+/** @typedef {import("./vendor/marked.esm.js").Tokens.List} List */
+/** @typedef {import("./vendor/marked.esm.js").Tokens.ListItem} ListItem */
+/** @typedef {import("./vendor/marked.esm.js").Tokens.Code} Code */
+/** @typedef {import("./vendor/marked.esm.js").Tokens.Paragraph} Paragraph */
+/** @typedef {import("./markdown-lexer.js").Table} Table */
+/** A block as drawn: its element, and how it becomes another of its kind. */
+/** @typedef {{ kind: string, raw: string, node: HTMLElement, update: (token: any) => void }} View */
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]{0,40})/;
-const HEADING = /^ {0,3}(#{1,6})\s+/;
-const ITEM = /^(\s*)(?:[-*+•]|(\d{1,9})[.)])\s+/;
-const QUOTE = /^ {0,3}>[^\S\n]?/;
-const MAX_QUOTE_DEPTH = 6;
-const MAX_LIST_DEPTH = 6;
-/** What a line is depends on this many characters; the others are text. */
-const MAX_LINE = 2_048;
-/** Lines to which more text can be added as it comes. */
-const GROWING = new Set(["code", "item", "paragraph", "text"]);
-/** @type {Block} */
-const CLOSED = { type: "closed" };
+/** An open block of so many characters is drawn only when it has grown by one in `STEP`. */
+const LONG = 8_192;
+const STEP = 128;
+/** The rest of it is drawn after so long. */
+const REST_MS = 250;
+/** A last line that makes a heading of the one before, or begins an item: the next character tells. */
+const UNDECIDED = /^\n[ \t>]*(?:-+|=+)[ \t]*$/;
+/** A label in brackets: more text may say what it refers to. */
+const LABEL = /\[((?:\\[^]|[^\\[\]]){1,999})\]/g;
+const LETTER = /\p{L}/u;
+const RIGHT_TO_LEFT = /[\u0590-\u08FF\uFB1D-\uFDFF\uFE70-\uFEFF\u{10800}-\u{10FFF}\u{1E800}-\u{1EFFF}]/u;
 
-/** Blocks in an element: the whole answer, or a quotation. */
+/** Renders text that grows. */
+export class MarkdownStream {
+  #document = new MarkdownDocument();
+  #blocks;
+  /** What is not drawn for good. */ #open = "";
+  #hasNewLine = false;
+  #numDrawn = 0;
+  #timer = 0;
+  /** Half of a character, or of a line's end. */ #held = "";
+
+  constructor(/** @type {HTMLElement} */ root) {
+    this.#blocks = new Blocks(root, this.#document);
+  }
+
+  append(/** @type {string} */ text) {
+    const all = this.#held + text;
+    this.#held = /[\r\uD800-\uDBFF]$/.exec(all)?.[0] ?? "";
+    const more = all.slice(0, all.length - this.#held.length).replace(/\r\n?/g, "\n").replaceAll("\0", "\uFFFD");
+    this.#open += more;
+    this.#hasNewLine ||= more.includes("\n");
+    const { length } = this.#open;
+    const isLong = length >= LONG && length - this.#numDrawn < length / STEP;
+    const mayWait = isLong || UNDECIDED.test(this.#open.slice(this.#open.lastIndexOf("\n")));
+    if (this.#numDrawn === 0 || !mayWait) this.flush();
+    else this.#timer ||= setTimeout(() => this.flush(), REST_MS);
+  }
+
+  /** Draws all there is. */
+  flush() {
+    clearTimeout(this.#timer);
+    this.#timer = 0;
+    if (this.#hasNewLine) this.#settle();
+    this.#hasNewLine = false;
+    const tokens = this.#document.lexer.blocks(this.#open);
+    this.#blocks.update(tokens);
+    this.#document.define(tokens);
+    this.#numDrawn = this.#open.length;
+  }
+
+  /** Draws for good what whole lines have ended. */
+  #settle() {
+    const tokens = this.#document.lexer.blocks(this.#open.slice(0, this.#open.lastIndexOf("\n") + 1));
+    let last = tokens.findLastIndex(({ type }) => type !== "space");
+    if (tokens[last]?.type === "paragraph" && tokens[last - 1]?.type === "def") last -= 1; // may be its title
+    const ended = tokens.slice(0, Math.max(0, last));
+    const length = ended.reduce((sum, { raw }) => sum + raw.length, 0);
+    if (length === 0 || !this.#open.startsWith(withTabs(ended.map(({ raw }) => raw).join("")))) return;
+    this.#blocks.settle(ended);
+    this.#document.define(ended, true);
+    this.#open = this.#open.slice(length);
+  }
+}
+
+/** What the blocks of a text share: its references. */
+class MarkdownDocument {
+  lexer = new MarkdownLexer();
+  /** Texts that would change with a label's definition. @type {Map<string, Set<InlineText>>} */ #waiting = new Map();
+  /** Labels that are defined in what is still open. @type {Set<string>} */ #open = new Set();
+
+  /** A text in an element. */
+  inline(/** @type {HTMLElement} */ root) {
+    const inline = new InlineText(root, this.lexer);
+    return (/** @type {string} */ given) => {
+      const text = withTabs(given);
+      inline.update(text);
+      if (!text.includes("]")) return;
+      for (const [, label] of text.matchAll(LABEL)) {
+        const key = labelOf(label);
+        if (!this.#waiting.has(key)) this.#waiting.set(key, new Set());
+        this.#waiting.get(key)?.add(inline);
+      }
+    };
+  }
+
+  /** Notes the definitions among blocks; those that are settled stay. */
+  define(/** @type {Token[]} */ tokens, isSettled = false) {
+    const found = new Map();
+    for (const { tag, href, title } of definitionsOf(tokens)) {
+      const isTaken = found.has(tag) || (this.lexer.isDefined(tag) && !this.#open.has(tag));
+      if (!isTaken) found.set(tag, { href, title });
+    }
+    const changed = [...found].filter(([label, target]) => this.lexer.define(label, target)).map(([label]) => label);
+    if (!isSettled) {
+      const gone = [...this.#open].filter((label) => !found.has(label));
+      changed.push(...gone.filter((label) => this.lexer.define(label, null)));
+      this.#open = new Set(found.keys());
+    } else {
+      for (const label of found.keys()) this.#open.delete(label);
+    }
+    for (const label of changed) this.#waiting.get(label)?.forEach((inline) => inline.redraw());
+  }
+}
+
+/** @returns {Generator<import("./vendor/marked.esm.js").Tokens.Def>} */
+function* definitionsOf(/** @type {any[]} */ tokens) {
+  for (const token of tokens) {
+    if (token.type === "def") yield token;
+    else if (token.type === "blockquote") yield* definitionsOf(token.tokens);
+    else if (token.type === "list") for (const item of token.items) yield* definitionsOf(item.tokens);
+  }
+}
+
+/** Blocks in an element: the whole answer, a quotation, an item of a list. */
 class Blocks {
   #root;
-  #depth;
-  /** @type {Block} */ #last = CLOSED;
-  #isAfterBlank = true;
-  /** @type {Draft | null} */ #draft = null;
-  /** Where the rest of a long line goes. @type {Drawn["grow"]} */ #grow = null;
+  #document;
+  /** @type {View[]} */ #views = [];
 
-  constructor(/** @type {HTMLElement} */ root, depth = 0) {
+  constructor(/** @type {HTMLElement} */ root, /** @type {MarkdownDocument} */ document) {
     this.#root = root;
-    this.#depth = depth;
+    this.#document = document;
   }
 
-  /** Draws the last line as it is now: it begins with what was drafted before. */
-  draft(/** @type {string} */ line) {
-    this.#draft = this.#draw(line);
-    if (this.#draft.found.type === "quote") this.#inner.draft(line.slice(this.#draft.found.at));
+  update(/** @type {Token[]} */ tokens) {
+    const shown = this.#draw(tokens);
+    this.#views.splice(shown).forEach(({ node }) => node.remove());
   }
 
-  /** Draws a line that is whole. */
-  commit(/** @type {string} */ line) {
-    const { found, grow, mark } = this.#draw(line);
-    const last = this.#last;
-    if (found.type === "quote") this.#inner.commit(line.slice(found.at));
-    if (found.type === "fence-end") this.#last = CLOSED;
-    if (found.type === "code" && last.type === "code") last.numLines += 1;
-    if (last.type === "paragraph") {
-      if (mark) last.before = mark;
-      if (found.type === "text") last.numLines += 1;
-      last.lastLine = line;
-    }
-    this.#grow = grow;
-    this.#isAfterBlank = found.type === "blank";
-    this.#draft = null;
+  /** Draws blocks that nothing changes any more; what is drawn behind them stays. */
+  settle(/** @type {Token[]} */ tokens) {
+    this.#views.splice(0, this.#draw(tokens));
   }
 
-  /** Adds to the line that was committed last. */
-  continueLine(/** @type {string} */ text) {
-    this.#grow ??= this.#add({ type: "paragraph", at: 0 }, "").grow;
-    this.#grow?.(text);
-    this.#isAfterBlank = false;
-    if (this.#last.type === "paragraph") this.#last.lastLine = "";
-  }
-
-  get #inner() {
-    return /** @type {Extract<Block, { type: "quote" }>} */ (this.#last).blocks;
-  }
-
-  /** @returns {Draft} */
-  #draw(/** @type {string} */ line) {
-    const draft = this.#draft;
-    const before = draft ? draft.before : this.#last;
-    const found = this.#classify(line, before);
-    if (draft && draft.found.type === found.type && draft.found.at === found.at) {
-      if (found.type === "quote") return draft;
-      if (GROWING.has(found.type)) {
-        draft.grow?.(line.slice(draft.line.length));
-        return { ...draft, line };
+  #draw(/** @type {Token[]} */ tokens) {
+    const shown = tokens.filter(({ type }) => type !== "space" && type !== "def");
+    shown.forEach((token, index) => {
+      const kind = kindOf(token);
+      const old = this.#views[index];
+      if (old?.kind === kind) {
+        if (old.raw === token.raw) return;
+        old.update(token);
+        old.raw = token.raw;
+        return;
       }
-    }
-    if (draft) {
-      draft.undo();
-      this.#last = before;
-    }
-    return { ...this.#add(found, line), line, found, before };
+      const view = { kind, raw: token.raw, ...this.#view(kind, token) };
+      view.update(token);
+      if (old) old.node.replaceWith(view.node);
+      else this.#root.append(view.node);
+      this.#views[index] = view;
+    });
+    return shown.length;
   }
 
-  /** @returns {Line} */
-  #classify(/** @type {string} */ line, /** @type {Block} */ last) {
-    if (last.type === "code") return { type: isFenceEnd(line, last.mark) ? "fence-end" : "code", at: 0 };
-    if (!line.trim()) return { type: "blank", at: 0 };
-    const goesOn = !this.#isAfterBlank;
-    const [fence, heading, quote, item] = [FENCE, HEADING, QUOTE, ITEM].map((pattern) => pattern.exec(line));
-    if (fence && !line.trimStart().slice(fence[1].length).includes("`")) {
-      return { type: "fence", at: 0, mark: fence[1], language: fence[2] };
-    }
-    if (last.type === "table" && goesOn && line.includes("|")) return { type: "row", at: 0 };
-    if (heading) return { type: "heading", at: heading[0].length };
-    if (quote && this.#depth < MAX_QUOTE_DEPTH) return { type: "quote", at: quote[0].length };
-    if (isRule(line)) return { type: "rule", at: 0 };
-    if (item) {
-      const [{ length: at }, indent, number] = item;
-      return { type: "item", at, indent: indent.length, ordered: number !== undefined, number: Number(number ?? 0) };
-    }
-    if (last.type === "list" && (goesOn || /^\s{2}/.test(line))) return { type: "text", at: line.search(/\S/) };
-    if (last.type !== "paragraph" || !goesOn) return { type: "paragraph", at: 0 };
-    const aligns = alignsOf(line, last.lastLine);
-    return aligns ? { type: "table", at: 0, aligns } : { type: "text", at: 0 };
-  }
-
-  /** @returns {Drawn} */
-  #add(/** @type {Line} */ found, /** @type {string} */ line) {
-    const last = this.#last;
-    const text = line.slice(found.at);
-    switch (found.type) {
-      case "blank":
-      case "fence-end":
-        return { undo: () => {}, grow: null };
+  /** @returns {Pick<View, "node" | "update">} */
+  #view(/** @type {string} */ kind, /** @type {Token} */ token) {
+    const document = this.#document;
+    switch (token.type) {
+      case "paragraph":
+        return paragraph(document);
+      case "text": // a paragraph of a list whose items are close to each other
+        return inlineBlock(element("span"), document);
+      case "heading":
+        return inlineBlock(element(kind), document);
       case "code":
-        return last.type === "code" ? growBy(last.text, (last.numLines > 0 ? "\n" : "") + line) : NOTHING;
-      case "text":
-        return last.type === "paragraph" || last.type === "list" ? growInline(last, `\n${text}`) : NOTHING;
-      case "row": {
-        if (last.type !== "table") return NOTHING;
-        const { row, last: cell } = last.table.append(line);
-        return { undo: () => row.remove(), grow: (more) => cell.append(more) };
-      }
-      case "table":
-        return last.type === "paragraph" ? this.#turnIntoTable(last, found.aligns) : NOTHING;
-      case "item":
-        return this.#addItem(found, text);
-      case "fence": {
-        const { block, code } = codeBlock(found.language);
-        return this.#open(block, { type: "code", mark: found.mark, text: new GrowingText(code), numLines: 0 }, () => {});
-      }
-      case "heading": {
-        const level = line.trimStart().search(/[^#]/);
-        const node = element(`h${Math.min(6, level + 3)}`);
-        const title = new InlineText(node, withoutClosing(text));
-        return this.#open(node, CLOSED, (more) => title.append(more));
-      }
-      case "rule":
-        return this.#open(element("hr"), CLOSED, null);
-      case "quote": {
-        if (last.type === "quote" && !this.#isAfterBlank) {
-          const { blocks } = last;
-          return { undo: () => blocks.#takeBack(), grow: (more) => blocks.continueLine(more) };
-        }
+        return code();
+      case "hr":
+        return { node: element("hr"), update: () => {} };
+      case "checkbox":
+        return checkbox();
+      case "blockquote": {
         const node = element("blockquote");
-        const blocks = new Blocks(node, this.#depth + 1);
-        return this.#open(node, { type: "quote", blocks }, (more) => blocks.continueLine(more));
+        const blocks = new Blocks(node, document);
+        return { node, update: ({ tokens }) => { blocks.update(tokens); direct(node); } };
       }
-      default: {
-        const node = element("p");
-        const inline = new InlineText(node);
-        const before = inline.mark();
-        inline.append(text);
-        const grow = (/** @type {string} */ more) => inline.append(more);
-        return this.#open(node, { type: "paragraph", node, text: inline, lastLine: line, before, numLines: 1 }, grow);
+      case "list":
+        return list(kind, document);
+      case "table":
+        return table(document);
+      default:
+        return asWritten();
+    }
+  }
+}
+
+/** What two blocks must have in common for one to become the other in place. */
+function kindOf(/** @type {Token} */ token) {
+  if (token.type === "heading") return `h${Math.min(6, token.depth + 3)}`; // the page's own are above
+  if (token.type === "list") return token.ordered ? "ol" : "ul";
+  return token.type;
+}
+
+/** @returns {Pick<View, "node" | "update">} */
+function inlineBlock(/** @type {HTMLElement} */ node, /** @type {MarkdownDocument} */ document) {
+  const update = document.inline(node);
+  return { node, update: ({ text }) => { update(text); direct(node); } };
+}
+
+/** A paragraph, before which there may be a task's checkbox. @returns {Pick<View, "node" | "update">} */
+function paragraph(/** @type {MarkdownDocument} */ document) {
+  const node = element("p");
+  const text = element("span");
+  /** @type {Pick<View, "node" | "update"> | null} */ let box = null;
+  /** @type {((text: string) => void) | null} */ let update = null;
+  return {
+    node,
+    update(/** @type {Paragraph} */ token) {
+      const task = token.tokens?.[0]?.type === "checkbox" ? token.tokens[0] : null;
+      if (task && !box) {
+        box = checkbox();
+        node.replaceChildren(box.node, text);
+        update = document.inline(text);
+      } else if (!task && box) {
+        box = null;
+        node.replaceChildren();
+        update = document.inline(node);
       }
-    }
-  }
-
-  #takeBack() {
-    if (!this.#draft) return;
-    this.#draft.undo();
-    this.#last = this.#draft.before;
-    this.#draft = null;
-  }
-
-  /** @returns {Drawn} */
-  #open(/** @type {HTMLElement} */ node, /** @type {Block} */ block, /** @type {Drawn["grow"]} */ grow) {
-    this.#root.append(node);
-    this.#last = block;
-    return { undo: () => node.remove(), grow };
-  }
-
-  /** The paragraph's last line becomes the names of a table. @returns {Drawn} */
-  #turnIntoTable(/** @type {Extract<Block, { type: "paragraph" }>} */ paragraph, /** @type {string[]} */ aligns) {
-    const { node, text, before, lastLine, numLines } = paragraph;
-    const table = new Table(aligns, lastLine);
-    text.rewind(before);
-    if (numLines === 1) node.remove();
-    const opened = this.#open(table.box, { type: "table", table }, null);
-    const undo = () => {
-      opened.undo();
-      if (numLines === 1) this.#root.append(node);
-      text.append((numLines === 1 ? "" : "\n") + lastLine);
-    };
-    return { undo, grow: null };
-  }
-
-  /** Adds an item, nested by its indentation. @returns {Drawn} */
-  #addItem(/** @type {Extract<Line, { type: "item" }>} */ item, /** @type {string} */ text) {
-    const node = element("li");
-    const last = this.#last;
-    if (last.type !== "list" || (item.indent <= last.indent && item.ordered !== last.ordered)) {
-      const list = listElement(item);
-      list.append(node);
-      const { indent, ordered } = item;
-      const only = new InlineText(node, text, list);
-      const open = [{ list, indent }];
-      return this.#open(list, { type: "list", indent, ordered, open, text: only }, (more) => only.append(more));
-    }
-    const open = [...last.open];
-    while (open.length > 1 && item.indent < open[open.length - 1].indent) open.pop();
-    let added = node;
-    let { list, indent } = open[open.length - 1];
-    const { dir } = list;
-    const undo = () => {
-      added.remove();
-      setDirection(list, dir);
-    };
-    const parent = list.lastElementChild;
-    if (item.indent > indent + 1 && parent && open.length < MAX_LIST_DEPTH) {
-      list = added = listElement(item);
-      parent.append(added);
-      open.push({ list, indent: item.indent });
-    }
-    list.append(node);
-    const inline = new InlineText(node, text, list);
-    this.#last = { ...last, open, text: inline };
-    return { undo, grow: (more) => inline.append(more) };
-  }
+      box?.update(task);
+      update ??= document.inline(node);
+      update(task ? token.text.slice(task.raw.length) : token.text);
+      direct(node);
+    },
+  };
 }
 
-/** @type {Drawn} */
-const NOTHING = { undo: () => {}, grow: null };
-
-/** @returns {Drawn} */
-function growBy(/** @type {GrowingText} */ text, /** @type {string} */ more) {
-  const mark = text.mark();
-  text.appendVisibly(more);
-  return { undo: () => text.rewind(mark), grow: (rest) => text.appendVisibly(rest) };
+/** @returns {Pick<View, "node" | "update">} */
+function checkbox() {
+  const node = /** @type {HTMLInputElement} */ (element("input"));
+  node.type = "checkbox";
+  node.disabled = true;
+  const update = (/** @type {any} */ { checked }) => {
+    node.toggleAttribute("checked", checked);
+    node.setAttribute("aria-label", checked ? "Done" : "To do");
+  };
+  return { node, update };
 }
 
-/** @returns {Drawn} */
-function growInline(/** @type {Extract<Block, { type: "list" | "paragraph" }>} */ { text }, /** @type {string} */ more) {
-  const mark = text.mark();
-  text.append(more);
-  return { undo: () => text.rewind(mark), grow: (rest) => text.append(rest), mark };
-}
-
-function isFenceEnd(/** @type {string} */ line, /** @type {string} */ mark) {
-  const trimmed = line.trim();
-  return trimmed.length >= mark.length && trimmed === mark[0].repeat(trimmed.length);
-}
-
-function isRule(/** @type {string} */ line) {
-  return /^ {0,3}[-*_]/.test(line) && /^([-*_])\1{2,}$/.test(line.replace(/\s/g, ""));
-}
-
-/** A heading's text without the `#`s that may close it. */
-function withoutClosing(/** @type {string} */ text) {
-  const trimmed = text.trimEnd();
-  let end = trimmed.length;
-  while (trimmed[end - 1] === "#") end -= 1;
-  return end === 0 || /\s/.test(trimmed[end - 1]) ? trimmed.slice(0, end).trimEnd() : trimmed;
+/** @returns {Pick<View, "node" | "update">} */
+function list(/** @type {string} */ kind, /** @type {MarkdownDocument} */ document) {
+  const node = element(kind);
+  /** @type {{ item: HTMLElement, blocks: Blocks, key: string }[]} */ const drawn = [];
+  const update = (/** @type {List} */ { items, start, loose }) => {
+    if (typeof start === "number" && start !== 1) node.setAttribute("start", String(start));
+    else node.removeAttribute("start");
+    items.forEach((token, index) => {
+      if (!drawn[index]) {
+        const item = element("li");
+        node.append(item);
+        drawn.push({ item, blocks: new Blocks(item, document), key: "" });
+      }
+      const view = drawn[index];
+      const key = `${loose}${token.task}${token.raw}`;
+      if (view.key === key) return;
+      view.key = key;
+      view.item.classList.toggle("task", token.task);
+      if (!view.item.className) view.item.removeAttribute("class");
+      view.blocks.update(token.tokens);
+    });
+    drawn.splice(items.length).forEach(({ item }) => item.remove());
+    direct(node);
+  };
+  return { node, update };
 }
 
 /** A block of code under its language's name and a button, of which the page makes one that copies. */
-function codeBlock(/** @type {string} */ language) {
-  const [block, head, pre, code] = [element("div"), element("div"), element("pre"), element("code")];
+function code() {
+  const [block, head, name, pre, inside] = [element("div"), element("div"), element("span"), element("pre"), element("code")];
   const copy = /** @type {HTMLButtonElement} */ (element("button", "Copy"));
   block.className = "code";
   head.className = "code-head";
   copy.type = "button";
   copy.dataset.copies = "";
   copy.setAttribute("aria-label", "Copy code");
-  head.append(element("span", language), copy);
+  head.append(name, copy);
   pre.tabIndex = 0; // a wide block scrolls; the keyboard must be able to
-  pre.append(code);
+  pre.append(inside);
   block.append(head, pre);
-  return { block, code };
-}
-
-function listElement(/** @type {{ ordered: boolean, number: number }} */ { ordered, number }) {
-  const list = element(ordered ? "ol" : "ul");
-  if (ordered && number !== 1) list.setAttribute("start", String(number));
-  return list;
-}
-
-/** Renders text that grows. */
-export class MarkdownStream {
-  #blocks;
-  /** The last line, unless its beginning is drawn for good. */ #line = "";
-  #isLong = false;
-  /** Half of a character, or of a line's end. */ #held = "";
-
-  constructor(/** @type {HTMLElement} */ root) {
-    this.#blocks = new Blocks(root);
-  }
-
-  append(/** @type {string} */ text) {
-    const all = this.#held + text;
-    this.#held = /[\r\uD800-\uDBFF]$/.exec(all)?.[0] ?? "";
-    const lines = all.slice(0, all.length - this.#held.length).replace(/\r\n?/g, "\n").replaceAll("\0", "\uFFFD").split("\n");
-    lines.forEach((piece, index) => {
-      this.#grow(piece);
-      if (index === lines.length - 1) return;
-      if (!this.#isLong) this.#blocks.commit(this.#line);
-      this.#isLong = false;
-      this.#line = "";
-    });
-    if (!this.#isLong) this.#blocks.draft(this.#line);
-  }
-
-  #grow(/** @type {string} */ piece) {
-    if (!this.#isLong) {
-      this.#line += piece;
-      if (this.#line.length <= MAX_LINE) return;
-      const isSplit = /[\uD800-\uDBFF]/.test(this.#line[MAX_LINE - 1]);
-      const end = isSplit ? MAX_LINE - 1 : MAX_LINE;
-      this.#blocks.commit(this.#line.slice(0, end));
-      this.#isLong = true;
-      piece = this.#line.slice(end);
+  const shown = new GrowingText(inside);
+  let [text, whole] = ["", ""];
+  const start = shown.mark();
+  let end = start;
+  const update = (/** @type {Code} */ token) => {
+    const language = /^[\w+#.-]{0,40}/.exec(token.lang ?? "")?.[0] ?? "";
+    if (name.textContent !== language) name.textContent = language;
+    const given = withTabs(token.text);
+    if (!given.startsWith(text)) {
+      // The last line has become something else: it ends the block.
+      if (!given.startsWith(whole)) [whole, end] = ["", start];
+      shown.rewind(end);
+      text = whole;
     }
-    if (piece) this.#blocks.continueLine(piece);
+    const lines = given.slice(0, Math.max(0, given.lastIndexOf("\n")));
+    if (lines.length >= text.length) {
+      shown.appendVisibly(lines.slice(text.length));
+      [whole, end, text] = [lines, shown.mark(), lines];
+    }
+    shown.appendVisibly(given.slice(text.length));
+    text = given;
+  };
+  return { node: block, update };
+}
+
+/** A table within a box that scrolls: a wide one moves nothing else. @returns {Pick<View, "node" | "update">} */
+function table(/** @type {MarkdownDocument} */ document) {
+  const [box, node, head, body] = [element("div"), element("table"), element("thead"), element("tbody")];
+  box.className = "table";
+  box.tabIndex = 0;
+  node.append(head, body);
+  box.append(node);
+  let names = "";
+  /** @type {{ line: string, row: HTMLElement, show: (cells: import("./markdown-lexer.js").TableCell[]) => void }[]} */ const rows = [];
+  const update = (/** @type {Table} */ token) => {
+    const key = JSON.stringify([token.header.map(({ text }) => text), token.align]);
+    if (key !== names) {
+      names = key;
+      const first = row("th", token.align, document);
+      first.show(token.header);
+      head.replaceChildren(first.row);
+      rows.splice(0);
+      body.replaceChildren();
+      box.removeAttribute("dir");
+      direct(box); // decides where the first column stands
+    }
+    token.lines.forEach((line, index) => {
+      if (!rows[index]) {
+        const made = row("td", token.align, document);
+        body.append(made.row);
+        rows.push({ line: "", ...made });
+      }
+      if (rows[index].line === line) return;
+      rows[index].line = line;
+      rows[index].show(document.lexer.cells(token, line));
+    });
+    rows.splice(token.lines.length).forEach((one) => one.row.remove());
+  };
+  return { node: box, update };
+}
+
+/** Cells that a line lacks are one, or a bar on each line could make a hundred cells of it. */
+function row(/** @type {"th" | "td"} */ name, /** @type {Table["align"]} */ aligns, /** @type {MarkdownDocument} */ document) {
+  const node = element("tr");
+  /** @type {{ cell: HTMLTableCellElement, update: (text: string) => void }[]} */ const drawn = [];
+  const show = (/** @type {import("./markdown-lexer.js").TableCell[]} */ cells) => {
+    const numFilled = cells.findLastIndex(({ text }) => text) + 1;
+    const numMissing = aligns.length - numFilled;
+    const texts = cells.slice(0, numFilled).map(({ text }) => text);
+    if (numMissing > 0) texts.push("");
+    texts.forEach((text, column) => {
+      if (!drawn[column]) {
+        const cell = /** @type {HTMLTableCellElement} */ (element(name));
+        if (aligns[column] === "right" || aligns[column] === "center") cell.setAttribute("align", aligns[column]);
+        node.append(cell);
+        drawn.push({ cell, update: document.inline(cell) });
+      }
+      const { cell, update } = drawn[column];
+      update(text);
+      direct(cell);
+      const span = column === numFilled ? numMissing : 1;
+      if (cell.colSpan !== span) cell.colSpan = span;
+      if (span === 1) cell.removeAttribute("colspan");
+    });
+    drawn.splice(texts.length).forEach(({ cell }) => cell.remove());
+  };
+  return { row: node, show };
+}
+
+/** HTML and formulas: as they are written, but for `<br>`. @returns {Pick<View, "node" | "update">} */
+function asWritten() {
+  const node = element("p");
+  const update = (/** @type {Token} */ { raw }) => {
+    const lines = withTabs(raw).trim().split(/<br\s*\/?>\n?/i);
+    node.replaceChildren(...lines.flatMap((line, index) => (index === 0 ? [line] : [element("br"), line])));
+    direct(node);
+  };
+  return { node, update };
+}
+
+/**
+ * The first letter outside of links says from which side a text is read. `dir="auto"` would say the same,
+ * but the browser reads the whole text again at each change.
+ */
+function direct(/** @type {HTMLElement} */ node) {
+  const letter = firstLetter(node);
+  const dir = !letter ? "" : RIGHT_TO_LEFT.test(letter) ? "rtl" : "ltr";
+  if (!dir) node.removeAttribute("dir");
+  else if (node.dir !== dir) node.dir = dir;
+}
+
+/** @returns {string} */
+function firstLetter(/** @type {ParentNode} */ node) {
+  for (const child of node.childNodes) {
+    const isSkipped = child instanceof HTMLElement && (child.nodeName === "A" || child.className === "code-head");
+    const letter = child instanceof Text ? LETTER.exec(child.data)?.[0]
+      : child instanceof Element && !isSkipped ? firstLetter(child) : "";
+    if (letter) return letter;
   }
+  return "";
 }

@@ -18,6 +18,8 @@ from .page_flow import ANSWER_TIMEOUT_MS, CHROMIUM_ARGS
 
 PAGE = Path(__file__).parents[3] / "clients" / "browser"
 _PACKAGES = Path(__file__).parent / "node"
+# Evaluated in a page: `drawnOf`, what is drawn of Markdown.
+MARKDOWN_TREES = Path(__file__).with_name("markdown_trees.js").read_text("utf-8")
 NewPage = Callable[..., Awaitable[Page]]
 expect.set_options(timeout=ANSWER_TIMEOUT_MS)  # much of what is waited for is an answer's end
 

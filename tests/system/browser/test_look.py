@@ -16,7 +16,7 @@ from .page_flow import STORY, connected, finished, growing, open_page, say, stop
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
-_MAX_PAGE_BYTES = 100_000
+_MAX_PAGE_BYTES = 110_000
 _NUM_TOKENS = 300
 _SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 

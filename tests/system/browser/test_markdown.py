@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 from playwright.async_api import Page, expect
 
 from ..processes import Served
-from .conftest import make_conversation
+from .conftest import MARKDOWN_TREES, make_conversation
 from .page_flow import ask, open_page
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
@@ -46,6 +48,178 @@ async def test_markdown_and_copying(
     await page.wait_for_function(
         "async (text) => (await navigator.clipboard.readText()) === text", arg=answer
     )
+
+
+async def test_what_answers_are_written_with(page: Page, demo_server: Served) -> None:
+    link, head = ["a", "a (b.example)"], ["thead", ["tr", ["th", "x"], ["th", "y"]]]
+    cases: dict[str, Any] = {
+        # Code in lists, however far its fences are to the right.
+        "- Step:\n    ```js\n    let x;\n      y();\n    ```\n- b": [
+            ["ul", ["li", "Step:", ["pre", "let x;\n  y();"]], ["li", "b"]]
+        ],
+        "- Step:\n   ```js\n   let x;\n\n     y();\n   ```\n- b": [
+            ["ul", ["li", "Step:", ["pre", "let x;\n\n  y();"]], ["li", "b"]]
+        ],
+        "2. Step:\n\n   ```\n   let x;\n   ```\n\n3. b": [
+            ["ol2", ["li", ["p", "Step:"], ["pre", "let x;"]], ["li", ["p", "b"]]]
+        ],
+        "1. a\n   - b\n\n         let x;\n": [
+            ["ol", ["li", "a", ["ul", ["li", ["p", "b"], ["pre", "let x;"]]]]]
+        ],
+        "- a\n\n  | x | y |\n  |---|--:|\n  | 1<br>2 | **3** |\n- b": [
+            [
+                "ul",
+                [
+                    "li",
+                    ["p", "a"],
+                    [
+                        "div",
+                        ["table", head, ["tr", ["td", "1", ["br"], "2"], ["td", ["strong", "3"]]]],
+                    ],
+                ],
+                ["li", ["p", "b"]],
+            ]
+        ],
+        "- [ ] a\n- [x] **b**\n": [
+            ["ul", ["li", ["input"], "a"], ["li", ["input"], ["strong", "b"]]]
+        ],
+        "- [x] a\n\n- [ ] b\n": [
+            ["ul", ["li", ["p", ["input"], "a"]], ["li", ["p", ["input"], "b"]]]
+        ],
+        "- a\n  - b\n    1. c\n\n  d\n- e": [
+            [
+                "ul",
+                ["li", ["p", "a"], ["ul", ["li", "b", ["ol", ["li", "c"]]]], ["p", "d"]],
+                ["li", ["p", "e"]],
+            ]
+        ],
+        "__bold__ ~~struck~~ snake_case_name": [
+            ["p", ["strong", "bold"], " ", ["s", "struck"], " snake_case_name"]
+        ],
+        '[a](https://b.example "title")': [["p", link]],
+        "[a][1] [A] [b]\n\n[1]: https://b.example\n[a]: https://b.example 'title'": [
+            ["p", link, " ", ["a", "A (b.example)"], " [b]"]
+        ],
+        "<https://b.example> www.b.example a@b.example": [
+            [
+                "p",
+                ["a", "https://b.example"],
+                " ",
+                ["a", "www.b.example"],
+                " ",
+                ["a", "a@b.example"],
+            ]
+        ],
+        "![a](https://b.example) ![a](b.png)": [["p", link, " ![a](b.png)"]],
+        "Title\n=====\n\nSmaller\n---\n": [["h4", "Title"], ["h5", "Smaller"]],
+        "a &lt;b&gt; &amp;amp; &copy; &#8212; &rarr; &nothing; `&lt;`": [
+            ["p", "a <b> &amp; © — → &nothing; ", ["code", "&lt;"]]
+        ],
+        "a<br>b<br/>\nc <b>d</b>": [["p", "a", ["br"], "b", ["br"], "c <b>d</b>"]],
+        "a  \nb\\\nc": [["p", "a", ["br"], "b", ["br"], "c"]],
+        "> a\nb\n> - c\n\nd": [["blockquote", ["p", "a b"], ["ul", ["li", "c"]]], ["p", "d"]],
+        # Formulas, as they are written.
+        r"$a_1 * b_2 * c$ and $x^{*}$, *b*": [["p", "$a_1 * b_2 * c$ and $x^{*}$, ", ["em", "b"]]],
+        r"**so \(a_{1}\) is** \[ x\,*y* \]": [
+            ["p", ["strong", r"so \(a_{1}\) is"], r" \[ x\,*y* \]"]
+        ],
+        "Then\n$$\na = b \\\\\n- c_1 * d_2 * e\n= f\n$$\n**so**": [
+            ["p", "Then"],
+            ["p", "$$ a = b \\\\ - c_1 * d_2 * e = f $$"],
+            ["p", ["strong", "so"]],
+        ],
+        "1. \\[\n   a\n   + b\n   \\]\n": [["ol", ["li", ["p", "\\[ a + b \\]"]]]],
+        r"$5 and *$6*, `$a` \* $b_c": [
+            ["p", "$5 and ", ["em", "$6"], ", ", ["code", "$a"], " * $b_c"]
+        ],
+    }
+    await open_page(page, demo_server.base_url)
+    await page.evaluate(MARKDOWN_TREES)
+    for size in (10_000, 1):
+        drawn = await page.evaluate("([texts, size]) => drawnOf(texts, size)", [list(cases), size])
+        assert dict(zip(cases, drawn, strict=True)) == cases
+    boxes = """async (text) => {
+      const { MarkdownStream } = await import("./markdown.js");
+      const root = document.createElement("div");
+      new MarkdownStream(root).append(text);
+      return [...root.querySelectorAll("input")].map((box) => [box.checked, box.disabled]);
+    }"""
+    assert await page.evaluate(boxes, "- [ ] a\n- [x] b") == [[False, True], [True, True]]
+
+
+async def test_code_in_lists_is_copied_as_it_is(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    code = "def f():\n    return [\n\t1,\n\n    ]"
+    texts = [
+        "- Step:\n" + "\n".join(indent + line for line in ["```python", *code.split("\n"), "```"])
+        for indent in ("    ", "   ", "  ")
+    ]
+    texts.append("- ```\n  " + code.replace("\n", "\n  ") + "\n  ```\n\t- tabs\n\t\tare spaces\n")
+    conversation = await make_conversation(api, [("assistant", text) for text in texts])
+    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    buttons = page.locator(".prose li .code").get_by_role("button", name="Copy code")
+    await expect(buttons).to_have_count(len(texts))
+    for button in await buttons.all():
+        await page.evaluate("navigator.clipboard.writeText('')")
+        await button.click()
+        assert await page.evaluate("navigator.clipboard.readText()") == code
+
+
+async def test_what_is_drawn_stays_while_more_comes(page: Page, demo_server: Served) -> None:
+    """Nodes are the same ones to the end, and so a selection is."""
+    text = (
+        "# Title\n\nSome **bold** words\nand `code` [a](https://b.example) here.\n\n"
+        "- one *a*\n- two\n  - nested **b**\n    ```js\n    let x;\n\n    let y;\n    ```\n"
+        "- three\n\n"
+        "```py\na = 1\n\nb = 2\n```\n\n| a | b |\n|---|---|\n| *1* | 2 |\n| 3 | 4 |\n\n"
+        "> quoted **c**\n>\n> more\n\nThe end.\n"
+    )
+    await open_page(page, demo_server.base_url)
+    lost = await page.evaluate(
+        """async (text) => {
+          const { MarkdownStream } = await import("./markdown.js");
+          const root = document.querySelector("#transcript");
+          const stream = new MarkdownStream(root);
+          const isHead = (line) => line === "| a | b |";
+          const seen = new Set();
+          const lines = text.split("\\n");
+          lines.forEach((line, index) => {
+            for (const character of line) stream.append(character);
+            if (index < lines.length - 1) stream.append("\\n");
+            if (index === 2) getSelection().selectAllChildren(root.querySelector("strong"));
+            if (isHead(line)) return; // a paragraph, until the next line makes it names of columns
+            const walker = document.createTreeWalker(root);
+            while (walker.nextNode()) seen.add(walker.currentNode);
+          });
+          const lost = [...seen].filter((node) => !root.contains(node));
+          return [...lost.map((node) => node.outerHTML ?? node.data), String(getSelection())];
+        }""",
+        text,
+    )
+    assert lost == ["bold"]
+
+
+async def test_a_reference_becomes_a_link_once_it_is_defined(
+    page: Page, demo_server: Served
+) -> None:
+    await open_page(page, demo_server.base_url)
+    shown = await page.evaluate(
+        """async () => {
+          const { MarkdownStream } = await import("./markdown.js");
+          const root = document.createElement("div");
+          const stream = new MarkdownStream(root);
+          const pieces = ["See [a] and [b].\\n\\n- [a]\\n\\nSo.\\n\\n", "[a]: https://c",
+            ".example", "\\n\\n[a]: https://other.example\\n"];
+          return pieces.map((piece) => {
+            stream.append(piece);
+            return [...root.querySelectorAll("a")].map((link) => link.href);
+          });
+        }"""
+    )
+    final = ["https://c.example/"] * 2
+    assert shown == [[], ["https://c/"] * 2, final, final]
 
 
 @pytest.mark.exhaustive
@@ -115,6 +289,7 @@ async def test_markdown_piece_by_piece_equals_markdown_at_once(
         const root = document.createElement("div");
         const stream = new MarkdownStream(root);
         pieces.forEach((piece) => stream.append(piece));
+        stream.flush();
         return root.innerHTML;
       };
       return texts.flatMap((text) => (text.length < 300 ? [1, 2, 3, 7] : [7, 97]).map((size) => {
@@ -130,8 +305,8 @@ async def test_markdown_piece_by_piece_equals_markdown_at_once(
 @pytest.mark.exhaustive
 async def test_markdown_costs_as_much_as_it_is_long(page: Page, demo_server: Served) -> None:
     """Four times the text, whole or in pieces, takes about four times the work: characters that
-    patterns look at, and changes of the page. (Six: the first 2,048 characters of a line may cost
-    less than the others; sixteen would be quadratic.)"""
+    patterns look at, and changes of the page. (Six: the first 4,096 characters of a paragraph may
+    cost less than the others; sixteen would be quadratic.)"""
     await open_page(page, demo_server.base_url)
     wrong = await page.evaluate(
         r"""async () => {
@@ -167,7 +342,8 @@ async def test_markdown_costs_as_much_as_it_is_long(page: Page, demo_server: Ser
       RegExp.prototype.exec = function (text) {
         const from = this.global || this.sticky ? this.lastIndex : 0;
         const found = exec.call(this, text);
-        const end = found ? found.index + found[0].length : this.sticky ? from : text.length;
+        const isBound = this.sticky || (this.source.startsWith("^") && !this.multiline);
+        const end = found ? found.index + found[0].length : isBound ? from : text.length;
         work += 1 + end - from;
         return found;
       };
@@ -186,6 +362,7 @@ async def test_markdown_costs_as_much_as_it_is_long(page: Page, demo_server: Ser
         const stream = new MarkdownStream(root);
         work = 0;
         for (let at = 0; at < text.length; at += size) stream.append(text.slice(at, at + size));
+        stream.flush();
         return [work, root.getElementsByTagName("*").length];
       };
       return Object.entries(texts).flatMap(([name, make]) => [1e9, 16].map((size) => {

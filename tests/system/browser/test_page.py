@@ -142,7 +142,7 @@ async def test_the_list_of_conversations(page: Page, demo_server: Served) -> Non
 async def test_markup_and_unicode_are_text(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
-    said = f"{HTML}\n{UNICODE}"
+    said = f"{HTML}\n\n{UNICODE}"
     conversation = await make_conversation(api, [("user", said), ("assistant", said)], title=HTML)
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
     assert await page.locator(".bubble").inner_text() == said

@@ -15,6 +15,7 @@ from .conftest import PAGE
 def test_the_types_in_comments_are_right(packages: Path) -> None:
     command = [packages / ".bin" / "tsc", "--noEmit", "--allowJs", "--checkJs", "--strict"]
     command += ["--target", "es2022", "--module", "esnext", "--moduleResolution", "bundler"]
-    command += ["--lib", "es2023,dom,dom.iterable,dom.asynciterable", *sorted(PAGE.rglob("*.js"))]
+    own = [path for path in sorted(PAGE.rglob("*.js")) if "vendor" not in path.parts]
+    command += ["--lib", "es2023,dom,dom.iterable,dom.asynciterable", *own]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
