@@ -9,6 +9,7 @@ import { button, confirmOn, copyText, make } from "./dom.js";
 import { pictureOf } from "./images.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
+import { imagesOf, messageText } from "./turns.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
 /** @typedef {import("./answer.js").Usage} Usage */
@@ -34,11 +35,6 @@ const cuts = new ResizeObserver((entries) => {
   }
 });
 const MAX_UNCUT_CHARACTERS = 250; // twelve lines on a narrow screen
-
-/** A message's text. */
-export function messageText(/** @type {Pick<Item, "content">} */ item) {
-  return item.content.flatMap((part) => part.text ?? []).join("\n");
-}
 
 /** What came in, and the answer to it: one turn, and those that continue its answer. */
 export class TurnView {
@@ -285,8 +281,12 @@ export class TurnView {
       bubble.dir = "auto";
       if (text.length <= MAX_UNCUT_CHARACTERS && text.split("\n").length <= 12) bubble.textContent = text;
       else bubble.append(...cutText(text));
-      for (const { image_url } of item.content) if (image_url) message.append(pictureOf(image_url));
-      message.append(bubble);
+      const said = make("div", "said-by");
+      const pictures = make("div", "pictures");
+      pictures.append(...imagesOf(item).map(pictureOf));
+      if (pictures.hasChildNodes()) said.append(pictures);
+      said.append(bubble);
+      message.append(said);
     }
     if (item.role === "user") {
       const tools = make("div", "tools");
