@@ -48,6 +48,8 @@ export class ConversationPane extends EventTarget {
   /** While it is being fetched. @type {Promise<void> | null} */ #loading = null;
   /** Counts opened conversations, so that a late answer is recognised as stale. */
   #epoch = 0;
+  /** What turns answer, beside those that are shown; null: not known (yet). @type {Map<string, string | null>} */
+  #questions = new Map();
   #around;
   #wishes = {
     regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
@@ -404,9 +406,29 @@ export class ConversationPane extends EventTarget {
   #changed() {
     for (const view of this.views) {
       const { siblings, index } = placeOf(this.#tree, view);
-      view.showBranches(index, siblings.length);
+      view.showBranches(index, siblings.length, siblings.length > 1 && this.#isEdited(view, siblings));
     }
     this.dispatchEvent(new Event("change"));
+  }
+
+  /** Whether some of a view's siblings answer another message, as far as it is known. */
+  #isEdited(/** @type {TurnView} */ view, /** @type {Turn[]} */ siblings) {
+    if (view.items.length === 0) return false;
+    const question = messageText(asked(view));
+    this.#questions.set(view.turnIds[0], question);
+    return siblings.filter(({ turn, response_id }) => {
+      if (response_id && !this.#questions.has(turn)) void this.#askFor(turn);
+      return (this.#questions.get(turn) ?? question) !== question;
+    }).length > 0;
+  }
+
+  async #askFor(/** @type {string} */ turn) {
+    this.#questions.set(turn, null); // once
+    await quietly(async () => {
+      const { data } = await this.#around.client.inputItems(turn, { limit: 1 });
+      if (data[0]?.content) this.#questions.set(turn, messageText(data[0]));
+      this.#changed();
+    });
   }
 }
 

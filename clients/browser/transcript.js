@@ -45,6 +45,7 @@ export class TurnView {
   text = "";
   #wishes;
   #section = make("section", "turn");
+  /** The last message that came in, and what can be done with it. @type {HTMLElement | null} */ #question = null;
   #article = make("article", "message assistant");
   #blocks = new Blocks();
   #foot = make("div", "foot");
@@ -159,10 +160,15 @@ export class TurnView {
     this.#section.remove();
   }
 
-  /** Where this turn stands among those with the same past. */
-  showBranches(/** @type {number} */ index, /** @type {number} */ count) {
+  /**
+   * Where this turn stands among those with the same past: beside the message, if they answer
+   * different ones, else under the answer.
+   */
+  showBranches(/** @type {number} */ index, /** @type {number} */ count, /** @type {boolean} */ isEdited) {
     this.#branches.hidden = count < 2;
     if (count < 2) return;
+    const tools = (isEdited && this.#question?.querySelector(".tools")) || this.#tools;
+    if (this.#branches.parentElement !== tools) tools.append(this.#branches);
     const step = (/** @type {number} */ by, /** @type {string} */ label, /** @type {string} */ picture) => {
       const node = button({ label, picture, asks: true, run: () => this.#wishes.switchBranch(this, by) });
       if (index + by < 0 || index + by >= count) delete node.dataset.asks, node.disabled = true;
@@ -176,7 +182,7 @@ export class TurnView {
 
   /** Lets the user edit the question in place. */
   startEditing() {
-    const bubble = this.#section.querySelector(".message.user:last-of-type .bubble") ?? this.#section.querySelector(".bubble");
+    const bubble = (this.#question ?? this.#section).querySelector(".bubble");
     if (!bubble || this.#section.querySelector(".editor")) return;
     const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const editor = /** @type {HTMLFormElement} */ (make("form", "editor"));
@@ -293,6 +299,7 @@ export class TurnView {
       const copy = button({ label: "Copy message", picture: "copy", run: () => void copyText(text).then(() => confirmOn(copy)) });
       tools.append(copy, button({ label: "Edit", picture: "edit", asks: true, run: () => this.startEditing() }));
       message.append(tools);
+      this.#question = message;
     }
     return message;
   }
