@@ -218,11 +218,10 @@ export class ConversationPane extends EventTarget {
     this.answer = answer;
     view.attach(answer);
     const { id } = this;
-    answer.addEventListener("started", () => {
-      this.dispatchEvent(new CustomEvent("used", { detail: id }));
-      this.#moved();
-    });
+    const used = () => this.dispatchEvent(new CustomEvent("used", { detail: id }));
+    answer.addEventListener("started", () => { used(); this.#moved(); });
     void answer.done.then(async (outcome) => {
+      if (wasKept(outcome)) used(); // a list that came meanwhile does not know yet
       await after(outcome);
       if (epoch === this.#epoch && this.answer === answer) await this.#settle(view, answer, outcome);
       this.#moved();

@@ -6,40 +6,42 @@
 /** @typedef {import("./conversations.js").Part} Part */
 /** @typedef {Readonly<{ text: string, images: readonly Part[] }>} Message  of the user */
 
-const PREFIX = "penstock.draft.";
+const TEXT = "penstock.draft.", IMAGES = "penstock.draft-images.";
 /** Where there is no session storage, or no room in it: until a reload. @type {Map<string, Message>} */
 const drafts = new Map();
 
 /** @type {Message} */ export const NOTHING = { text: "", images: [] };
 
-/** Whether there is anything to send. */
+/** Whether there is nothing to send. */
 export function isEmpty(/** @type {Message} */ { text, images }) {
   return !text.trim() && images.length === 0;
 }
 
 /** The draft of a conversation (null: of a new one). */
 export function draftOf(/** @type {string | null} */ id) {
-  const name = PREFIX + (id ?? "");
-  return drafts.get(name) ?? read(name);
+  const key = id ?? "";
+  const known = drafts.get(key);
+  if (known) return known;
+  try {
+    const images = /** @type {Part[]} */ (JSON.parse(sessionStorage.getItem(IMAGES + key) ?? "[]"));
+    return { text: sessionStorage.getItem(TEXT + key) ?? "", images };
+  } catch {
+    return NOTHING;
+  }
 }
 
 /** Keeps a draft; an empty one is forgotten. */
 export function keepDraft(/** @type {string | null} */ id, /** @type {Message} */ draft) {
-  const name = PREFIX + (id ?? "");
-  drafts.set(name, draft);
-  try {
-    sessionStorage.removeItem(name);
-    if (draft.text) sessionStorage.setItem(name, JSON.stringify({ ...draft, images: [] }));
-    if (draft.images.length > 0) sessionStorage.setItem(name, JSON.stringify(draft)); // if there is room
-  } catch {}
+  const key = id ?? "";
+  const isNew = draft.images !== drafts.get(key)?.images; // they are long, and text comes by letters
+  drafts.set(key, draft);
+  store(TEXT + key, draft.text);
+  if (isNew) store(IMAGES + key, draft.images.length > 0 ? JSON.stringify(draft.images) : "");
 }
 
-/** @returns {Message} */
-function read(/** @type {string} */ name) {
+function store(/** @type {string} */ name, /** @type {string} */ text) {
   try {
-    const { text = "", images = [] } = JSON.parse(sessionStorage.getItem(name) ?? "{}");
-    return { text, images };
-  } catch {
-    return NOTHING;
-  }
+    sessionStorage.removeItem(name);
+    if (text) sessionStorage.setItem(name, text);
+  } catch {}
 }

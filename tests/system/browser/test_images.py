@@ -154,6 +154,29 @@ async def test_images_stay_with_the_draft_of_their_conversation(
             assert await names(page) == files
 
 
+async def test_an_image_that_is_late_finds_its_conversation(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    """It is still being made smaller when the reader goes on."""
+    conversation = await make_conversation(api, [("user", "Hello!")])
+    await seeing(page)
+    await page.add_init_script(
+        """const open = window.createImageBitmap;
+        window.createImageBitmap = (file) =>
+          new Promise((resolve) => { window.release = () => resolve(open(file)); });"""
+    )
+    await open_page(page, demo_server.base_url)
+    await page.locator("#files").set_input_files([file("a.png")])
+    await page.evaluate(f"location.hash = '#{conversation}'")
+    await expect(page.locator(".bubble")).to_be_visible()
+    await page.evaluate("release()")
+    await page.keyboard.press("Alt+n")
+    await expect(page.locator("#tray img")).to_have_count(1)
+    await page.go_back()
+    await expect(page.locator(".bubble")).to_be_visible()
+    await expect(page.locator("#tray img")).to_have_count(0)
+
+
 async def test_a_refused_message_keeps_its_images(page: Page, demo_server: Served) -> None:
     """The conversation cannot be begun: text and images are in the message box again."""
 

@@ -107,7 +107,7 @@ async def test_regenerate_edit_and_branches(
 
 
 async def test_versions_are_switched_where_they_differ(page: Page, demo_server: Served) -> None:
-    """Under an answer that was made again; beside a message that was edited. Also after a reload."""
+    """Under an answer that was made again, beside one that was edited; after a reload, too."""
     await open_page(page, demo_server.base_url, max_output_tokens=5)
     await ask(page, "Hello!")
     await ask(page, "Who are you?")
