@@ -2,12 +2,12 @@
  * The chat page: its parts, and what happens when the user acts.
  */
 
+import { Composer } from "./composer.js";
 import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
-import { draftOf, keepDraft } from "./drafts.js";
+import { keepDraft, NOTHING } from "./drafts.js";
 import { liveText, queueText } from "./figures.js";
-import { ImageTray, imagesIn } from "./images.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
@@ -28,6 +28,7 @@ const LIVE_INTERVAL_MS = 250;
 // An answer that has been silent for so long: is there an engine?
 const SILENT_MS = 1_500;
 const ASK_INTERVAL_MS = 500;
+const BROKEN = "Not connected; your answer will go on.";
 const RESTARTING = "The model is restarting; your answer will go on.";
 
 const page = {
@@ -42,13 +43,12 @@ const page = {
   messagesTitle: byId("messages-title"),
   toLatest: byId("to-latest"),
   composer: /** @type {HTMLFormElement} */ (byId("composer")),
-  text: /** @type {HTMLTextAreaElement} */ (byId("composer-text")),
+  text: byId("composer-text"),
   send: /** @type {HTMLButtonElement} */ (byId("send")),
   hint: byId("hint"),
   live: byId("live"),
   obstacle: byId("obstacle"),
   attach: byId("attach"),
-  files: /** @type {HTMLInputElement} */ (byId("files")),
   refusal: byId("refusal"),
   announcer: byId("announcer"),
 };
@@ -67,20 +67,21 @@ const pane = new ConversationPane({
   hasTools: () => settings.hasTools,
   announce,
   mayAsk,
-  write: () => page.text.focus(),
-  onLost: (id, text, reason) => {
-    page.refusal.textContent = reason;
-    const draft = draftOf(id);
-    keepDraft(id, draft && draft !== text ? `${text}\n\n${draft}` : text);
-    if (id === draftId) showDraft();
+  write: () => composer.focus(),
+  onLost: (id, message, reason) => {
+    refusal = reason;
+    composer.giveBack(id, message);
     refresh();
   },
-  onRefused: (text) => { if (!page.text.value) keepDraft(draftId, text); },
+  onRefused: (message) => composer.keepCopy(message),
 });
-/** The images of the next message. */
-const tray = new ImageTray(byId("tray"));
-/** The conversation that the text in the message box is for. */
-let draftId = location.hash.slice(1) || null;
+const composer = new Composer(location.hash.slice(1) || null, () => client.takesImages);
+/** Why the last wish to send something had no effect; empty once it would have. */
+let obstacle = "";
+/** Why something is not, or not any more, part of what was sent. */
+let refusal = "";
+/** How the answer under way gets on. */
+let progress = "";
 /** Notifies the other tabs of this browser when a conversation has changed, with its id. */
 const tabs = new BroadcastChannel("penstock");
 
@@ -95,7 +96,7 @@ async function openAddressed() {
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
     if (error.status === 404) {
-      keepDraft(null, draftOf(null) || page.text.value);
+      composer.leaveToNew();
       showNewChat("This conversation is not on the server any more.");
     }
   }
@@ -110,37 +111,22 @@ function showNewChat(said = "New chat.") {
   announce(said);
   sidebar.closeOverlay();
   scroll.toTop();
-  page.text.focus();
+  composer.focus();
 }
 
 function submit() {
-  const text = page.text.value.trim();
-  if ((!text && tray.isEmpty) || !mayAsk()) return;
-  page.text.value = "";
-  keepDraft(draftId, "");
-  fitComposer();
-  ask(text, tray.take());
+  if (!composer.isEmpty && mayAsk()) ask(composer.take());
 }
 
-/** Adds images to the next message, if the model takes any. */
-async function attach(/** @type {Iterable<File>} */ files) {
-  page.refusal.textContent = client.takesImages ? await tray.add(files) : "This model takes no images.";
-  if (page.refusal.textContent) announce(page.refusal.textContent);
-  refresh();
-}
-
-function ask(/** @type {string} */ text, /** @type {import("./images.js").ImagePart[]} */ images = []) {
-  page.refusal.textContent = "";
-  void pane.ask(text, images);
+function ask(/** @type {import("./drafts.js").Message} */ message) {
+  refusal = "";
+  void pane.ask(message);
   scroll.follow();
 }
 
 function canAsk() {
   return client.state === "open" && !pane.answer && !pane.isBusy;
 }
-
-/** Why the last wish to send something had no effect; empty once it would have. */
-let obstacle = "";
 
 /** Whether a message can be sent. If not, the user is told why, or asked for what is missing. */
 function mayAsk() {
@@ -158,35 +144,26 @@ function mayAsk() {
   return false;
 }
 
-/** Shows the draft of the open conversation in the message box. */
-function showDraft() {
-  page.text.value = draftOf(draftId);
-  fitComposer();
-  refresh();
-}
-
 function listenToPane() {
   pane.addEventListener("change", () => {
-    if (draftId !== pane.id) {
-      draftId = pane.id;
-      obstacle = page.refusal.textContent = "";
-      showDraft();
+    if (composer.id !== pane.id) {
+      obstacle = refusal = "";
+      composer.open(pane.id);
     }
     follow(pane.answer);
     refresh();
   });
   pane.addEventListener("created", () => {
     history.pushState(null, "", `#${pane.id}`);
-    draftId = pane.id;
-    keepDraft(null, "");
-    keepDraft(draftId, page.text.value);
+    composer.rename(/** @type {string} */ (pane.id));
     list.mark(pane.id);
     scroll.follow();
   });
   pane.addEventListener("left", () => {
-    keepDraft(pane.id, page.text.value); // without the message that leaves with the reader
+    composer.keep(); // without the message that leaves with the reader
     history.pushState(null, "", location.pathname);
   });
+  pane.addEventListener("used", (event) => list.use(/** @type {CustomEvent} */ (event).detail));
   pane.addEventListener("moved", () => tabs.postMessage({ conversation: pane.id }));
   tabs.addEventListener("message", ({ data }) => {
     void list.refresh();
@@ -195,7 +172,7 @@ function listenToPane() {
   });
   list.addEventListener("deleted", (event) => {
     const id = /** @type {CustomEvent<string>} */ (event).detail;
-    keepDraft(id, "");
+    keepDraft(id, NOTHING);
     tabs.postMessage({ deleted: id });
     if (id === pane.id) leaveDeleted();
   });
@@ -225,7 +202,7 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   isRestarting = false;
   sayLive(answer ? "Answering…" : "");
   if (!answer) return;
-  const id = draftId;
+  const { id } = composer;
   let nextAt = 0;
   let isPaused = false;
   let heardAt = performance.now();
@@ -237,7 +214,7 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   for (const name of ["started", "delta", "queue", "pause"]) answer.addEventListener(name, hear);
   void askAfterEngine(answer, () => performance.now() - heardAt > SILENT_MS && !isPaused);
   // The server has the message: a copy that was kept of it is not needed any more.
-  answer.addEventListener("started", () => { if (id === draftId) keepDraft(id, page.text.value); });
+  answer.addEventListener("started", () => { if (id === composer.id) composer.keep(); });
   answer.addEventListener("delta", () => {
     const now = performance.now();
     if (now < nextAt || isPaused) return;
@@ -252,6 +229,13 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
 }
 
 function sayLive(/** @type {string} */ text) {
+  progress = text;
+  showProgress();
+}
+
+/** Without a connection, nothing is known of it. */
+function showProgress() {
+  const text = client.state === "open" ? progress : progress && BROKEN;
   // One text: a second one beside it would move with the width of the first.
   page.live.textContent = text && hasKeys.matches ? `${text} · Esc stops` : text;
 }
@@ -293,10 +277,12 @@ function refresh() {
   if (canAsk()) obstacle = "";
   page.obstacle.textContent = obstacle;
   page.obstacle.hidden = !obstacle;
-  page.refusal.hidden = isAnswering || obstacle !== "" || !page.refusal.textContent;
+  page.refusal.textContent = refusal;
+  page.refusal.hidden = isAnswering || obstacle !== "" || !refusal;
+  showProgress();
   page.live.hidden = !isAnswering || obstacle !== "";
   page.hint.hidden = isAnswering || obstacle !== "" || !page.refusal.hidden;
-  page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || (!page.text.value.trim() && tray.isEmpty);
+  page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || composer.isEmpty;
   page.attach.hidden = !client.takesImages;
   page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");
   page.send.title = isAnswering ? "Stop (Esc)" : "Send (Enter)";
@@ -342,43 +328,23 @@ function announce(/** @type {string} */ text) {
   page.announcer.textContent = text;
 }
 
-/** Lets the message box grow with its text, up to the height that the style sheet allows. */
-function fitComposer() {
-  page.text.style.height = "auto";
-  page.text.style.height = `${page.text.scrollHeight}px`;
-}
-
 function listenToPage() {
   page.composer.addEventListener("submit", (event) => {
     event.preventDefault();
     if (pane.answer) pane.stop();
     else submit();
   });
-  page.text.addEventListener("input", () => {
-    keepDraft(draftId, page.text.value);
+  composer.addEventListener("change", () => {
     obstacle = "";
-    fitComposer();
     refresh();
   });
-  tray.addEventListener("change", () => refresh());
-  page.attach.addEventListener("click", () => page.files.click());
-  page.files.addEventListener("change", () => {
-    void attach([...(page.files.files ?? [])]);
-    page.files.value = "";
-  });
-  page.text.addEventListener("paste", (event) => {
-    const files = imagesIn(event.clipboardData);
-    if (files.length === 0) return;
-    event.preventDefault();
-    void attach(files);
-  });
-  document.addEventListener("dragover", (event) => event.preventDefault());
-  document.addEventListener("drop", (event) => {
-    event.preventDefault();
-    void attach(imagesIn(event.dataTransfer));
+  composer.addEventListener("refused", (event) => {
+    refusal = /** @type {CustomEvent<string>} */ (event).detail;
+    if (refusal) announce(refusal);
+    refresh();
   });
   page.text.addEventListener("keydown", (event) => {
-    if (event.key === "ArrowUp" && !page.text.value && !pane.isEmpty) {
+    if (event.key === "ArrowUp" && composer.isEmpty && !pane.isEmpty) {
       event.preventDefault();
       if (mayAsk()) pane.views.at(-1)?.startEditing();
     }
@@ -394,7 +360,7 @@ function listenToPage() {
   byId("new-chat").addEventListener("click", () => showNewChat());
   byId("open-settings").addEventListener("click", () => settings.open());
   byId("settings-key").addEventListener("click", () => { settings.close(); openKeyDialog(); });
-  page.toLatest.addEventListener("click", () => { scroll.follow(); page.text.focus(); });
+  page.toLatest.addEventListener("click", () => { scroll.follow(); composer.focus(); });
   page.bannerAction.addEventListener("click", () => {
     if (client.state === "unauthorized") askForKey();
     else client.connect();
@@ -414,8 +380,8 @@ function addSuggestions() {
     button.dataset.asks = "";
     button.append(make("b", "", label), make("span", "", prompt));
     button.addEventListener("click", () => {
-      if (canAsk()) ask(prompt);
-      page.text.focus();
+      if (canAsk()) ask({ text: prompt, images: [] });
+      composer.focus();
     });
     item.append(button);
     byId("suggestions").append(item);
@@ -433,9 +399,7 @@ listenForShortcuts({
   copy: () => pane.views.at(-1)?.copy(),
   toggleList: () => sidebar.toggle(),
   settings: () => settings.open(),
-  write: () => page.text.focus(),
+  write: () => composer.focus(),
 });
 client.addEventListener("state", onStateChange);
 client.connect();
-if (page.text.value) keepDraft(draftId, page.text.value); // written before this script ran
-showDraft();

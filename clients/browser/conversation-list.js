@@ -1,5 +1,5 @@
 /**
- * The list of the server's conversations, newest first.
+ * The list of the server's conversations, the last used first; older ones are loaded as it is scrolled.
  */
 
 import { button, byId, make } from "./dom.js";
@@ -12,6 +12,9 @@ import { quietly } from "./quietly.js";
 const list = byId("conversations");
 const more = byId("more-conversations");
 const empty = byId("no-conversations");
+const kept = byId("kept");
+const MIN_SHOWN = 30;
+const MAX_PAGE = 100; // the server's limit
 const dialog = /** @type {HTMLDialogElement} */ (byId("rename-dialog"));
 const titleInput = /** @type {HTMLInputElement} */ (byId("rename-input"));
 
@@ -20,6 +23,9 @@ export class ConversationList extends EventTarget {
   /** @type {Conversation[]} */ #shown = [];
   #conversations;
   #hasMore = false;
+  /** While a page is on its way. */
+  #isLoading = false;
+  #ahead;
   #numRefreshes = 0;
   /** @type {string | null} */ #current = null;
   /** @type {Conversation | null} */ #renamed = null;
@@ -28,6 +34,13 @@ export class ConversationList extends EventTarget {
     super();
     this.#conversations = conversations;
     more.addEventListener("click", () => void this.#loadMore());
+    const scroller = /** @type {HTMLElement} */ (more.parentElement);
+    // A page ahead of the reader, once there is one.
+    this.#ahead = new IntersectionObserver(
+      (changes) => { if (changes.at(-1)?.isIntersecting) void this.#loadMore(); },
+      { root: scroller, rootMargin: "0px 0px 4000px" },
+    );
+    scroller.addEventListener("scroll", () => this.#ahead.observe(more), { passive: true, once: true });
     byId("rename-form").addEventListener("submit", () => void this.#rename());
     byId("rename-cancel").addEventListener("click", () => dialog.close());
   }
@@ -36,13 +49,28 @@ export class ConversationList extends EventTarget {
   async refresh() {
     await quietly(async () => {
       const number = this.#numRefreshes += 1;
-      const limit = Math.min(100, Math.max(30, this.#shown.length));
-      const page = await this.#conversations.list({ limit });
-      if (number < this.#numRefreshes) return; // it may have what has been deleted since
-      this.#shown = page.data;
-      this.#hasMore = page.has_more;
+      /** @type {Map<string, Conversation>} */ const found = new Map();
+      for (let after = /** @type {string | undefined} */ (undefined); ;) {
+        const limit = Math.min(MAX_PAGE, Math.max(MIN_SHOWN, this.#shown.length - found.size));
+        const page = await this.#conversations.list({ limit, after });
+        if (number < this.#numRefreshes) return; // it may have what has been deleted since
+        for (const one of page.data) found.set(one.id, one);
+        this.#hasMore = page.has_more;
+        kept.textContent = page.penstock?.durable ? "Saved on this server." : "Kept until the server restarts.";
+        after = page.data.at(-1)?.id;
+        if (!page.has_more || found.size >= this.#shown.length) break;
+      }
+      this.#shown = [...found.values()];
       this.#render();
     });
+  }
+
+  /** Moves one up that has got a turn, as the server does; one that is not shown is looked for. */
+  use(/** @type {string} */ id) {
+    const used = this.#shown.find((one) => one.id === id);
+    if (!used) return void this.refresh();
+    this.#shown = [used, ...this.#shown.filter((one) => one !== used)];
+    this.#render();
   }
 
   /** Marks the one that is open; one that is not listed yet may have been made elsewhere. */
@@ -63,13 +91,18 @@ export class ConversationList extends EventTarget {
   }
 
   async #loadMore() {
+    if (this.#isLoading) return;
+    this.#isLoading = true;
     await quietly(async () => {
-      const page = await this.#conversations.list({ after: this.#shown.at(-1)?.id });
+      const page = await this.#conversations.list({ limit: MAX_PAGE, after: this.#shown.at(-1)?.id });
       const known = new Set(this.#shown.map(({ id }) => id));
       this.#shown.push(...page.data.filter(({ id }) => !known.has(id)));
       this.#hasMore = page.has_more;
       this.#render();
+      this.#ahead.unobserve(more); // observed anew, it tells where it is now
+      this.#ahead.observe(more);
     });
+    this.#isLoading = false;
   }
 
   async #delete(/** @type {string} */ id) {

@@ -12,14 +12,15 @@ import { stepBefore, stepBeside } from "./branches.js";
 import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept } from "./endings.js";
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
-import { TurnView, messageText } from "./transcript.js";
+import { TurnView } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { grouped, imagesOf, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { grouped, imagesOf, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
 /** @typedef {import("./conversations.js").Tree} Tree */
 /** @typedef {import("./conversations.js").Turn} Turn */
+/** @typedef {import("./drafts.js").Message} Message */
 /**
  * @typedef {object} Surroundings
  * @property {import("./penstock-client.js").PenstockClient} client
@@ -27,16 +28,16 @@ import { grouped, imagesOf, openCalls, inputOf, numShown, outputOf, pathShown, p
  * @property {() => Record<string, any> & { model: string }} parameters  of the next request
  * @property {() => boolean} hasTools  whether the page runs the tools that the model calls
  * @property {(text: string) => void} announce
- * @property {(id: string | null, text: string, reason: string) => void} onLost  a message of this conversation could
- *     not be sent: the writer has it back
- * @property {(text: string) => void} onRefused  the page alone has this message, in the transcript
+ * @property {(id: string | null, message: Message, reason: string) => void} onLost  a message of this conversation
+ *     could not be sent: the writer has it back
+ * @property {(message: Message) => void} onRefused  the page alone has this message, in the transcript
  * @property {() => boolean} mayAsk  whether a message can be sent; if not, the reader is told why
  * @property {() => void} write  moves the focus to the message box
  */
 
 const MAX_ANNOUNCED_CHARACTERS = 1_000;
 
-/** Events: `change` (of anything), `created` and `moved` (of the server's state). */
+/** Events: `change` (of anything); `created`, `used` (detail: an id) and `moved` (of the server's state). */
 export class ConversationPane extends EventTarget {
   /** @type {string | null} */ id = null;
   /** The answer under way in this conversation. @type {Answer | null} */ answer = null;
@@ -47,12 +48,14 @@ export class ConversationPane extends EventTarget {
   /** While it is being fetched. @type {Promise<void> | null} */ #loading = null;
   /** Counts opened conversations, so that a late answer is recognised as stale. */
   #epoch = 0;
+  /** What turns answer, beside those that are shown; null: not known (yet). @type {Map<string, string | null>} */
+  #questions = new Map();
   #around;
   #wishes = {
     regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
     edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => {
       this.#around.write();
-      void this.#branch(view, [userItem(text, imagesOf(view.items[view.items.length - 1]))]);
+      void this.#branch(view, [userItem({ text, images: imagesOf(asked(view)) })]);
     },
     switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
     usage: (/** @type {TurnView} */ view) => usageOf(this.#around.client, view.turnIds.at(-1)),
@@ -99,7 +102,7 @@ export class ConversationPane extends EventTarget {
     // The problem stays, with its actions, until the conversation has another turn.
     if (!refused || path.at(-1)?.turn !== this.views.at(-2)?.turnIds.at(-1)) {
       this.#show(path);
-      if (refused) this.#around.onLost(id, messageText(refused.items[refused.items.length - 1]), refused.noteText);
+      if (refused) this.#around.onLost(id, messageOf(asked(refused)), refused.noteText);
     }
     this.#followRunning(path.at(-1));
     this.#changed();
@@ -147,18 +150,18 @@ export class ConversationPane extends EventTarget {
   // ---- asking --------------------------------------------------------------------------------
 
   /** Sends a message at the end of the conversation. */
-  async ask(/** @type {string} */ text, /** @type {import("./conversations.js").Part[]} */ images = []) {
+  async ask(/** @type {Message} */ message) {
     const { id } = this;
     const epoch = this.#epoch;
     while (this.#loading) {
       this.isBusy = true;
       this.#changed();
       const isLoaded = await this.#loading.then(() => true, () => false);
-      if (epoch !== this.#epoch) return this.#around.onLost(id, text, NOT_SENT);
+      if (epoch !== this.#epoch) return this.#around.onLost(id, message, NOT_SENT);
       this.isBusy = false;
-      if (!isLoaded || this.answer) return this.#handBack(text, isLoaded ? TAKEN : NOT_LOADED);
+      if (!isLoaded || this.answer) return this.#handBack(message, isLoaded ? TAKEN : NOT_LOADED);
     }
-    await this.#send([userItem(text, images)]);
+    await this.#send([userItem(message)]);
   }
 
   stop() {
@@ -214,8 +217,11 @@ export class ConversationPane extends EventTarget {
     const epoch = this.#epoch;
     this.answer = answer;
     view.attach(answer);
-    answer.addEventListener("started", () => this.#moved());
+    const { id } = this;
+    const used = () => this.dispatchEvent(new CustomEvent("used", { detail: id }));
+    answer.addEventListener("started", () => { used(); this.#moved(); });
     void answer.done.then(async (outcome) => {
+      if (wasKept(outcome)) used(); // a list that came meanwhile does not know yet
       await after(outcome);
       if (epoch === this.#epoch && this.answer === answer) await this.#settle(view, answer, outcome);
       this.#moved();
@@ -284,7 +290,7 @@ export class ConversationPane extends EventTarget {
   /** Says why there is no answer, and offers what can be done about it. */
   async #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome) {
     const epoch = this.#epoch;
-    const message = messageText(view.items[view.items.length - 1]);
+    const message = messageOf(asked(view));
     this.#around.onRefused(message);
     const { text, remedies } = await problemOf(this.#around.client, outcome, {
       id: this.id,
@@ -296,6 +302,7 @@ export class ConversationPane extends EventTarget {
     const actions = {
       again: { label: "Try again", run: () => this.#sendInstead(view, view.items) },
       anew: { label: "Start anew with this message", run: () => this.#startAnew(view) },
+      bare: { label: "Send without images", run: () => this.#sendInstead(view, [userItem({ ...message, images: [] })]) },
       edit: { label: "Edit message", asks: false, run: () => view.startEditing() },
     };
     view.addNote(text, { isError: true, actions: remedies.map((remedy) => actions[remedy]) });
@@ -309,11 +316,11 @@ export class ConversationPane extends EventTarget {
   /** Puts a message that the server refused back where it was written. */
   #giveBack(/** @type {TurnView} */ view, /** @type {unknown} */ problem) {
     this.#drop(view);
-    this.#handBack(messageText(view.items[view.items.length - 1]), refusalText(problem));
+    this.#handBack(messageOf(asked(view)), refusalText(problem));
   }
 
-  #handBack(/** @type {string} */ text, /** @type {string} */ reason) {
-    this.#around.onLost(this.id, text, this.isEmpty ? reason : ""); // else it is under the last turn
+  #handBack(/** @type {Message} */ message, /** @type {string} */ reason) {
+    this.#around.onLost(this.id, message, this.isEmpty ? reason : ""); // else it is under the last turn
     this.#around.announce(reason);
     this.views.at(-1)?.addNote(reason, { isError: true });
     this.#changed();
@@ -398,8 +405,33 @@ export class ConversationPane extends EventTarget {
   #changed() {
     for (const view of this.views) {
       const { siblings, index } = placeOf(this.#tree, view);
-      view.showBranches(index, siblings.length);
+      view.showBranches(index, siblings.length, siblings.length > 1 && this.#isEdited(view, siblings));
     }
     this.dispatchEvent(new Event("change"));
   }
+
+  /** Whether some of a view's siblings answer another message, as far as it is known. */
+  #isEdited(/** @type {TurnView} */ view, /** @type {Turn[]} */ siblings) {
+    if (view.items.length === 0) return false;
+    const question = messageText(asked(view));
+    this.#questions.set(view.turnIds[0], question);
+    return siblings.filter(({ turn, response_id }) => {
+      if (response_id && !this.#questions.has(turn)) void this.#askFor(turn);
+      return (this.#questions.get(turn) ?? question) !== question;
+    }).length > 0;
+  }
+
+  async #askFor(/** @type {string} */ turn) {
+    this.#questions.set(turn, null); // once
+    await quietly(async () => {
+      const { data } = await this.#around.client.inputItems(turn, { limit: 1 });
+      if (data[0]?.content) this.#questions.set(turn, messageText(data[0]));
+      this.#changed();
+    });
+  }
+}
+
+/** The message that a turn answers. */
+function asked(/** @type {TurnView} */ view) {
+  return view.items[view.items.length - 1];
 }

@@ -5,7 +5,7 @@
 
 /** @typedef {import("./http.js").Http} Http */
 /** @typedef {{ id: string, created_at: number, metadata: Record<string, string> }} Conversation */
-/** @typedef {{ type: string, text?: string, image_url?: string }} Part */
+/** @typedef {{ type: string, text?: string, image_url?: string, name?: string }} Part  `name`: of the image's file, while the page has it */
 /**
  * @typedef {object} Item  a message
  * @property {string} id
@@ -49,9 +49,9 @@ export class Conversations {
   }
 
   /**
-   * A page of them, newest first.
+   * A page of them, the last used first; and whether they are kept over the server's restart.
    * @param {{ limit?: number, after?: string }} [options]
-   * @returns {Promise<{ data: Conversation[], has_more: boolean }>}
+   * @returns {Promise<{ data: Conversation[], has_more: boolean, penstock?: { durable: boolean } }>}
    */
   list({ limit = 30, after } = {}) {
     const query = new URLSearchParams({ limit: String(limit), ...(after && { after }) });

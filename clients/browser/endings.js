@@ -37,12 +37,12 @@ async function isGone(
 }
 
 /**
- * Why there is no answer, and what is worth trying: the same again, an edited message, or the same
- * message in a new conversation.
+ * Why there is no answer, and what is worth trying: the same again, an edited message, the message
+ * without its images, or in a new conversation.
  * @param {import("./penstock-client.js").PenstockClient} client
  * @param {Outcome} outcome
- * @param {{ id: string | null, isFirst: boolean, model: string, message: string }} question
- * @returns {Promise<{ text: string, remedies: ("again" | "edit" | "anew")[] }>}
+ * @param {{ id: string | null, isFirst: boolean, model: string, message: import("./drafts.js").Message }} question
+ * @returns {Promise<{ text: string, remedies: ("again" | "edit" | "bare" | "anew")[] }>}
  */
 export async function problemOf(client, outcome, { id, isFirst, model, message }) {
   const { kind, problem } = outcome;
@@ -50,8 +50,8 @@ export async function problemOf(client, outcome, { id, isFirst, model, message }
   if (GONE_CODES.includes(code) || await isGone(client, id, outcome)) return { text: GONE, remedies: ["anew"] };
   const text = kind === "lost" ? LOST : problem?.message || "The server gave no reason.";
   if (code === "request_too_large") return { text, remedies: ["edit"] };
-  if (code !== "context_length_exceeded") return { text, remedies: ["again"] };
-  const size = await client.countTokens(model, message).catch(() => null);
+  if (code !== "context_length_exceeded") return { text, remedies: remediesOf(problem, message) };
+  const size = await client.countTokens(model, message.text).catch(() => null);
   if (!size?.max_model_len) return { text: `Too long: ${text}`, remedies: ["edit"] };
   const { count, max_model_len: limit } = size;
   if (isFirst || count >= limit) {
@@ -66,6 +66,16 @@ export async function problemOf(client, outcome, { id, isFirst, model, message }
       "this message do not fit.",
     remedies: ["anew", "edit"],
   };
+}
+
+/**
+ * What is worth trying: what is wrong with the message itself is so when it is sent again, too.
+ * @returns {("again" | "edit" | "bare")[]}
+ */
+function remediesOf(/** @type {Outcome["problem"]} */ problem, /** @type {import("./drafts.js").Message} */ message) {
+  const param = problem?.param ?? "";
+  if (param.endsWith("image_url")) return message.text ? ["bare"] : [];
+  return [param.startsWith("input") ? "edit" : "again"];
 }
 
 /** Why a message was not taken at all. */

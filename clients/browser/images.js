@@ -1,85 +1,77 @@
 /**
- * Images for the next message: chosen, dropped or pasted, made smaller, and shown until they are
- * sent.
+ * Images of messages: made smaller, and shown.
  *
  * What it does not know: servers, and what becomes of the message.
  */
 
 import { button, make } from "./dom.js";
 
-const MAX_IMAGES = 4;
+export const MAX_IMAGES = 4;
 const MAX_SIDE = 1024; // pixels; models scale what is larger down themselves
 const MAX_CHARACTERS = 220_000; // of a data URL: four fit a WebSocket message of 1 MiB
 const QUALITIES = [0.85, 0.7, 0.5, 0.3];
 
-/** @typedef {{ type: "input_image", image_url: string }} ImagePart */
+/** @typedef {import("./conversations.js").Part} Part */
 
-/** The images that wait, in an element of their own. Dispatches `change`. */
-export class ImageTray extends EventTarget {
-  /** @type {ImagePart[]} */ #parts = [];
+/** The images of a message that is being written, in an element of their own. */
+export class ImageTray {
+  /** @type {readonly Part[]} */ #images = [];
   #element;
-
-  constructor(/** @type {HTMLElement} */ element) {
-    super();
-    this.#element = element;
-  }
-
-  get isEmpty() {
-    return this.#parts.length === 0;
-  }
-
-  /** Takes the images for a message. */
-  take() {
-    const parts = this.#parts;
-    this.put([]);
-    return parts;
-  }
-
-  /** Shows these instead. */
-  put(/** @type {ImagePart[]} */ parts) {
-    this.#parts = parts;
-    this.#element.replaceChildren(...parts.map((part) => this.#shown(part)));
-    this.#element.hidden = this.isEmpty;
-    this.dispatchEvent(new Event("change"));
-  }
+  #onChange;
 
   /**
-   * Adds the images among some files; what is wrong with those that cannot be sent.
-   * @param {Iterable<File>} files
+   * @param {HTMLElement} element
+   * @param {(images: Part[]) => void} onChange  with those that are left after one was removed
    */
-  async add(files) {
-    for (const file of files) {
-      if (this.#parts.length >= MAX_IMAGES) return `A message has ${MAX_IMAGES} images at most.`;
-      const url = await smaller(file).catch(() => "");
-      if (!url) return `“${file.name}” is not an image that this browser can open.`;
-      this.put([...this.#parts, { type: "input_image", image_url: url }]);
-    }
-    return "";
+  constructor(element, onChange) {
+    this.#element = element;
+    this.#onChange = onChange;
   }
 
-  #shown(/** @type {ImagePart} */ part) {
+  /** Shows these. */
+  show(/** @type {readonly Part[]} */ images) {
+    if (images === this.#images) return;
+    this.#images = images;
+    this.#element.replaceChildren(...images.map((image) => this.#shown(image)));
+    this.#element.hidden = images.length === 0;
+  }
+
+  #shown(/** @type {Part} */ image) {
     const item = make("span", "tray-image");
     const remove = button({
-      label: "Remove image",
+      label: `Remove ${image.name || "image"}`,
       picture: "close",
-      run: () => this.put(this.#parts.filter((other) => other !== part)),
+      run: () => this.#onChange(this.#images.filter((other) => other !== image)),
     });
-    item.append(pictureOf(part.image_url), remove);
+    item.append(pictureOf(image), remove);
     return item;
   }
 }
 
 /** An image of a message, as an element. */
-export function pictureOf(/** @type {string} */ url) {
+export function pictureOf(/** @type {Part} */ { image_url = "", name }) {
   const picture = /** @type {HTMLImageElement} */ (make("img", "picture"));
-  picture.src = url;
-  picture.alt = "Image";
+  picture.src = image_url;
+  picture.alt = name || "Image";
   return picture;
 }
 
-/** The files of a paste or a drop that are images. */
-export function imagesIn(/** @type {DataTransfer | null} */ data) {
-  return Array.from(data?.files ?? []).filter((file) => file.type.startsWith("image/"));
+/** The files of a paste or a drop. */
+export function filesOf(/** @type {DataTransfer | null} */ data) {
+  return Array.from(data?.files ?? []);
+}
+
+export function isImage(/** @type {File} */ file) {
+  return file.type.startsWith("image/");
+}
+
+/**
+ * The image in a file as a part of a message; null if this browser cannot open it.
+ * @returns {Promise<Part | null>}
+ */
+export async function imageFrom(/** @type {File} */ file) {
+  const url = await smaller(file).catch(() => "");
+  return url ? { type: "input_image", image_url: url, name: file.name } : null;
 }
 
 /** An image file as a data URL that is small enough to be sent. */

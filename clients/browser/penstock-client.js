@@ -194,6 +194,16 @@ export class PenstockClient extends EventTarget {
     return this.#http.request("GET", `v1/responses/${encodeURIComponent(responseId)}`);
   }
 
+  /**
+   * What a response answers: its input items, the newest first, then those of the turns before it.
+   * Throws PenstockError.
+   * @returns {Promise<{ data: import("./conversations.js").Item[] }>}
+   */
+  inputItems(/** @type {string} */ responseId, { limit = 20 } = {}) {
+    const path = `v1/responses/${encodeURIComponent(responseId)}/input_items`;
+    return this.#http.request("GET", `${path}?order=desc&limit=${limit}`);
+  }
+
   /** Whether the server has an engine at the moment; true as well if the server cannot be asked. */
   async hasEngine() {
     try {

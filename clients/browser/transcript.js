@@ -9,6 +9,7 @@ import { button, confirmOn, copyText, make } from "./dom.js";
 import { pictureOf } from "./images.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
+import { imagesOf, messageText } from "./turns.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
 /** @typedef {import("./answer.js").Usage} Usage */
@@ -35,11 +36,6 @@ const cuts = new ResizeObserver((entries) => {
 });
 const MAX_UNCUT_CHARACTERS = 250; // twelve lines on a narrow screen
 
-/** A message's text. */
-export function messageText(/** @type {Pick<Item, "content">} */ item) {
-  return item.content.flatMap((part) => part.text ?? []).join("\n");
-}
-
 /** What came in, and the answer to it: one turn, and those that continue its answer. */
 export class TurnView {
   /** The turns shown here, as the server names them. @type {string[]} */ turnIds = [];
@@ -49,6 +45,7 @@ export class TurnView {
   text = "";
   #wishes;
   #section = make("section", "turn");
+  /** The last message that came in, and what can be done with it. @type {HTMLElement | null} */ #question = null;
   #article = make("article", "message assistant");
   #blocks = new Blocks();
   #foot = make("div", "foot");
@@ -163,10 +160,15 @@ export class TurnView {
     this.#section.remove();
   }
 
-  /** Where this turn stands among those with the same past. */
-  showBranches(/** @type {number} */ index, /** @type {number} */ count) {
+  /**
+   * Where this turn stands among those with the same past: beside the message, if they answer
+   * different ones, else under the answer.
+   */
+  showBranches(/** @type {number} */ index, /** @type {number} */ count, /** @type {boolean} */ isEdited) {
     this.#branches.hidden = count < 2;
     if (count < 2) return;
+    const tools = (isEdited && this.#question?.querySelector(".tools")) || this.#tools;
+    if (this.#branches.parentElement !== tools) tools.append(this.#branches);
     const step = (/** @type {number} */ by, /** @type {string} */ label, /** @type {string} */ picture) => {
       const node = button({ label, picture, asks: true, run: () => this.#wishes.switchBranch(this, by) });
       if (index + by < 0 || index + by >= count) delete node.dataset.asks, node.disabled = true;
@@ -180,7 +182,7 @@ export class TurnView {
 
   /** Lets the user edit the question in place. */
   startEditing() {
-    const bubble = this.#section.querySelector(".message.user:last-of-type .bubble") ?? this.#section.querySelector(".bubble");
+    const bubble = (this.#question ?? this.#section).querySelector(".bubble");
     if (!bubble || this.#section.querySelector(".editor")) return;
     const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const editor = /** @type {HTMLFormElement} */ (make("form", "editor"));
@@ -285,14 +287,19 @@ export class TurnView {
       bubble.dir = "auto";
       if (text.length <= MAX_UNCUT_CHARACTERS && text.split("\n").length <= 12) bubble.textContent = text;
       else bubble.append(...cutText(text));
-      for (const { image_url } of item.content) if (image_url) message.append(pictureOf(image_url));
-      message.append(bubble);
+      const said = make("div", "said-by");
+      const pictures = make("div", "pictures");
+      pictures.append(...imagesOf(item).map(pictureOf));
+      if (pictures.hasChildNodes()) said.append(pictures);
+      said.append(bubble);
+      message.append(said);
     }
     if (item.role === "user") {
       const tools = make("div", "tools");
       const copy = button({ label: "Copy message", picture: "copy", run: () => void copyText(text).then(() => confirmOn(copy)) });
       tools.append(copy, button({ label: "Edit", picture: "edit", asks: true, run: () => this.startEditing() }));
       message.append(tools);
+      this.#question = message;
     }
     return message;
   }

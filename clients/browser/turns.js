@@ -14,12 +14,21 @@ const MAX_TITLE_CHARACTERS = 80;
 
 /**
  * A message of the user.
- * @param {string} text
- * @param {import("./conversations.js").Part[]} [images]
+ * @param {import("./drafts.js").Message} message
  * @returns {{ role: "user", content: import("./conversations.js").Part[] }}
  */
-export function userItem(text, images = []) {
+export function userItem({ text, images }) {
   return { role: "user", content: [...images, { type: "input_text", text }] };
+}
+
+/** What the user wrote. @returns {import("./drafts.js").Message} */
+export function messageOf(/** @type {Said} */ item) {
+  return { text: messageText(item), images: imagesOf(item) };
+}
+
+/** A message's text. */
+export function messageText(/** @type {Pick<Item, "content">} */ item) {
+  return item.content.flatMap((part) => part.text ?? []).join("\n");
 }
 
 /** The images of a message. */
@@ -77,8 +86,8 @@ export function runningOf(/** @type {Tree} */ { data, head, running }) {
 
 /** An item as sent to the server. */
 export function inputOf(/** @type {Said} */ item) {
-  const text = item.content.flatMap((part) => part.text ?? []).join("\n");
-  const images = imagesOf(item);
+  const text = messageText(item);
+  const images = imagesOf(item).map(({ type, image_url }) => ({ type, image_url }));
   if (images.length === 0) return { role: item.role, content: text };
   return { role: item.role, content: [...images, { type: "input_text", text }] };
 }

@@ -273,13 +273,14 @@ def _object(optional: dict[str, Schema] | None = None, /, **fields: Schema) -> S
     }
 
 
-def _page(items: Schema) -> Schema:
+def _page(items: Schema, **more: Schema) -> Schema:
     return _object(
         object=_one_of("list"),
         data=_list(items),
         first_id=STRING,
         last_id=STRING,
         has_more=_BOOLEAN,
+        **more,
     )
 
 
@@ -542,7 +543,7 @@ ANSWERS: dict[str, Schema] = {
     "Conversation": _object(
         id=STRING, object=_one_of("conversation"), created_at=INTEGER, metadata=_map(STRING)
     ),
-    "Conversations": _page(ref("Conversation")),
+    "Conversations": _page(ref("Conversation"), penstock=_object(durable=_BOOLEAN)),
     "Tree": _object(
         object=_one_of("conversation.tree"),
         conversation_id=STRING,

@@ -45,7 +45,7 @@ class Conversations(Resource[R], Generic[R]):
     def list(
         self, *, limit: int | None = None, after: str | None = None, order: Order | None = None
     ) -> Steps[ConversationPage]:
-        """A page of the caller's conversations, newest first."""
+        """A page of the caller's conversations, the last used first."""
         query = {"limit": limit, "after": after, "order": order}
         answer: ConversationPage = yield from _call(self._server, "GET", "", query=query)
         return answer

@@ -126,9 +126,8 @@ class Conversations(_Endpoints):
             after=query.after,
             newest_first=query.order == "desc",
         )
-        return json_response(
-            list_object([_conversation_object(c) for c in page], has_more=has_more)
-        )
+        listed = list_object([_conversation_object(c) for c in page], has_more=has_more)
+        return json_response(listed | {"penstock": {"durable": self._store.is_durable}})
 
     @operation(f"GET {_ONE}", "Retrieve a conversation.", "Conversation")
     async def retrieve(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
--- The listed conversations of one tenant, by time of creation, then by id.
+-- The listed conversations of one tenant, by the time of their last turn, then by id.
 --
 -- KEYS: the index. ARGV: operation, time to live (ms), then the operation's arguments.
 
@@ -7,8 +7,12 @@ local operation, ttl_ms = ARGV[1], ARGV[2]
 
 local operations = {}
 
-function operations.add(created_at, conversation)
-  redis.call('ZADD', INDEX, created_at, conversation)
+-- Not to an earlier time than it has: turns end in any order, and operations are repeated.
+function operations.add(used_at, conversation)
+  local known = redis.call('ZSCORE', INDEX, conversation)
+  if not known or tonumber(known) < tonumber(used_at) then
+    redis.call('ZADD', INDEX, used_at, conversation)
+  end
   return {'ok'}
 end
 

@@ -53,6 +53,7 @@ class _Tree:
 
     conversation: Conversation
     used_s: float
+    last_turn_at: int  # seconds of the epoch; without turns, its creation
     nodes: dict[str, _Node] = field(default_factory=dict)
     chunks: dict[bytes, bytes] = field(default_factory=dict)
     num_bytes: int = _TREE_BYTES
@@ -81,6 +82,8 @@ class MemoryConversationStore:
         clock: monotonic seconds.
     """
 
+    is_durable = False
+
     def __init__(
         self,
         max_bytes: int,
@@ -99,7 +102,7 @@ class MemoryConversationStore:
     async def create(self, conversation: Conversation) -> None:
         if conversation.conversation_id not in self._trees:
             conversation = replace(conversation, metadata=dict(conversation.metadata))
-            tree = _Tree(conversation, self._clock())
+            tree = _Tree(conversation, self._clock(), conversation.created_at)
             tree.num_bytes += _num_bytes_of(conversation)
             self._trees[conversation.conversation_id] = tree
             self.num_bytes += tree.num_bytes
@@ -112,12 +115,16 @@ class MemoryConversationStore:
         self, tenant: str, *, limit: int, after: str | None = None, newest_first: bool = True
     ) -> tuple[list[Conversation], bool]:
         self._drop_old()
-        listed = [
-            self._shown(tree)
+        trees = [
+            tree
             for tree in self._trees.values()
             if tree.conversation.tenant == tenant and tree.conversation.is_listed
         ]
-        listed.sort(key=lambda one: (one.created_at, one.conversation_id), reverse=newest_first)
+        trees.sort(
+            key=lambda tree: (tree.last_turn_at, tree.conversation.conversation_id),
+            reverse=newest_first,
+        )
+        listed = [self._shown(tree) for tree in trees]
         start = 0
         if after is not None:
             ids = [conversation.conversation_id for conversation in listed]
@@ -159,8 +166,11 @@ class MemoryConversationStore:
 
     async def finish_turn(self, turn: StoredTurn) -> None:
         tree = self._tree(turn.tenant, turn.conversation_id)
-        node = None if tree is None else tree.nodes.get(turn.turn_id)
-        if tree is None or node is None or node.info.status != "in_progress":
+        if tree is None:
+            return
+        tree.last_turn_at = max(tree.last_turn_at, turn.created_at)
+        node = tree.nodes.get(turn.turn_id)
+        if node is None or node.info.status != "in_progress":
             return
         if tree.conversation.running == turn.turn_id:
             moves = turn.status != "failed" and tree.is_whole(turn.turn_id)
@@ -176,6 +186,7 @@ class MemoryConversationStore:
             return
         if self._is_held(tree):
             raise head_locked(turn.conversation_id)
+        tree.last_turn_at = max(tree.last_turn_at, turn.created_at)
         parent_id = tree.conversation.head
         tree.conversation = replace(tree.conversation, head=turn.turn_id, running=None)
         self._add(tree, replace(turn, parent_id=parent_id, status="completed"))

@@ -4,7 +4,7 @@
     penstock:{<tree>}:links                  hash: turn → order, parent, status, created at, lease
     penstock:{<tree>}:turns                  hash: turn → `turn_codec`
     penstock:{<tree>}:token_ids              hash: its chunks of token ids
-    penstock:{<tenant's digest>}:conversations   sorted set: listed conversation → created at
+    penstock:{<tenant's digest>}:conversations   sorted set: listed conversation → last turn
 
 All keys of a conversation are in one slot, expire together some time after their last use, and are
 changed atomically by one script (`conversation.lua`). The index is in another slot: a listing
@@ -62,6 +62,8 @@ class RedisConversationStore:
         ttl_s: how long a conversation is kept after its last use.
         lease_s: how long a turn may run without being touched.
     """
+
+    is_durable = True
 
     def __init__(
         self, link: RedisLink, *, ttl_s: float = DEFAULT_TTL_S, lease_s: float = DEFAULT_LEASE_S
@@ -148,12 +150,14 @@ class RedisConversationStore:
             fields = await self._run("finish_turn", turn.tenant, turn.conversation_id, *arguments)
         except NotFoundError:  # deleted meanwhile
             return
-        await self._list(self._conversation(turn.tenant, turn.conversation_id, fields))
+        conversation = self._conversation(turn.tenant, turn.conversation_id, fields)
+        await self._list(conversation, turn.created_at)
 
     async def add_items(self, turn: StoredTurn) -> None:
         arguments = (turn.turn_id, turn.created_at, *_packed(turn))
         fields = await self._run("add_items", turn.tenant, turn.conversation_id, *arguments)
-        await self._list(self._conversation(turn.tenant, turn.conversation_id, fields))
+        conversation = self._conversation(turn.tenant, turn.conversation_id, fields)
+        await self._list(conversation, turn.created_at)
 
     async def replace_items(self, turn: StoredTurn) -> None:
         await self._run_on_turn("replace_items", turn.tenant, turn.turn_id, *_packed(turn))
@@ -296,9 +300,9 @@ class RedisConversationStore:
         )
         return reply
 
-    async def _list(self, conversation: Conversation) -> None:
+    async def _list(self, conversation: Conversation, used_at: int = 0) -> None:
         if conversation.is_listed:
-            added = (conversation.created_at, conversation.conversation_id)
+            added = (max(used_at, conversation.created_at), conversation.conversation_id)
             with contextlib.suppress(UnreadableDataError):  # it can be used without the list
                 await self._run_listing("add", conversation.tenant, *added)
 

@@ -64,7 +64,13 @@ def store_unavailable(why: str) -> StoreUnavailableError:
 
 
 class ConversationStore(Protocol):
-    """Conversations and their turns."""
+    """Conversations and their turns.
+
+    Attributes:
+        is_durable: whether they are there after the server was restarted.
+    """
+
+    is_durable: bool
 
     async def create(self, conversation: Conversation) -> None:
         """Store a new, empty tree."""
@@ -77,7 +83,8 @@ class ConversationStore(Protocol):
     async def list_page(
         self, tenant: str, *, limit: int, after: str | None = None, newest_first: bool = True
     ) -> tuple[list[Conversation], bool]:
-        """The tenant's listed conversations by time of creation, and whether there are more.
+        """The tenant's listed conversations, by the time of the last turn that has ended (without
+        turns, of creation), then by id; and whether there are more.
 
         Raises:
             NotFoundError: `after` is not one of them.

@@ -165,6 +165,13 @@ async def test_the_list_of_conversations(served: Served) -> None:
     assert (await served.http.get(URL, params={"after": "conv_0"})).status_code == 404
 
 
+async def test_the_list_tells_whether_a_restart_is_survived(
+    served: Served, request: pytest.FixtureRequest
+) -> None:
+    listed = (await served.http.get(URL)).json()
+    assert listed["penstock"] == {"durable": "redis" in request.node.name}
+
+
 async def test_the_tree_and_its_head(served: Served) -> None:
     made = await make(served, "root", "left")
     grown = await tree(served, made)

@@ -110,6 +110,8 @@ async def test_the_network_breaks_in_an_answer(
         await proxy.refuse()
         proxy.reset_all()
         await expect(page.get_by_role("alert")).to_contain_text("connection to the server broke")
+        live = page.locator("#live")
+        await expect(live).to_have_text("Not connected; your answer will go on. · Esc stops")
         await page.get_by_role("textbox", name="Your message").fill("kept while offline")
         await page.keyboard.press("Enter")
         await expect(page.locator("#obstacle")).to_contain_text("Not sent:")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,17 @@ from playwright.async_api import Browser, Page, expect
 
 from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import make_conversation
-from .page_flow import STORY, connected, finished, growing, open_page, say, stopped, stories
+from .page_flow import (
+    CHROMIUM_ARGS,
+    STORY,
+    connected,
+    finished,
+    growing,
+    open_page,
+    say,
+    stopped,
+    stories,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -92,7 +104,7 @@ async def test_a_first_visit_begins_at_the_heading(page: Page, demo_server: Serv
 
 
 _TOO_SMALL = """() => [...document.querySelectorAll(
-    "button, select, textarea, .sidebar a, .themes label")]
+    "button, select, textarea, .sidebar a, .choice")]
   .filter((node) => node.checkVisibility({ visibilityProperty: true }))
   .map((node) => [node.id || node.title || node.textContent, node.getBoundingClientRect()])
   .filter(([_, { width, height }]) => width < 40 || height < 40)
@@ -132,6 +144,105 @@ async def test_fingers_find_every_button(
     await page.get_by_role("button", name="Settings").click()
     assert await page.evaluate(_TOO_SMALL) == []
     await context.close()
+
+
+async def test_settings_stand_beside_what_they_are(page: Page, demo_server: Served) -> None:
+    """Boxes and buttons before their texts; and the way out is in sight."""
+    await page.set_viewport_size({"width": 1024, "height": 768})
+    await open_page(page, demo_server.base_url)
+    await page.get_by_role("button", name="Settings").click()
+    places = await page.locator("#settings-dialog :is([type=checkbox], [type=radio])").evaluate_all(
+        """(boxes) => boxes.map((box) => {
+          const text = document.createRange();
+          text.selectNodeContents(box.nextSibling);
+          const { left, right, width } = box.getBoundingClientRect();
+          const label = box.closest("label").getBoundingClientRect();
+          return [left - label.left, width, text.getBoundingClientRect().left - right];
+        })"""
+    )
+    assert len(places) == 5
+    for indent, width, gap in places:
+        assert (indent, width) == (0, 16)
+        assert 0 < gap < 16
+    await expect(page.get_by_role("button", name="Done")).to_be_in_viewport(ratio=1)
+    await page.get_by_role("button", name="Done").click()
+    await expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+async def test_to_delete_does_not_look_like_to_save(page: Page, demo_server: Served) -> None:
+    await open_page(page, demo_server.base_url)
+    save, delete = [
+        await page.locator(button).evaluate("node => getComputedStyle(node).backgroundColor")
+        for button in ("#settings-close", "#question-yes")
+    ]
+    assert save != delete
+
+
+async def test_all_of_a_conversation_is_printed(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    """On white, whatever the theme, and without what cannot be used on paper."""
+    long = "\n".join(f"Line {number}" for number in range(60))
+    said = [("user", long), *[("assistant", f"Paragraph {number}.") for number in range(80)]]
+    conversation = await make_conversation(api, said)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}", theme="dark")
+    await expect(page.locator(".message")).to_have_count(81)
+    pdf = await page.pdf()
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 3
+    await page.emulate_media(media="print")
+    for part in ("#sidebar", ".top", "#composer", ".turn .tools button", ".bubble-more"):
+        await expect(page.locator(part).first).to_be_hidden()
+    cut = page.locator(".bubble-text")
+    assert await cut.evaluate("node => node.scrollHeight <= node.clientHeight + 1")
+    assert await page.evaluate("scroller.scrollHeight <= scroller.clientHeight")
+    ink = await page.evaluate("getComputedStyle(document.querySelector('.prose')).color")
+    assert max(map(int, re.findall(r"\d+", ink)[:3])) < 60
+
+
+@pytest.mark.exhaustive
+async def test_the_message_box_is_as_wide_as_the_text(
+    browser: Browser, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    """Also where there are scroll bars, which Playwright hides unless told not to."""
+    said = [("assistant", f"Paragraph {number}.") for number in range(40)]
+    conversation = await make_conversation(api, said)
+    started = await browser.browser_type.launch(
+        executable_path=shutil.which("chromium"),
+        args=CHROMIUM_ARGS,
+        ignore_default_args=["--hide-scrollbars"],
+    )
+    page = await started.new_page()
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await expect(page.locator(".message")).to_have_count(40)
+    await page.mouse.move(500, 300)
+    await page.mouse.wheel(0, -300)
+    latest = page.get_by_role("button", name="Latest")
+    await expect(latest).to_be_visible()
+    for width in (700, 1024, 1400):
+        await page.set_viewport_size({"width": width, "height": 640})
+        assert await page.evaluate("scroller.offsetWidth - scroller.clientWidth") > 0
+        text, box, button = [
+            await part.bounding_box()
+            for part in (page.locator("#transcript"), page.locator("#composer"), latest)
+        ]
+        assert text is not None
+        assert box is not None
+        assert button is not None
+        assert (text["x"], text["width"]) == (box["x"], box["width"])
+        assert box["y"] - 40 < button["y"] + button["height"] < box["y"]  # over the text's end
+    await started.close()
+
+
+async def test_a_quotation_from_right_to_left_has_its_bar_on_the_right(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    conversation = await make_conversation(api, [("assistant", "> שלום עולם\n\ntext\n\n> Hello")])
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    bars = await page.locator(".prose blockquote").evaluate_all(
+        """(quotes) => quotes.map(getComputedStyle)
+          .map((style) => [style.borderLeftWidth, style.borderRightWidth])"""
+    )
+    assert bars == [["0px", "3px"], ["3px", "0px"]]
 
 
 @pytest.mark.exhaustive

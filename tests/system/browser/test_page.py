@@ -106,6 +106,34 @@ async def test_regenerate_edit_and_branches(
     assert len(tree["data"]) == 6
 
 
+async def test_versions_are_switched_where_they_differ(page: Page, demo_server: Served) -> None:
+    """Under an answer that was made again, beside one that was edited; after a reload, too."""
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
+    await ask(page, "Hello!")
+    await ask(page, "Who are you?")
+    first, second = page.locator(".turn").first, page.locator(".turn").nth(1)
+    await second.get_by_role("button", name="Regenerate").click()
+    again = second.locator(".assistant .place")
+    await expect(again).to_have_text("2/2")
+    await page.reload()
+    await connected(page)
+    await expect(again).to_have_text("2/2")
+    await first.hover()
+    await first.get_by_role("button", name="Edit").click()
+    await page.get_by_role("textbox", name="Edit your message").fill("Good morning!")
+    await page.keyboard.press("Enter")
+    edited = first.locator(".user .place")
+    await expect(edited).to_have_text("2/2")
+    await page.reload()
+    await connected(page)
+    await expect(edited).to_have_text("2/2")
+    await expect(first.locator(".place")).to_have_count(1)
+    await first.get_by_role("button", name="Previous version").click()
+    await expect(page.locator(".bubble").first).to_have_text("Hello!")
+    await expect(edited).to_have_text("1/2")
+    await expect(again).to_have_text("2/2")
+
+
 async def test_the_list_of_conversations(page: Page, demo_server: Served) -> None:
     await stories(page)
     await open_page(page, demo_server.base_url)

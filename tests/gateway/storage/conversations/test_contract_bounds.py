@@ -165,6 +165,26 @@ async def test_pages_follow_each_other(store: ConversationStore) -> None:
     assert await store.list_page(TENANT, limit=7) == (made[::-1], False)
 
 
+async def test_the_last_used_is_listed_first(store: ConversationStore) -> None:
+    """By the newest turn, also of one that began later and ended earlier; to rename is no use."""
+    start = 1_700_000_000
+    old, used, grown, new = [a_conversation(created_at=start + index) for index in range(4)]
+    for conversation in (old, used, grown, new):
+        await store.create(conversation)
+    turns = [a_turn(used, created_at=start + seconds) for seconds in (200, 100)]
+    for turn in turns:
+        await store.begin_turn(turn, takes_head=False)
+        await store.finish_turn(finished(turn))
+    await store.add_items(a_turn(grown, status="completed", created_at=start + 150))
+    await store.set_metadata(TENANT, old.conversation_id, {"title": "renamed"})
+    await store.set_metadata(TENANT, used.conversation_id, {"title": "renamed"})
+    page, _ = await store.list_page(TENANT, limit=10)
+    expected = [each.conversation_id for each in (used, grown, new, old)]
+    assert [each.conversation_id for each in page] == expected
+    rest, _ = await store.list_page(TENANT, limit=10, after=expected[1])
+    assert [each.conversation_id for each in rest] == expected[2:]
+
+
 async def test_what_is_not_used_is_forgotten(bed: Bed) -> None:
     store = bed.store(ttl_s=300)
     conversation = a_conversation()

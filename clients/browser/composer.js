@@ -1,0 +1,156 @@
+/**
+ * The message box: text and images of the next message. Every conversation has a message of its own
+ * here, which is kept as its draft.
+ *
+ * What it does not know: servers, and whether a message can be sent.
+ */
+
+import { byId } from "./dom.js";
+import { draftOf, isEmpty, keepDraft, NOTHING } from "./drafts.js";
+import { filesOf, ImageTray, imageFrom, isImage, MAX_IMAGES } from "./images.js";
+
+/** @typedef {import("./drafts.js").Message} Message */
+
+const box = /** @type {HTMLTextAreaElement} */ (byId("composer-text"));
+const chooser = /** @type {HTMLInputElement} */ (byId("files"));
+
+/** Events: `change` (of the message), `refused` (detail: why a file is not part of it). */
+export class Composer extends EventTarget {
+  /** The conversation that the message is for; late images find it by this object. */
+  #place = { id: /** @type {string | null} */ (null) };
+  #message = NOTHING;
+  #takesImages;
+  #tray = new ImageTray(byId("tray"), (images) => this.#put({ ...this.#message, images }));
+
+  /**
+   * @param {string | null} id
+   * @param {() => boolean} takesImages  whether messages may have images
+   */
+  constructor(id, takesImages) {
+    super();
+    this.#takesImages = takesImages;
+    const early = box.value; // written before this script ran
+    this.open(id);
+    if (early) this.#put({ ...this.#message, text: early });
+    box.addEventListener("input", () => this.#put({ ...this.#message, text: box.value }));
+    box.addEventListener("paste", (event) => {
+      const files = filesOf(event.clipboardData);
+      const hasText = event.clipboardData?.types.includes("text/plain");
+      if (files.length === 0 || (hasText && !files.some(isImage))) return;
+      event.preventDefault();
+      void this.add(files);
+    });
+    byId("attach").addEventListener("click", () => chooser.click());
+    chooser.addEventListener("change", () => {
+      void this.add([...(chooser.files ?? [])]);
+      chooser.value = "";
+    });
+    // Anywhere on the page; what is no file is dropped into the box as text.
+    for (const name of /** @type {const} */ (["dragover", "drop"])) {
+      document.addEventListener(name, (event) => {
+        if (!event.dataTransfer?.types.includes("Files")) return;
+        event.preventDefault();
+        if (name === "drop") void this.add(filesOf(event.dataTransfer));
+      });
+    }
+  }
+
+  get id() { return this.#place.id; }
+
+  get isEmpty() { return isEmpty(this.#message); }
+
+  /** Shows the message of this conversation. */
+  open(/** @type {string | null} */ id) {
+    this.#place = { id };
+    this.#message = draftOf(id);
+    this.#show();
+  }
+
+  /** The new conversation has got its id. */
+  rename(/** @type {string} */ id) {
+    keepDraft(null, NOTHING);
+    this.#place.id = id;
+    this.keep();
+  }
+
+  /** Takes the message out of the box. */
+  take() {
+    const { text, images } = this.#message;
+    this.#put(NOTHING);
+    return { text: text.trim(), images };
+  }
+
+  /** Puts a message back that could not be sent to its conversation; what was written since follows it. */
+  giveBack(/** @type {string | null} */ id, /** @type {Message} */ message) {
+    const draft = draftOf(id);
+    const text = draft.text && draft.text !== message.text ? `${message.text}\n\n${draft.text}` : message.text;
+    const images = [...message.images, ...draft.images.filter(({ image_url }) =>
+      !message.images.some((image) => image.image_url === image_url))];
+    keepDraft(id, { text, images });
+    if (id === this.id) this.open(id);
+  }
+
+  /** Keeps a message that only the transcript has in place of an empty box, over a reload. */
+  keepCopy(/** @type {Message} */ message) {
+    if (this.isEmpty) keepDraft(this.id, message);
+  }
+
+  /** Keeps what is in the box, and no copy of what was sent. */
+  keep() {
+    keepDraft(this.id, this.#message);
+  }
+
+  /** Leaves the message to a new conversation, unless that has one: its own is gone. */
+  leaveToNew() {
+    if (isEmpty(draftOf(null))) keepDraft(null, this.#message);
+  }
+
+  focus() {
+    box.focus();
+  }
+
+  /** Adds images; says of the first other file why it is none. */
+  async add(/** @type {File[]} */ files) {
+    const place = this.#place;
+    let refusal = "";
+    for (const file of files) {
+      refusal = await this.#addTo(place, file);
+      if (refusal) break;
+    }
+    if (place === this.#place) this.dispatchEvent(new CustomEvent("refused", { detail: refusal }));
+  }
+
+  /** What is wrong with a file that cannot be part of the message at `place`; empty once it is. */
+  async #addTo(/** @type {{ id: string | null }} */ place, /** @type {File} */ file) {
+    if (!isImage(file)) {
+      const accepted = this.#takesImages() ? "text and images" : "text";
+      return `“${file.name}” cannot be added: a message takes ${accepted}.`;
+    }
+    if (!this.#takesImages()) return "This model takes no images.";
+    const image = await imageFrom(file);
+    if (!image) return `“${file.name}” is not an image that this browser can open.`;
+    const isOpen = place === this.#place;
+    const message = isOpen ? this.#message : draftOf(place.id);
+    if (message.images.length >= MAX_IMAGES) return `A message has ${MAX_IMAGES} images at most.`;
+    const grown = { ...message, images: [...message.images, image] };
+    if (isOpen) this.#put(grown);
+    else keepDraft(place.id, grown);
+    return "";
+  }
+
+  #put(/** @type {Message} */ message) {
+    this.#message = message;
+    this.keep();
+    this.#show();
+  }
+
+  #show() {
+    const { text, images } = this.#message;
+    if (box.value !== text) box.value = text;
+    this.#tray.show(images);
+    // The box grows with its text, up to the height that the style sheet allows.
+    box.style.height = "auto";
+    box.style.height = `${box.scrollHeight}px`;
+    this.dispatchEvent(new Event("change"));
+  }
+}
