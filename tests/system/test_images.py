@@ -151,7 +151,7 @@ def test_langchain_sends_images(server: Served, langchain: Path, tmp_path: Path)
 def test_the_terminal_sends_an_image(server: Served, tmp_path: Path) -> None:
     """With the next message and when that is asked again."""
     (tmp_path / "a.png").write_bytes(picture(5))
-    program = "import sys; from penstock.gateway.launch.cli import main; sys.exit(main())"
+    program = "import sys; from penstock.clients.command_line import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "chat", "--base-url", server.base_url]
 
     def num_prompt_tokens(lines: str) -> int:

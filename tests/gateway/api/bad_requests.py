@@ -157,7 +157,7 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, chat(priority=1), 400, "invalid_value", "priority"),  # served by arrival
     (CHAT, chat(priority="high"), 400, "invalid_type", "priority"),
     (CHAT, chat(priority=1 << 31), 400, "invalid_value", "priority"),
-    (CHAT, chat(echo=True), 400, "unknown_parameter", "echo"),
+    (CHAT, chat(echo=True), 400, "unsupported_parameter", "echo"),
     (
         CHAT,
         chat(continue_final_message=True, add_generation_prompt=True),
