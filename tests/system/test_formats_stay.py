@@ -72,8 +72,8 @@ def client(
 
 def test_the_earlier_version_can_read_what_this_one_writes(tmp_path: Path) -> None:
     """Gateways of both run side by side during a rolling restart: of its responses, this version
-    writes the same bytes, but for a field of requests that is no more written (`deadline_s`, null by
-    default)."""
+    writes the same bytes, but for `deadline_s` of requests, which was null and is not written any
+    more."""
     readers: dict[bytes, Callable[[bytes], bytes]] = {
         b"h": lambda data: encode_header(decode_header(data)),
         b"d": lambda data: encode_delta(decode_delta(data)),
@@ -98,7 +98,9 @@ def test_the_earlier_version_can_read_what_this_one_writes(tmp_path: Path) -> No
 
 def _without_deadline(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_deadline(each) for name, each in value.items() if name != "deadline_s"}
+        return {
+            name: _without_deadline(each) for name, each in value.items() if name != "deadline_s"
+        }
     return [_without_deadline(each) for each in value] if isinstance(value, list) else value
 
 
