@@ -132,7 +132,7 @@ def ending(response: Response, context_len: int | None) -> str:
     if usage and context_len is not None and usage["total_tokens"] >= context_len:
         full = f"the context of {context_len} tokens is full"
         return f"cut short: {full}; /new starts a new conversation"
-    return "cut short: the answer reached its length limit"
+    return "cut short (length limit)"
 
 
 class TerminalChat:

@@ -116,7 +116,7 @@ def test_a_full_context(demo_server: Served) -> None:
     [
         ("completed", None, 9, ""),
         ("cancelled", None, 9, "stopped"),
-        ("incomplete", "max_output_tokens", 8, "cut short: the answer reached its length limit"),
+        ("incomplete", "max_output_tokens", 8, "cut short (length limit)"),
         ("incomplete", "max_output_tokens", 9, "cut short: the context of 9 tokens is full; /new"),
         ("incomplete", "grammar", 9, "cut short (grammar)"),
         ("incomplete", None, 9, "cut short (for no reason)"),
