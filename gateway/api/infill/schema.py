@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -29,8 +29,6 @@ class InfillRequest(CompletionRequest):
         n_predict: maximum of output tokens; -1: what fits.
         response_fields: answer with these only; `a/b` is b of a.
     """
-
-    default_output_limit: ClassVar[int | None] = None
 
     prompt: str = ""
     input_prefix: str | TokenIds
@@ -61,5 +59,9 @@ class InfillRequest(CompletionRequest):
     @property
     def output_limit(self) -> int | None:
         if self.n_predict is None:
-            return self.max_tokens
+            return super().output_limit
         return None if self.n_predict < 0 else self.n_predict
+
+    @property
+    def default_output_limit(self) -> int | None:
+        return None

@@ -189,6 +189,15 @@ async def test_n_predict_0_only_computes_the_prompt(filling: Served) -> None:
     assert last(filling).sampling_params.max_tokens == 0
 
 
+@pytest.mark.parametrize("name", ["n_predict", "max_tokens"])
+async def test_minus_1_is_no_limit(filling: Served, name: str) -> None:
+    answer = await filling.http.post(INFILL, json={**GAP, name: -1})
+    assert answer.status_code == 200, answer.text
+    limited = last(filling).sampling_params.max_tokens
+    await filling.http.post(INFILL, json=GAP)
+    assert limited == last(filling).sampling_params.max_tokens > 0
+
+
 async def test_it_streams(filling: Served) -> None:
     response = await filling.http.post(INFILL, json={**GAP, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
