@@ -30,6 +30,8 @@ from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.structured_outputs.json_schema import check_schema
 from penstock.engine.text import Tokenizer
 
+from .conftest import check_texts
+
 _END = 4
 _ZOD: dict[str, Any] = json.loads((Path(__file__).parent / "zod_schemas.json").read_text())
 
@@ -192,12 +194,7 @@ def test_what_is_enforced(
     others: list[str],
 ) -> None:
     grammar = structured_outputs(json_schema=schema, strict=True)
-    assert grammar is not None
-    for text in (*matching, *others):
-        matcher = compiler.matcher(grammar)
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-        is_match = matcher.try_consume_tokens(token_ids) == len(token_ids)
-        assert (is_match and matcher.is_accepting()) == (text in matching), text
+    check_texts(compiler, tokenizer, grammar, matching=matching, others=others)
 
 
 def test_a_backreference_is_left_out_unless_it_is_strict(compiler: GrammarCompiler) -> None:

@@ -12,6 +12,8 @@ from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.text import Tokenizer
 
+from .conftest import check_texts
+
 _POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 _TAG = {
     "type": "structural_tag",
@@ -71,12 +73,7 @@ def test_what_a_form_matches(
     others: list[str],
 ) -> None:
     grammar = structured_outputs(**form)
-    assert grammar is not None
-    for text in (*matching, *others):
-        matcher = compiler.matcher(grammar)
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-        is_match = matcher.try_consume_tokens(token_ids) == len(token_ids)
-        assert (is_match and matcher.is_accepting()) == (text in matching), text
+    check_texts(compiler, tokenizer, grammar, matching=matching, others=others)
 
 
 def test_an_option_of_the_library_in_a_schema_has_no_effect() -> None:

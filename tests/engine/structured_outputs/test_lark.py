@@ -10,6 +10,8 @@ from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.structured_outputs.lark import as_lark
 from penstock.engine.text import Tokenizer
 
+from .conftest import check_texts
+
 # From the documentation of vLLM, and of llama.cpp.
 _SQL = """
     root ::= select_statement
@@ -86,12 +88,7 @@ def test_what_gbnf_matches(
     others: list[str],
 ) -> None:
     made = structured_outputs(grammar=grammar)
-    assert made is not None
-    for text in (*matching, *others):
-        matcher = compiler.matcher(made)
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-        is_match = matcher.try_consume_tokens(token_ids) == len(token_ids)
-        assert (is_match and matcher.is_accepting()) == (text in matching), text
+    check_texts(compiler, tokenizer, made, matching=matching, others=others)
 
 
 @pytest.mark.parametrize(
