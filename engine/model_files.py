@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,29 +123,16 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
     if weights and config.trust_remote_code:
         patterns.append("*.py")
     where = f"model {config.model!r}" + (f" at {config.revision!r}" if config.revision else "")
+    fetch = partial(
+        snapshot_download, config.model, revision=config.revision, cache_dir=config.download_dir
+    )
     try:
-        path = snapshot_download(
-            config.model,
-            revision=config.revision,
-            allow_patterns=patterns,
-            ignore_patterns=list(_NOT_NEEDED),
-            cache_dir=config.download_dir,
-        )
-        if is_present(Path(path) / "modules.json"):
-            snapshot_download(
-                config.model,
-                revision=config.revision,
-                allow_patterns=list(_MODULES),
-                cache_dir=config.download_dir,
-            )
-        if is_present(Path(path) / "chat_template.jinja"):
-            snapshot_download(
-                config.model,
-                revision=config.revision,
-                allow_patterns=[ADDITIONAL_TEMPLATES],
-                cache_dir=config.download_dir,
-            )
-        return Path(path)
+        path = Path(fetch(allow_patterns=patterns, ignore_patterns=list(_NOT_NEEDED)))
+        if is_present(path / "modules.json"):
+            fetch(allow_patterns=list(_MODULES))
+        if is_present(path / "chat_template.jinja"):
+            fetch(allow_patterns=[ADDITIONAL_TEMPLATES])
+        return path
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
