@@ -6,8 +6,11 @@ Whoever needs the space may delete any of it at any time.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +24,8 @@ from penstock.engine.weights.matrix import QuantizedMatrix
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 _log = logging.getLogger(__name__)
-_VERSION = 1  # of the numbers that quantizing gives; a change makes other folders
+_VERSION = 2  # of the numbers that quantizing gives; a change makes other folders
+_CODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 _MIN_VALUES = 1 << 16  # smaller matrices are quantized anew in milliseconds
 
 
@@ -34,6 +38,7 @@ class ConvertedMatrices:
 
     def __init__(self, fingerprint: bytes, dtype: torch.dtype) -> None:
         self._root: Path | None = None
+        self._in_memory: dict[tuple[str, Quantization], QuantizedMatrix] = {}
         self._name = f"{fingerprint.hex()[:24]}-{{}}-{str(dtype).removeprefix('torch.')}-{_VERSION}"
         try:
             self._root = cache_dir() / "weights"
@@ -42,6 +47,8 @@ class ConvertedMatrices:
 
     def find(self, name: str, kind: Quantization, shape: torch.Size) -> QuantizedMatrix | None:
         """The matrix of a module, if it is there; its tensors are mapped from the file."""
+        if (name, kind) in self._in_memory:
+            return self._in_memory[name, kind]
         folder = self._folder(kind)
         path = None if folder is None else folder / f"{name}.safetensors"
         if path is None or not path.is_file():
@@ -51,23 +58,63 @@ class ConvertedMatrices:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 codes = tensors.get("codes")
                 if codes is None:
-                    codes = unpack_nibbles(tensors["nibbles"])[:, : shape[1]].view(torch.int8) - 8
-                scales = tensors["scales"]
+                    codes = unpack_nibbles(tensors["nibbles"])[:, : shape[1]]
+                scales, offsets = tensors["scales"], tensors.get("offsets")
                 columns = int(file.metadata()["columns_per_scale"])
-            found = QuantizedMatrix(codes=codes, scales=scales, columns_per_scale=columns)
+            found = QuantizedMatrix(
+                codes=codes, scales=scales, offsets=offsets, columns_per_scale=columns
+            )
         except Exception as error:  # whatever a damaged file leads to
             _log.warning("%s cannot be read: %s", path, error)
             return None
-        dtypes = (torch.float8_e4m3fn if kind == "fp8" else torch.int8, torch.float32)
-        is_whole = codes.shape == shape and (codes.dtype, scales.dtype) == dtypes
-        return found if is_whole else None
+        dtypes = (_CODES[kind], torch.float32, torch.float32 if kind == "int4" else None)
+        stored = (codes.dtype, scales.dtype, None if offsets is None else offsets.dtype)
+        return found if codes.shape == shape and stored == dtypes else None
 
     def add(self, name: str, kind: Quantization, matrix: QuantizedMatrix) -> None:
         """Keep the matrix of a module, unless it is small or cannot be written."""
+        if matrix.codes.numel() >= _MIN_VALUES:
+            self._write(name, kind, matrix)
+
+    def add_calibrated(self, name: str, kind: Quantization, matrix: QuantizedMatrix) -> None:
+        """Keep what cannot be had from the matrix alone: in memory, if nowhere else."""
+        self._write(name, kind, matrix)
+        if self._root is None:
+            self._in_memory[name, kind] = matrix
+
+    def has(self, name: str, kind: Quantization) -> bool:
+        """Whether `find` will look at a file."""
         folder = self._folder(kind)
-        if folder is None or matrix.codes.numel() < _MIN_VALUES:
+        return folder is not None and (folder / f"{name}.safetensors").is_file()
+
+    @contextmanager
+    def claimed(self, kind: Quantization) -> Iterator[None]:
+        """While this process alone adds to them: others that would wait."""
+        folder = self._folder(kind)
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._give_up(error)
+            folder = None
+        if folder is None:
+            yield
+            return
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _give_up(self, error: Exception) -> None:
+        _log.warning("weights are quantized again at each start: %s", error)
+        self._root = None
+
+    def _write(self, name: str, kind: Quantization, matrix: QuantizedMatrix) -> None:
+        folder = self._folder(kind)
+        if folder is None:
             return
         tensors = {"scales": matrix.scales, **_stored_codes(matrix.codes)}
+        if matrix.offsets is not None:
+            tensors["offsets"] = matrix.offsets
         metadata = {"columns_per_scale": str(matrix.columns_per_scale)}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,8 +123,7 @@ class ConvertedMatrices:
                 save_file(tensors, fresh, metadata)
                 fresh.replace(folder / f"{name}.safetensors")
         except (OSError, SafetensorError) as error:
-            _log.warning("weights are quantized again at each start: %s", error)
-            self._root = None
+            self._give_up(error)
 
     def _folder(self, kind: Quantization) -> Path | None:
         return None if self._root is None else self._root / self._name.format(kind)
@@ -85,7 +131,7 @@ class ConvertedMatrices:
 
 def _stored_codes(codes: Tensor) -> dict[str, Tensor]:
     """Two in a byte where they are integers of 4 bits."""
-    if codes.dtype != torch.int8 or codes.shape[1] % 2 or codes.min() < -8 or codes.max() > 7:
+    if codes.dtype != torch.uint8 or codes.shape[1] % 2 or codes.max() > 15:
         return {"codes": codes}
-    pairs = (codes + 8).view(torch.uint8).view(len(codes), -1, 2)
+    pairs = codes.view(len(codes), -1, 2)
     return {"nibbles": pairs[..., 0] | pairs[..., 1] << 4}
