@@ -72,11 +72,12 @@ def calibrate(
     }  # fmt: skip
     if kept is None or not wanted:
         return
+    chosen = {each for sources in wanted.values() for each in sources}
     with kept.claimed("int4"):
-        missing = {each for sources in wanted.values() for each in sources}
-        missing = {each for each in missing if not kept.has(each, "int4")}
+        missing = {each for each in chosen if not kept.has(each, "int4")}
         if missing:
             _run(path, config, names, missing, kept, like, load_layer)
+    quantize.calibrated |= chosen
 
 
 @torch.inference_mode()

@@ -65,7 +65,7 @@ from penstock.engine.weights.formats import (
 )
 from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
-from penstock.engine.weights.quantization import Quantizer, num_bytes
+from penstock.engine.weights.quantization import LostCodesError, Quantizer, num_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.models.transformers_backend import TransformersModel
@@ -105,7 +105,14 @@ def load_model(
             ranks cannot share the model.
     """
     if is_native(config, path):
-        return load_decoder(config, path, device, defers_experts=defers_experts, ranks=ranks)
+        load = partial(
+            load_decoder, config, path, device, defers_experts=defers_experts, ranks=ranks
+        )
+        try:
+            return load()
+        except LostCodesError as error:
+            _log.warning("kept codes of %s were lost or damaged: they are chosen again", error)
+            return load()
     return _load_through_transformers(config, path, device, ranks)
 
 
@@ -141,7 +148,7 @@ def load_decoder(
         weights.quantize.aliases[table] = "lm_head"
     if checkpoint is not None:
         _check_layers(checkpoint, names, decoder_config)
-        if format_of(checkpoint) == "dense" and weights.quantize.kept is not None:
+        if format_of(checkpoint) == "dense" and weights.quantize.wants_inputs:
             plain = replace(
                 config, dtype="float32", quantization="none", quantization_override=(),
                 quantization_exclude=(),

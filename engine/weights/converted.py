@@ -87,6 +87,12 @@ class ConvertedMatrices:
         folder = self._folder(kind)
         return folder is not None and (folder / f"{name}.safetensors").is_file()
 
+    def forget(self, name: str, kind: Quantization) -> None:
+        """Remove a damaged file."""
+        folder = self._folder(kind)
+        if folder is not None:
+            (folder / f"{name}.safetensors").unlink(missing_ok=True)
+
     @contextmanager
     def claimed(self, kind: Quantization) -> Iterator[None]:
         """While this process alone adds to them: others that would wait."""

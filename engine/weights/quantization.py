@@ -83,6 +83,10 @@ _ROUND: dict[Quantization, Callable[[Tensor], QuantizedMatrix]] = {
 }
 
 
+class LostCodesError(Exception):
+    """Codes that had been chosen are gone or damaged."""
+
+
 @dataclass(slots=True)
 class Quantizer:
     """Makes one matrix of a layer's parts.
@@ -96,6 +100,7 @@ class Quantizer:
     Attributes:
         aliases: second names of modules.
         unused: patterns that no module matched so far.
+        calibrated: modules whose codes have been chosen by their inputs, and are kept.
     """
 
     default: Quantization = "none"
@@ -103,9 +108,15 @@ class Quantizer:
     kept: ConvertedMatrices | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     unused: set[str] = field(init=False)
+    calibrated: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.unused = set(self.rules)
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether some codes are to be chosen by what the modules read."""
+        return self.kept is not None and "int4" in (self.default, *self.rules.values())
 
     def __call__(self, names: Sequence[str], parts: Sequence[Matrix], like: Tensor) -> Matrix:
         """
@@ -145,6 +156,9 @@ class Quantizer:
         if self.kept is None:
             return quantize_rows(part.values, kind, like)
         found = self.kept.find(name, kind, part.values.shape)
+        if found is None and name in self.calibrated:
+            self.kept.forget(name, kind)
+            raise LostCodesError(name)
         if found is None:
             found = quantize_rows(part.values, kind, like)
             self.kept.add(name, kind, found)

@@ -111,7 +111,8 @@ def test_few_bits_a_weight_and_the_originals_are_dropped(
     assert isinstance(whole, CpuDecoder)
     of_matrices = whole.weight_bytes / 4 * bits / 8
     for weight_bytes in (in_torch, small.weight_bytes):
-        assert of_matrices < weight_bytes < 1.3 * of_matrices  # and scales, and norms
+        # And scales, and norms; int4 has values and the head in 8 bits.
+        assert of_matrices < weight_bytes < (2.0 if bits == 4 else 1.4) * of_matrices
 
 
 def test_modules_that_are_excluded(tiny_checkpoint: Callable[..., Path]):
@@ -217,15 +218,17 @@ def test_the_second_start_reads_what_the_first_made(
         patch.setattr("penstock.engine.weights.converted._MIN_VALUES", 4000)
         first = load(path, quantization)
         kept = sorted(own_cache.glob("weights/*/*.safetensors"))
-        assert len(kept) == 12  # all but k and v
+        # All but k and v; what was chosen by inputs, whatever its size.
+        assert len(kept) == (14 if quantization == "int4" else 12)
         patch.setattr("penstock.engine.weights.quantization._ROUND", {})
         patch.setattr("penstock.engine.weights.converted._MIN_VALUES", 1)
         with pytest.raises(KeyError):
             load(path, quantization)  # k and v are not there
     expected = logits(first)
     assert torch.equal(logits(load(path, quantization)), expected)
-    kept[0].write_bytes(b"damaged")
-    assert torch.equal(logits(load(path, quantization)), expected)
+    for damaged in (kept[0], kept[-1]):
+        damaged.write_bytes(b"damaged")
+        assert torch.equal(logits(load(path, quantization)), expected)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +306,7 @@ def test_a_gpu_holds_the_same_codes(
             assert isinstance(packed, GpuCodes)
             torch.testing.assert_close(packed.dequantize(), codes.dequantize())
     of_matrices = whole.weight_bytes / 4 * bits / 8
-    assert of_matrices < found.weight_bytes < 1.3 * of_matrices
+    assert of_matrices < found.weight_bytes < (2.0 if bits == 4 else 1.4) * of_matrices
     assert found.quantization == quantization
 
 
