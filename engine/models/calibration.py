@@ -1,4 +1,4 @@
-"""Chooses a decoder's 4-bit codes by what its layers read: one pass over a short text, layer by layer.
+"""Chooses a decoder's codes of 4 bits by what its layers read: one pass over a short text.
 
 Only one layer is in memory at a time, in float32, so a machine that cannot hold the model can
 convert it. What is chosen is kept (`ConvertedMatrices`), and loading finds it there.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.names import Names
 from penstock.engine.parallel.ranks import Alone
 from penstock.engine.weights.converted import ConvertedMatrices
+from penstock.engine.weights.matrix import split_rows
 from penstock.engine.weights.quantization import Quantizer, quantize_rows
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -44,12 +45,16 @@ class _Between(Alone):
     def send(self, x: Tensor) -> None:
         self.states = x
 
-    def receive(self, like: Tensor) -> Tensor:
+    def receive(self, like: Tensor) -> Tensor:  # noqa: ARG002
         return self.states
 
 
 def calibrate(
-    path: Path, config: DecoderConfig, names: Names, quantize: Quantizer, like: Tensor,
+    path: Path,
+    config: DecoderConfig,
+    names: Names,
+    quantize: Quantizer,
+    like: Tensor,
     load_layer: Callable[[int], Decoder],
 ) -> None:
     """Choose the codes of all matrices that become `int4` and are not kept yet.
@@ -101,13 +106,7 @@ def _run(
                 layer.ranks = link
                 layer(sequence, _context(layer, len(sequence)))
         for name, module in linears.items():
-            sources = names(name)
-            sizes = module.part_sizes if len(sources) > 1 else [module.out_features]
-            parts = torch.split(module.weight.data, list(sizes))
-            for source, part in zip(sources, parts, strict=True):
-                if source in missing:
-                    matrix = quantize_rows(part, "int4", like.cpu(), moments[name])
-                    kept.add_calibrated(source, "int4", matrix)
+            _choose(module, names(name), moments[name], missing, kept, like)
         now_s = time.monotonic()
         if now_s - reported_s > _REPORT_S:
             left_s = (now_s - began_s) / (number + 1) * (config.num_layers - number - 1)
@@ -117,6 +116,23 @@ def _run(
             )  # fmt: skip
             reported_s = now_s
     _log.info("codes of 4 bits chosen in %.0f s", time.monotonic() - began_s)
+
+
+def _choose(
+    module: Linear,
+    sources: Sequence[str],
+    moments: Tensor,
+    missing: set[str],
+    kept: ConvertedMatrices,
+    like: Tensor,
+) -> None:
+    """The codes of the parts that are missing, which read the same, at once."""
+    sizes = module.part_sizes if len(sources) > 1 else (module.out_features,)
+    rows = torch.split(module.weight.data, list(sizes))
+    parts = {name: part for name, part in zip(sources, rows, strict=True) if name in missing}
+    whole = quantize_rows(torch.cat(list(parts.values())), "int4", like.cpu(), moments)
+    for name, matrix in zip(parts, split_rows(whole, map(len, parts.values())), strict=True):
+        kept.add_calibrated(name, "int4", matrix)
 
 
 @contextmanager
@@ -157,9 +173,9 @@ def _sequences(path: Path, config: DecoderConfig) -> list[Tensor]:
 
 def _context(model: Decoder, num_tokens: int) -> ForwardContext:
     """Of one sequence at once."""
-    (spec,) = model.kv_spec
+    spec, num_layers = model.kv_spec[0], len(model.kv_spec)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
-    shape = (1, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)
+    shape = (num_layers, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)
     positions = torch.arange(num_tokens)
     return ForwardContext(
         kv_pool=torch.zeros(shape, dtype=spec.dtype),

@@ -58,8 +58,9 @@ def fit_blocks(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def shorten(values: Tensor) -> Tensor:
     """Rounded to as many bits as half-precision numbers have, at any exponent."""
     mantissa, exponent = torch.frexp(values)
-    return torch.ldexp(torch.ldexp(mantissa, torch.tensor(_SCALE_BITS)).round_(),
-                       exponent - _SCALE_BITS)
+    return torch.ldexp(
+        torch.ldexp(mantissa, torch.tensor(_SCALE_BITS)).round_(), exponent - _SCALE_BITS
+    )
 
 
 def nearest_codes(values: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
