@@ -34,7 +34,7 @@ def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Pat
     cells = [(cell["num_seqs"], cell["quantization"]) for cell in figures["speed"]]
     assert cells == list(product([1, 3], ["none", "int8", "int4"]))
     sizes = [cell["weight_bytes"] for cell in figures["speed"][:3]]
-    assert sizes[0] > 1.5 * sizes[1] > 2.5 * sizes[2]
+    assert sizes[0] > 1.5 * sizes[1] > 2.2 * sizes[2]
     assert all(cell["ratio"] > 0.0 for cell in figures["speed"])
     kinds = ["none", "int8", "int4"]
     assert list(figures["ceilings"]) == kinds
