@@ -100,6 +100,12 @@ def add_broken(key: str, epoch: int) -> Command:
     return "XADD", key, "NOMKSTREAM", f"{epoch}-{LAST_NUMBER}", BROKEN, b""
 
 
+def num_bytes_of(log: ResponseLog) -> int:
+    """What a log's header and entries have in Redis."""
+    entries = sum(len(add_entry("", 0, entry)[-1]) for entry in log.entries)
+    return len(encode_header(log.header)) + entries
+
+
 def read_first(key: str) -> Command:
     return "XRANGE", key, "-", "+", "COUNT", 1
 
