@@ -440,9 +440,7 @@ def make_stores(
     if config.redis_url is not None and health is not None:
         return _redis_stores(config, config.redis_url, health, log_settings, quota_of)
     shares = TenantShares(quota_of)
-    logs = MemoryLogStore(
-        config.response_log_bytes, ttl_s=config.response_log_ttl_s, shares=shares
-    )
+    logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s, shares=shares)
     conversations = MemoryConversationStore(
         config.session_store_bytes, ttl_s=config.session_ttl_s, shares=shares
     )

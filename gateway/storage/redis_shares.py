@@ -2,12 +2,12 @@
 
     penstock:{stored}:order, :objects, :ends, :tenants    see `shares.lua`
 
-The account is in one slot, the objects are in many. A gateway writes an object, tells the account its
-size, and deletes what the account names; so a tenant may be over its quota by what its gateways
+The account is in one slot, the objects are in many. A gateway writes an object, tells the account
+its size, and deletes what the account names; so a tenant may be over its quota by what its gateways
 write at once. An object in use is named, found to be in use, and becomes the most recently used.
 
-A Redis with `maxmemory` counts as full at three quarters of it, or when it says so. A cluster, whose
-nodes fill each for itself, is full only when a node says so.
+A Redis with `maxmemory` counts as full at three quarters of it, or when it says so. A cluster,
+whose nodes fill each for itself, is full only when a node says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How tenants share what is stored: quotas of bytes and objects, and who loses what in a full store.
+"""How tenants share what is stored: quotas of bytes and objects, and who loses what if it is full.
 
     beyond its own quota       a tenant loses its own least recently used objects, of any kind
     all within, store full     the tenant with the most there, the furthest over an equal share,

@@ -335,9 +335,7 @@ class MemoryConversationStore:
 
     def _drop_old(self) -> None:
         horizon_s = self._clock() - self._ttl_s
-        expired = itertools.takewhile(
-            lambda each: each[1].used_s <= horizon_s, self._trees.items()
-        )
+        expired = itertools.takewhile(lambda each: each[1].used_s <= horizon_s, self._trees.items())
         for conversation_id in [key for key, _ in expired if not self._is_in_use(key)]:
             self._drop(conversation_id)
         self._shelf.make_room()  # what ran before may not run any longer

@@ -80,7 +80,7 @@ def read_key(response_id: str) -> str:
     return f"penstock:read:{{{tree_of(response_id)}}}:{response_id}"
 
 
-def add_header(key: str, header: ResponseHeader) -> Command:
+def add_header(key: str, header: ResponseHeader) -> tuple[str, str, str, bytes, bytes]:
     entry_id = f"1-{header.num_opening_events - 1}"
     return "XADD", key, entry_id, HEADER, encode_header(header)
 

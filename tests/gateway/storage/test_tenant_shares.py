@@ -9,7 +9,12 @@ import pytest
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.records import Conversation
 from penstock.gateway.storage.response_log.log_store import MemoryLogStore
-from penstock.gateway.storage.tenant_shares import NO_QUOTA, StoreLimitError, StoreQuota, TenantShares
+from penstock.gateway.storage.tenant_shares import (
+    NO_QUOTA,
+    StoreLimitError,
+    StoreQuota,
+    TenantShares,
+)
 
 from .conversations.making import a_conversation, a_turn, not_found
 from .response_log.records import add_delta, add_end, expired, header
