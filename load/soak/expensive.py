@@ -43,7 +43,7 @@ _ANSWER_S = 60.0
 _REFUSALS = (*range(400, 500), 503)
 _CHAT = "/v1/chat/completions"
 _SCHEMA_BYTES, _FORMAT_BYTES, _PLAIN_BYTES = 215_000, 151_000, 250_000
-_DEPTH, _NUM_MESSAGES, _NUM_IMAGES = 10, 4096, 4
+_DEPTH, _NUM_MESSAGES, _NUM_IMAGES, _IMAGES_EVERY_S = 10, 4096, 4, 0.1
 Body: TypeAlias = Mapping[str, Any]
 
 
@@ -155,6 +155,7 @@ async def ask_image_host(scene: Scene, flood_key: str | None, host: str) -> None
             content = [{"type": "text", "text": "what is this?"}, *[url] * _NUM_IMAGES]
             body = {"messages": [{"role": "user", "content": content}]}
             await _ask(scene, flood_key, Kind.IMAGE_HOST, body)
+            await asyncio.sleep(_IMAGES_EVERY_S)  # not a flood of requests
 
     await asyncio.gather(*(send() for _ in range(NUM_CONNECTIONS)))
 

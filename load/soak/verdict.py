@@ -34,6 +34,7 @@ from penstock.load.soak.watch import IDLE_METRICS, Sample
 # What may cost other streams little more than plain text.
 _COMPARED = (Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS, Kind.DEEP_SCHEMAS, Kind.TINY_MESSAGES,
              Kind.IMAGE_HOST)  # fmt: skip
+_COMPILED = (Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS, Kind.DEEP_SCHEMAS, Kind.GRAMMARS)
 # A gateway that is frozen or gone cannot answer.
 _ANSWERS = (Kind.LARGE_PROMPTS, Kind.UNDRAINED_LOG, Kind.SILENCE, Kind.PIPELINE,
             Kind.CONNECTIONS, Kind.TRAILERS, Kind.PLAIN_TEXT, *_COMPARED, Kind.GRAMMARS,
@@ -111,8 +112,8 @@ class Bars:
     gap_p99_ratio: float = 2.0
     throughput_ratio: float = 0.8
     memory_bytes: int = 50_000_000  # kept afterwards
-    # At the most, of what is kept by design: compiled grammars, as gateway/LIMITS.md bounds them,
-    # and what compiling takes.
+    # Where grammars are compiled, which an engine keeps as far as gateway/LIMITS.md says; the rest
+    # is what else was kept.
     grammar_bytes: int = 320_000_000
 
 
@@ -131,15 +132,9 @@ def objections(found: Sequence[Cost], bars: Bars) -> Iterator[tuple[str, str]]:
             elif cost.health_p99_s > bar_s:
                 detail = f"p99 {_ms(cost.health_p99_s)}, the bar is {_ms(bar_s)}"
                 yield f"/health during {cost.kind}", detail
-        if cost.kind is Kind.GRAMMARS:
-            if cost.peak_bytes > bars.grammar_bytes:
-                most = f"{bars.grammar_bytes / 1e6:g} may be"
-                detail = f"{cost.peak_bytes / 1e6:,.0f} MB were taken, {most}"
-                yield f"memory during {cost.kind}", detail
-        elif cost.kind is not Kind.CALM and cost.memory_bytes > bars.memory_bytes:
-            detail = (
-                f"{cost.memory_bytes / 1e6:,.0f} MB were kept, {bars.memory_bytes / 1e6:g} may be"
-            )
+        bar_bytes = bars.grammar_bytes if cost.kind in _COMPILED else bars.memory_bytes
+        if cost.kind is not Kind.CALM and cost.memory_bytes > bar_bytes:
+            detail = f"{cost.memory_bytes / 1e6:,.0f} MB were kept, {bar_bytes / 1e6:g} may be"
             yield f"memory after {cost.kind}", detail
         if cost.kind in _COMPARED and Kind.PLAIN_TEXT in by_kind:
             yield from _comparison(cost, by_kind[Kind.PLAIN_TEXT], bars)

@@ -45,8 +45,9 @@ _FOLDER = files("penstock.gateway.storage.conversations")
 _CONVERSATION = Script(_FOLDER.joinpath("conversation.lua").read_text("utf-8"))
 _LISTING = Script(_FOLDER.joinpath("listing.lua").read_text("utf-8"))
 _KEYS = ("conversation", "links", "turns", "token_ids")
-# What may make a conversation larger; these wait until what had to go for it is gone.
-_WRITES = ("create", "set_metadata", "begin_turn", "finish_turn", "add_items", "replace_items")
+# What stores without the engine waits until what had to go for it is gone. A turn, which admission
+# has let in, does not wait for a round trip more.
+_UNADMITTED = ("set_metadata", "add_items")
 _NUM_AT_ONCE = 16  # lookups of a listing
 # What decoding raises for bytes that are not ours.
 _UNREADABLE = (
@@ -253,7 +254,7 @@ class RedisConversationStore:
             raise StoreLimitError(conversation_id, int(args[2]))
         num_bytes, *values = values
         if self._shares is not None:
-            if operation in _WRITES:
+            if operation in _UNADMITTED:
                 await self._shares.tell(tenant, conversation_id, num_bytes, ttl_s=self._ttl_s)
             elif operation not in ("peek", "evict"):
                 self._shares.tell_soon(tenant, conversation_id, num_bytes, ttl_s=self._ttl_s)
