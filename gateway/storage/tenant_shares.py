@@ -37,12 +37,12 @@ def no_quotas(_: str) -> StoreQuota:
 
 
 class StoreLimitError(RequestRefusedError):
-    """413 `store_limit_exceeded`: what is to be stored is more than the store can ever hold."""
+    """413 `store_limit_exceeded`: a conversation would have more than can be stored of it."""
 
     def __init__(self, conversation_id: str, max_bytes: int) -> None:
         super().__init__(
             f"with these items the conversation {conversation_id!r} would have more than the "
-            f"{max_bytes} bytes that can be stored",
+            f"{max_bytes} bytes that can be stored of it",
             code="store_limit_exceeded",
             param="items",
             status=413,

@@ -3,7 +3,7 @@
 -- KEYS: its fields, the links of its turns, their bodies, chunks of token ids; all in one slot.
 -- ARGV: operation, tenant, time to live (ms), lease (ms), then the operation's arguments.
 -- Replies: {"ok", bytes of the conversation, …}, {"no conversation"}, {"no turn"}, {"locked"} or
--- {"too large"}. '' stands for no value.
+-- {"too large", the bound}. '' stands for no value.
 
 local FIELDS, LINKS, BODIES, CHUNKS = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local operation, tenant, ttl_ms, lease_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -205,13 +205,27 @@ function operations.finish_turn(turn, status, ...)
   return described()
 end
 
-function operations.add_items(turn, created_at, max_bytes, body, ...)
+-- Bytes of the turns without a response.
+local function added()
+  local num = 0
+  for _, turn in ipairs(redis.call('HKEYS', BODIES)) do
+    if string.sub(turn, 1, 5) == 'turn_' then
+      num = num + redis.call('HSTRLEN', BODIES, turn)
+    end
+  end
+  return num
+end
+
+function operations.add_items(turn, created_at, max_bytes, max_added, body, ...)
   if not link_of(turn) then
     if holder() ~= '' then
       return {'locked'}
     end
+    if added() + #body > tonumber(max_added) then
+      return {'too large', max_added}
+    end
     if max_bytes ~= '' and num_bytes + TURN_BYTES + #body > tonumber(max_bytes) then
-      return {'too large'}
+      return {'too large', max_bytes}
     end
     local link = {parent = field('head'), status = 'completed', created_at = created_at}
     put_turn(turn, link, body, ...)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.gateway.storage.conversations.ids import conversation_of
+from penstock.gateway.storage.conversations.ids import conversation_of, is_added
 from penstock.gateway.storage.conversations.records import (
     Conversation,
     StoredTurn,
@@ -23,6 +23,7 @@ from penstock.gateway.storage.conversations.records import (
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
+    MAX_ADDED_BYTES,
     head_locked,
     no_conversation,
     no_turn,
@@ -195,9 +196,7 @@ class MemoryConversationStore:
             return
         if self._is_held(tree):
             raise head_locked(turn.conversation_id)
-        max_bytes = self._shelf.max_bytes_of(turn.tenant)
-        if tree.num_bytes + _TURN_BYTES + len(pack(turn).body) > max_bytes:
-            raise StoreLimitError(turn.conversation_id, max_bytes)
+        self._check_size(tree, len(pack(turn).body))
         tree.last_turn_at = max(tree.last_turn_at, turn.created_at)
         parent_id = tree.conversation.head
         tree.conversation = replace(tree.conversation, head=turn.turn_id, running=None)
@@ -296,6 +295,21 @@ class MemoryConversationStore:
     def _unpacked(self, tree: _Tree, node: _Node) -> StoredTurn:
         info = replace(node.info, status=self._status(tree, node))
         return unpack(info, node.body, tree.chunks)
+
+    def _check_size(self, tree: _Tree, num_more: int) -> None:
+        """
+        Raises:
+            StoreLimitError: as `add_items`.
+        """
+        conversation = tree.conversation
+        added = (node for node in tree.nodes.values() if is_added(node.info.turn_id))
+        num_added = sum(len(node.body) for node in added)
+        for num_bytes, max_bytes in (
+            (num_added, MAX_ADDED_BYTES),
+            (tree.num_bytes + _TURN_BYTES, self._shelf.max_bytes_of(conversation.tenant)),
+        ):
+            if num_bytes + num_more > max_bytes:
+                raise StoreLimitError(conversation.conversation_id, max_bytes)
 
     # -- storage -----------------------------------------------------------------------------
 

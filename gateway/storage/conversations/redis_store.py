@@ -28,6 +28,7 @@ from penstock.gateway.storage.conversations.records import Conversation, StoredT
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
+    MAX_ADDED_BYTES,
     ConversationLockedError,
     NotFoundError,
     StoreUnavailableError,
@@ -173,8 +174,8 @@ class RedisConversationStore:
     async def add_items(self, turn: StoredTurn) -> None:
         shares = self._shares
         max_bytes = None if shares is None else shares.max_bytes_of(turn.tenant)
-        bound = "" if max_bytes is None else max_bytes
-        arguments = (turn.turn_id, turn.created_at, bound, *_packed(turn))
+        bounds = ("" if max_bytes is None else max_bytes, MAX_ADDED_BYTES)
+        arguments = (turn.turn_id, turn.created_at, *bounds, *_packed(turn))
         fields = await self._run("add_items", turn.tenant, turn.conversation_id, *arguments)
         conversation = self._conversation(turn.tenant, turn.conversation_id, fields)
         await self._list(conversation, turn.created_at)
@@ -251,7 +252,7 @@ class RedisConversationStore:
             assert turn_id is not None
             raise no_turn(turn_id)
         if word == b"too large":
-            raise StoreLimitError(conversation_id, int(args[2]))
+            raise StoreLimitError(conversation_id, int(values[0]))
         num_bytes, *values = values
         if self._shares is not None:
             if operation in _UNADMITTED:
