@@ -20,7 +20,7 @@ from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 from penstock.gateway.storage.tenant_shares import NO_QUOTA, QuotaOf, StoreLimitError, StoreQuota
 
 from ...redis_server import RedisServer
-from ..conftest import PATIENCE_S, configured
+from ..conftest import PATIENCE_S, RedisPath, configured
 from .conversations.making import a_conversation, a_turn, finished
 from .response_log.conftest import PATIENT
 from .response_log.records import add_delta, add_end, header, read_to_end
@@ -242,3 +242,23 @@ async def test_a_conversation_counts_what_is_in_it(redis_server: RedisServer) ->
             assert int(client.hget(key, "num_bytes")) == num_bytes + 3  # as msgpack
             await here.conversations.delete_turn("a", turn.turn_id)
             assert int(client.hget(key, "num_bytes")) < num_bytes
+
+
+async def test_an_account_that_is_away_is_told_later(redis_server: RedisServer) -> None:
+    """What is stored meanwhile is stored, and counts."""
+    async with RedisPath(redis_server) as path, gateway(redis_server.url) as there:
+        link = RedisLink(RedisAddress.parse(path.url), timeout_s=PATIENCE_S)
+        now_s = 0.0
+        shares = RedisShares(link, lambda _: StoreQuota(num_objects=1), clock=lambda: now_s)
+        here = Gateway(
+            there.link, shares, RedisConversationStore(there.link, shares=shares), there.logs
+        )
+        await path.lose()
+        made = [await here.store("a") for _ in range(3)]
+        assert all([await there.is_there("a", one) for one in made])
+        path.find()
+        now_s += 10.0
+        await here.told()
+        assert [await there.is_there("a", one) for one in made] == [False, False, True]
+        await shares.aclose()
+        await link.aclose()
