@@ -247,6 +247,10 @@ class EngineServer:
         request_id = submit.request.request_id
         new = _Owner(gateway_id, submit.name or request_id, submit.epoch)
         old_id = self._request_ids.get(new.name)
+        if request_id in self._owners and request_id != old_id:
+            error = InvalidRequestError(f"request id {request_id!r:.100} is in use")
+            self.transport.send(gateway_id, (refusal(request_id, error),))
+            return
         if old_id is not None:
             old = self._owners[old_id]
             if new.epoch <= old.epoch:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.transport.messages import Message, Submit
 
 _LENGTH = struct.Struct(">I")
@@ -58,11 +59,21 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """The message in a frame; raises ValueError if it is not one of ours."""
+    """The message in a frame; raises ValueError if it is not one of ours, or a field's value cannot
+    be. What depends on an engine's sizes is checked in `checks`."""
     try:
         return _DECODER.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError, InvalidRequestError) as error:
         raise ValueError(f"not a penstock frame: {error}") from error
+
+
+def submitted_id(frame: bytes) -> str | None:
+    """The id of the request in a `Submit` that cannot be decoded; None: it is something else."""
+    try:
+        [tag, [request_id, *_], *_] = msgspec.msgpack.decode(frame)
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError):
+        return None
+    return request_id if tag == "submit" and isinstance(request_id, str) else None
 
 
 def _without_text_fields(submit: Submit) -> Submit:

@@ -27,8 +27,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.engine.request import RequestOutput
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import RequestOutput, refusal
+from penstock.engine.transport.checks import check_submit
+from penstock.engine.transport.frames import FrameReader, decode, encode, framed, submitted_id
 from penstock.engine.transport.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_SILENT_BEATS,
@@ -341,8 +343,10 @@ class Transport(threading.Thread):
     def _handle_frame(self, gateway: _Gateway, frame: bytes) -> None:
         try:
             message = decode(frame)
-        except (ValueError, IndexError) as error:
-            _LOG.warning("ignored an invalid frame: %s", error)
+            if isinstance(message, Submit) and gateway.has_said_hello:
+                check_submit(message, vocab_size=self._info.vocab_size)
+        except (ValueError, IndexError, InvalidRequestError) as error:
+            self._refuse_frame(gateway, frame, error)
             return
         gateway.num_silent_beats = 0
         if isinstance(message, Hello):
@@ -358,6 +362,18 @@ class Transport(threading.Thread):
             self._post_now(gateway, Failure(message="unknown gateway: say hello first"))
         elif isinstance(message, _Request):
             self._inbox.put((gateway.number, message))
+
+    def _refuse_frame(self, gateway: _Gateway, frame: bytes, error: Exception) -> None:
+        """Answer a request that cannot be, so that nobody waits for it; ignore anything else."""
+        request_id = submitted_id(frame) if gateway.has_said_hello else None
+        if request_id is None:
+            _LOG.warning("ignored an invalid frame: %s", error)
+            return
+        _LOG.warning("gateway %d sent an impossible request: %s", gateway.number, error)
+        if not isinstance(error, InvalidRequestError):
+            error = InvalidRequestError(str(error))
+        with self._lock:
+            self._outbox.append((gateway.number, (refusal(request_id, error),)))
 
     def _beat(self) -> None:
         self._next_heartbeat_s = time.monotonic() + HEARTBEAT_INTERVAL_S

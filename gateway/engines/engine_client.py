@@ -332,11 +332,11 @@ class EngineClient:
             for stream in list(moving):
                 resume(stream)
 
-    def engine_lost(self, link: EngineLink, reason: str) -> None:
+    def engine_lost(self, link: EngineLink, reason: str, *, is_at_fault: bool) -> None:
         self._refresh()
         if self.info is None:
             self._lost_at_s = time.monotonic()
-        num_lost = self._streams.lose_engine(link, reason)
+        num_lost = self._streams.lose_engine(link, reason, is_at_fault=is_at_fault)
         if not self._usable:
             _LOG.error(
                 "lost the engine: %s; looking for the next one, for which %d open streams wait "

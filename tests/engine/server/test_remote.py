@@ -292,7 +292,7 @@ def test_who_asks_gets_the_keys_and_then_each_change(remote: tuple[Engine, Port]
         snapshot = gateway.receive()
     assert snapshot.is_snapshot
     assert len(snapshot.added) == 2 * 4
-    gateway.submit("b", tuple(range(100, 101 + size)), max_tokens=1)
+    gateway.submit("b", tuple(range(20, 21 + size)), max_tokens=1)
     change = gateway.receive()
     while not isinstance(change, CachedKeys):
         change = gateway.receive()
