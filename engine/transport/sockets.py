@@ -31,6 +31,7 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import RequestOutput, refusal
 from penstock.engine.transport.checks import check_submit
 from penstock.engine.transport.frames import FrameReader, decode, encode, framed, submitted_id
+from penstock.engine.transport.handshakes import Handshake, Handshakes, address_of
 from penstock.engine.transport.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_SILENT_BEATS,
@@ -60,7 +61,6 @@ _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.005  # while frames wait
 _READ_BYTES = 1 << 18
 SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
-_MAX_HANDSHAKES = 64  # under way at once; further connections are closed
 _HANDSHAKE_BEATS = 3  # in which a handshake must end
 _FEW_OUTPUTS = 16  # at most, for the step loop to write a frame itself
 
@@ -82,14 +82,6 @@ class _Gateway:
     # Our heartbeats since its last message, and since it last read something.
     num_silent_beats: int = 0
     num_stuck_beats: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Handshake:
-    """Of a gateway that has not shown its certificate yet."""
-
-    connection: ssl.SSLSocket
-    num_beats: int = 0
 
 
 class TransportBrokenError(Exception):
@@ -138,7 +130,8 @@ class Transport(threading.Thread):
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._remote = remote
-        self._handshakes: set[_Handshake] = set()
+        self._handshakes = Handshakes()
+        self._num_given_up = 0  # handshakes, since the last beat
         if remote is not None:
             remote[0].setblocking(False)
             self._selector.register(remote[0], selectors.EVENT_READ)
@@ -253,7 +246,7 @@ class Transport(threading.Thread):
                     self._accept()
                 elif self._remote is not None and key.fileobj is self._remote[0]:
                     self._accept_remote(*self._remote)
-                elif isinstance(key.data, _Handshake):
+                elif isinstance(key.data, Handshake):
                     self._shake_hands(key.data)
                 else:
                     self._read(key.data)
@@ -283,21 +276,23 @@ class Transport(threading.Thread):
         self, listener: socket.socket, context: Callable[[], ssl.SSLContext]
     ) -> None:
         try:
-            accepted, _ = listener.accept()
-            if len(self._handshakes) >= _MAX_HANDSHAKES:
-                accepted.close()
-                return
+            accepted, (host, *_) = listener.accept()
             connection = begin_handshake(accepted, context())
         except OSError as error:
             _LOG.warning("a gateway could not connect: %s", error)
             return
-        handshake = _Handshake(connection)
-        self._handshakes.add(handshake)
+        handshake = Handshake(connection, address_of(host))
+        given_up = self._handshakes.add(handshake)
+        if given_up is not None:
+            self._num_given_up += 1
+            self._close(given_up)
         self._selector.register(connection, selectors.EVENT_READ, handshake)
 
-    def _shake_hands(self, handshake: _Handshake) -> None:
+    def _shake_hands(self, handshake: Handshake) -> None:
         """Go on with a handshake. Nothing is read from a peer, and nothing sent to it, before its
         certificate is accepted."""
+        if handshake not in self._handshakes:
+            return  # given up since the selector named it
         connection = handshake.connection
         try:
             connection.do_handshake()
@@ -309,13 +304,16 @@ class Transport(threading.Thread):
             self._refuse(handshake, str(error))
         else:
             self._selector.unregister(connection)
-            self._handshakes.remove(handshake)
+            self._handshakes.finish(handshake)
             self._welcome(TlsConnection(connection))
 
-    def _refuse(self, handshake: _Handshake, reason: str) -> None:
+    def _refuse(self, handshake: Handshake, reason: str) -> None:
         _LOG.warning("refused a peer that is no gateway of ours: %s", reason)
-        self._selector.unregister(handshake.connection)
         self._handshakes.remove(handshake)
+        self._close(handshake)
+
+    def _close(self, handshake: Handshake) -> None:
+        self._selector.unregister(handshake.connection)
         handshake.connection.close()
 
     def _welcome(self, connection: socket.socket | TlsConnection) -> None:
@@ -377,7 +375,10 @@ class Transport(threading.Thread):
 
     def _beat(self) -> None:
         self._next_heartbeat_s = time.monotonic() + HEARTBEAT_INTERVAL_S
-        for handshake in list(self._handshakes):
+        if self._num_given_up:
+            _LOG.warning("gave up %d unfinished handshakes for newer ones", self._num_given_up)
+            self._num_given_up = 0
+        for handshake in self._handshakes:
             handshake.num_beats += 1
             if handshake.num_beats > _HANDSHAKE_BEATS:
                 self._refuse(handshake, "its handshake does not end")
