@@ -37,7 +37,7 @@ from penstock.engine.request import (
     TokenId,
 )
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
@@ -69,6 +69,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         weight_bytes: size of the weights in memory.
         scheduling_policy: `fcfs` or `priority`; only the latter accepts requests with a priority.
         adapters: those of `--lora-modules`.
+        max_adapter_bytes: the largest file that an adapter of the model can have; 0: it takes none.
         cache_root: what all its KV depends on. Engines with the same one give the same tokens, and
             the same keys to cached blocks (`blocks.prefix_cache.chain_root`).
         is_length_bound: KV depends on the prompt's length too.
@@ -99,6 +100,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     is_length_bound: bool = False
     kv_root: bytes = b""
     num_block_bytes: Count = 0
+    max_adapter_bytes: Count = 0
     protocol_version: int = PROTOCOL_VERSION
 
 
