@@ -2,10 +2,11 @@
 
 When an engine dies or drains, another one continues its streams; they wait while there is none. One
 of the requests may be the cause of a death: one for which the engine had computed nothing yet. These
-are suspects. The others continue at once, then the suspects enter: first one alone, and while the
-engine lives, twice as many at a time. One that was a suspect at two deaths in a row enters alone, and
-requests that come meanwhile wait until its first output. If the engine dies a third time, and had
-nothing else that was new, that request fails, and those that died with it are forgiven.
+are suspects. The others continue at once. When the engine has computed something for each of them,
+the suspects enter: first one alone, and while the engine lives, twice as many at a time. One that was
+a suspect at two deaths in a row enters alone, and requests that come meanwhile wait until its first
+output. If the engine dies a third time, and had nothing else that was new, that request fails, and
+those that died with it are forgiven.
 
     in an engine ──death, drain──► waiting ──an engine──► in an engine    (suspects: later)
          │                            └─ no engine in time, too many deaths ──► failed
@@ -73,6 +74,7 @@ class OpenStreams:
         self._num_deaths = 0
         self._suspects: list[EngineStream] = []  # that wait for their trial
         self._trial: list[EngineStream] = []  # those that entered last
+        self._has_suspects = False  # in the trial
         self._trial_size = 1
         self._trial_began_s = 0.0
 
@@ -83,7 +85,7 @@ class OpenStreams:
         """Submit a request."""
         stream = EngineStream(request, epoch=epoch, wake_ups=self._wake_ups)
         self._streams[stream] = None
-        if any(map(_enters_alone, self._trial)):
+        if self._is_held:
             self._suspects.append(stream)
         else:
             self._submit(stream)
@@ -188,16 +190,20 @@ class OpenStreams:
     def continue_all(self, *, besides: Collection[EngineStream] = ()) -> None:
         """There is an engine: it continues all waiting streams but these."""
         self._death = None
-        held = set(self._suspects) if any(map(_enters_alone, self._trial)) else ()
         self._suspects.clear()
         for stream in self._streams:
             if stream.wire_id is not None or stream in besides:
                 continue
-            if stream.num_strikes or stream in held:
-                self._suspects.append(stream)
-            else:
+            if self._trial and not stream.num_strikes and not self._is_held:
                 self._submit(stream)
+            else:
+                self._suspects.append(stream)
         self._check_trial()
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether nothing may enter beside the trial."""
+        return any(stream.num_strikes >= _MAX_STRIKES - 1 for stream in self._trial)
 
     def is_waiting(self, stream: EngineStream) -> bool:
         """Whether a stream is open and no engine has it."""
@@ -241,7 +247,7 @@ class OpenStreams:
     def _check_trial(self) -> None:
         """Go on if the engine has computed something for all that entered last."""
         if not any(stream.is_new for stream in self._trial):
-            if self._trial:
+            if self._trial and self._has_suspects:
                 self._trial_size *= 2
             self._try_next()
 
@@ -251,8 +257,9 @@ class OpenStreams:
         waiting = [stream for stream in self._suspects if self.is_waiting(stream)]
         least = min((stream.num_strikes for stream in waiting), default=0)
         kin = [stream for stream in waiting if stream.num_strikes == least]
+        self._has_suspects = least > 0
         if least:
-            kin = kin[: 1 if _enters_alone(kin[0]) else self._trial_size]
+            kin = kin[: 1 if least >= _MAX_STRIKES - 1 else self._trial_size]
         self._suspects = [stream for stream in waiting if stream not in kin]
         for stream in kin:
             self._submit(stream)
@@ -278,6 +285,3 @@ class OpenStreams:
         engine.load.leave(stream)
         stream.wire_id = None
 
-
-def _enters_alone(stream: EngineStream) -> bool:
-    return stream.num_strikes >= _MAX_STRIKES - 1
