@@ -14,7 +14,6 @@ import mmap
 import os
 import struct
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from penstock.engine.json_file import (
     is_present,
     weight_samples,
 )
-from penstock.kernels.cpu.build import BuildError, cache_dir
+from penstock.kernels.cpu.build import BuildError, cache_dir, unfinished
 
 _VERSION = 5  # of what is written; a change makes other directories
 # What a file may declare before its tensors. The largest vocabularies, of 262,144 tokens with
@@ -93,8 +92,8 @@ def _digest(file: Path) -> str:
 
 
 def _make(file: Path, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        made = Path(temporary) / "made"
+    with unfinished(folder.parent) as temporary:
+        made = temporary / "made"
         made.mkdir()
         check_metadata(file)
         _write(file, made)

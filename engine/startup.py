@@ -166,9 +166,7 @@ def _quarantine() -> Quarantine | None:
         return None
 
 
-def _load_adapters(
-    core: EngineCore, lora: LoraConfig, *, max_bytes: int
-) -> tuple[Adapter, ...]:
+def _load_adapters(core: EngineCore, lora: LoraConfig, *, max_bytes: int) -> tuple[Adapter, ...]:
     """Check the adapters of the command line by reading each; the latest stay in memory.
 
     Raises:

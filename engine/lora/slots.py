@@ -256,9 +256,7 @@ class _Matrices:
     ) -> None:
         self._file, self._tensors = file, tensors
         self._modules, self._dtype = modules, dtype
-        self._updates = config.updates(
-            {name: shape.is_linear for name, shape in modules.items()}
-        )
+        self._updates = config.updates({name: shape.is_linear for name, shape in modules.items()})
 
     def read(self) -> dict[str, LowRank]:
         names: dict[str, dict[str, str]] = {}  # by module and matrix

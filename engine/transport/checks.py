@@ -91,6 +91,4 @@ def check_outputs(outputs: Iterable[RequestOutput], *, vocab_size: int) -> None:
     """
     highest = max(chain.from_iterable(map(_token_ids, outputs)), default=0)
     if highest >= vocab_size:
-        raise PeerFaultError(
-            f"token id {highest} is not in its vocabulary of {vocab_size} tokens"
-        )
+        raise PeerFaultError(f"token id {highest} is not in its vocabulary of {vocab_size} tokens")

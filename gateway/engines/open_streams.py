@@ -284,4 +284,3 @@ class OpenStreams:
         _, engine = self._in_engine.pop(stream.wire_id)
         engine.load.leave(stream)
         stream.wire_id = None
-

@@ -97,7 +97,11 @@ class Registrar:
         self.wake()
 
     def engine_lost(
-        self, link: EngineLink, reason: str, *, is_at_fault: bool  # noqa: ARG002
+        self,
+        link: EngineLink,
+        reason: str,
+        *,
+        is_at_fault: bool,  # noqa: ARG002
     ) -> None:
         self.wake()
 

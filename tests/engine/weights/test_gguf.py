@@ -238,7 +238,10 @@ _U8, _U32, _ARRAY = 0, 4, 9
         ),
         (_declaring(keys=struct.pack("<Q", 1 << 63), num_keys=1), "it ends within its metadata"),
         (_declaring(keys=_text("a") + struct.pack("<II", 77, 1), num_keys=1), "values of type 77"),
-        (_declaring(tensor=_text("t") + struct.pack("<I", 9)), "it declares 9 dimensions of tensor"),
+        (
+            _declaring(tensor=_text("t") + struct.pack("<I", 9)),
+            "it declares 9 dimensions of tensor",
+        ),
         (
             _declaring(tensor=_text("t") + struct.pack("<IQIQ", 1, 4, 0, 33)),
             "tensor 't' begins at byte 33, which is no multiple of 32",
