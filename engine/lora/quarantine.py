@@ -4,8 +4,8 @@ Reading one may end the process: a damaged file, a driver's fault, too little me
 request for it would end the next engine. So a file is locked while an adapter is read; one that is
 there without a lock was left by a process that died.
 
-One death may be anybody's fault (`kill -9`), and the adapter is read once more; after the second one
-it is refused.
+One death may be anybody's fault (`kill -9`), and the adapter is read once more; after the second
+one it is refused.
 """
 
 from __future__ import annotations

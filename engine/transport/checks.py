@@ -1,8 +1,8 @@
 """What is checked of a peer's message beside its types: what depends on an engine's sizes.
 
-Both ends have certificates of one authority, and one of them may still be wrong: of another release,
-damaged, or in somebody else's hands. An id outside the vocabulary would be read outside the table
-of embeddings, and a queue of 2^62 tokens would turn every request away.
+Both ends have certificates of one authority, and one of them may still be wrong: of another
+release, damaged, or in somebody else's hands. An id outside the vocabulary would be read outside
+the table of embeddings, and a queue of 2^62 tokens would turn every request away.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The TLS handshakes under way, few enough that peers who never finish theirs keep nobody out.
 
 Anybody who reaches the port can open connections. A new one is always accepted; where there is no
-room, the oldest unfinished handshake of its address, or of a stranger, is given up for it. An honest
-peer's takes milliseconds, so it is not the oldest for long.
+room, the oldest unfinished handshake of its address, or of a stranger, is given up for it. An
+honest peer's takes milliseconds, so it is not the oldest for long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Handshake:
 
 
 def address_of(host: str) -> str:
-    """What counts as one peer's address: of IPv6 the network, of which each peer has a whole one."""
+    """What counts as one peer's address: of IPv6, where each peer has many, the network."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)

@@ -1,9 +1,9 @@
 """Quantized matrices kept on disk, so that a dense checkpoint is quantized once.
 
 A file per matrix, in a folder per checkpoint, kind and dtype. A file appears when it is complete.
-Whoever needs the space may delete any of it at any time. A file that is damaged, or that another user
-may have written, is made again. Folders beyond `PENSTOCK_CACHE_BYTES` are removed, the one that was
-used longest ago first.
+Whoever needs the space may delete any of it at any time. A file that is damaged, or that another
+user may have written, is made again. Folders beyond `PENSTOCK_CACHE_BYTES` are removed, the one
+that was used longest ago first.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _checksum(name: str, columns_per_scale: int, tensors: Mapping[str, Tensor]) 
     for key in sorted(tensors):
         tensor = tensors[key]
         found = zlib.crc32(f"{key} {tensor.dtype} {list(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), found)
+        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
 
 

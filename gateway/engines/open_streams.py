@@ -1,12 +1,13 @@
 """The open streams, which outlive the engine that computes them.
 
-When an engine dies or drains, another one continues its streams; they wait while there is none. One
-of the requests may be the cause of a death: one for which the engine had computed nothing yet. These
-are suspects. The others continue at once. When the engine has computed something for each of them,
-the suspects enter: first one alone, and while the engine lives, twice as many at a time. One that was
-a suspect at two deaths in a row enters alone, and requests that come meanwhile wait until its first
-output. If the engine dies a third time, and had nothing else that was new, that request fails, and
-those that died with it are forgiven.
+When an engine dies or drains, another one continues its streams; they wait while there is none.
+
+One of the requests may be the cause of a death: one for which the engine had computed nothing yet.
+These are suspects. The others continue at once. When the engine has computed something for each of
+them, the suspects enter: first one alone, and while the engine lives, twice as many at a time. One
+that was a suspect at two deaths in a row enters alone, and requests that come meanwhile wait until
+its first output. If the engine dies a third time, and had nothing else that was new, that request
+fails, and those that died with it are forgiven.
 
     in an engine ──death, drain──► waiting ──an engine──► in an engine    (suspects: later)
          │                            └─ no engine in time, too many deaths ──► failed

@@ -136,7 +136,10 @@ def test_patterns_mean_what_they_mean_in_peft(copied, fields):
 
 def test_the_first_pattern_that_matches_gives_rank_and_alpha(copied):
     settings = {
-        **{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": "all-linear",
         "rank_pattern": {"3.self_attn.q_proj": 2, r"layers\.\d\..*q_proj": 4},
         "alpha_pattern": {"q_proj": 32},
     }

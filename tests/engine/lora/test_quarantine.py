@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_what_has_ended_two_engines_is_refused_until_an_hour_later(tmp_path: Pat
     _die_reading(tmp_path / "marks")
     _die_reading(tmp_path / "marks")
     with (
-        pytest.raises(InvalidRequestError, match="'mine' is not loaded: .* ended 2 engines"),
+        pytest.raises(InvalidRequestError, match=r"'mine' is not loaded: .* ended 2 engines"),
         quarantine.reading(ADAPTER),
     ):
         raise AssertionError("it is read")
@@ -59,9 +60,10 @@ def test_one_death_may_be_anybodys_fault(tmp_path: Path) -> None:
 
 def test_engines_that_read_it_at_once_are_not_dead(tmp_path: Path) -> None:
     quarantines = [Quarantine(tmp_path) for _ in range(4)]
-    with quarantines[0].reading(ADAPTER), quarantines[1].reading(ADAPTER):
-        with quarantines[2].reading(ADAPTER), quarantines[3].reading(ADAPTER):
-            assert len(list(tmp_path.iterdir())) == 4
+    with contextlib.ExitStack() as reading:
+        for quarantine in quarantines:
+            reading.enter_context(quarantine.reading(ADAPTER))
+        assert len(list(tmp_path.iterdir())) == 4
     assert not list(tmp_path.iterdir())
 
 

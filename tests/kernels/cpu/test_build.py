@@ -146,7 +146,7 @@ def test_in_a_cache_that_others_may_write_to_it_is_in_a_folder_of_its_own(
     assert build_library(select_isa(), DEFINES) == own
     assert num_compilations(compilations) == 2
     own.parent.chmod(0o777)
-    with pytest.raises(BuildError, match="others may write to .*: set PENSTOCK_CACHE_DIR"):
+    with pytest.raises(BuildError, match=r"others may write to .*: set PENSTOCK_CACHE_DIR"):
         build_library(select_isa(), DEFINES)
 
 
