@@ -29,7 +29,8 @@ class FrameReader:
     """Cuts a connection's bytes into frames."""
 
     def __init__(self) -> None:
-        self._rest = b""  # the start of an incomplete frame
+        self._rest: list[bytes] = []  # the start of an incomplete frame
+        self._num_missing = 0  # bytes of it, as far as that is known
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The frames that are complete now; consume all of them before the next call.
@@ -38,17 +39,23 @@ class FrameReader:
             ValueError: not a stream of frames; the connection cannot be used any further.
         """
         if self._rest:
-            data = self._rest + data
+            self._rest.append(data)
+            self._num_missing -= len(data)
+            if self._num_missing > 0:
+                return  # a long frame is put together once, not with each part
+            data = b"".join(self._rest)
         start = 0
+        self._num_missing = 0
         while (begin := start + _LENGTH.size) <= len(data):
             (size,) = _LENGTH.unpack_from(data, start)
             if size > _MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {size} bytes")
             if begin + size > len(data):
+                self._num_missing = begin + size - len(data)
                 break
             start = begin + size
             yield data[begin:start]
-        self._rest = data[start:]
+        self._rest = [data[start:]] if start < len(data) else []
 
 
 def encode(message: Message) -> bytes:

@@ -105,3 +105,16 @@ async def test_it_is_left_alone_and_its_streams_move(
         assert stream.num_strikes == 0
         assert client.links[0].info is None
         assert client.stats.num_requests_waiting < 1 << 40
+
+
+async def test_one_engines_queue_turns_nobody_away_while_another_has_none(tmp_path: Path) -> None:
+    """A figure that could be, and need not be true."""
+    many = EngineStats(num_requests_waiting=100_000, num_tokens_waiting=100_000_000)
+    async with pool(tmp_path) as (client, silent, speaking):
+        silent.stats, speaking.stats = many, EngineStats()
+        await until(lambda: client.links[0].stats == many)
+        await until(lambda: client.links[1].stats == speaking.stats)
+        assert (client.stats.num_requests_waiting, client.stats.num_tokens_waiting) == (0, 0)
+        speaking.stats = EngineStats(num_requests_waiting=3, num_tokens_waiting=50)
+        await until(lambda: client.links[1].stats == speaking.stats)
+        assert (client.stats.num_requests_waiting, client.stats.num_tokens_waiting) == (6, 100)
