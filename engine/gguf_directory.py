@@ -27,7 +27,7 @@ from penstock.engine.json_file import (
     is_present,
     weight_samples,
 )
-from penstock.kernels.cpu.build import BuildError, cache_dir, unfinished
+from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
 
 _VERSION = 5  # of what is written; a change makes other directories
 # What a file may declare before its tensors. The largest vocabularies, of 262,144 tokens with
@@ -70,6 +70,7 @@ def gguf_directory(file: Path) -> Path:
         folder = cache_dir() / "gguf" / f"{file.stem}-{_digest(file)}-{_VERSION}"
         if not is_present(folder / GGUF_FILE):
             folder.parent.mkdir(parents=True, exist_ok=True)
+            remove_orphans(folder.parent, link=GGUF_FILE)
             _make(file, folder)
         elif (folder / GGUF_FILE).resolve() != file.resolve():  # the same file, moved or copied
             _link(file, folder)

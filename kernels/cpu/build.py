@@ -153,6 +153,14 @@ def unfinished(folder: Path) -> Iterator[Path]:
         yield Path(own)
 
 
+def remove_orphans(folder: Path, *, link: str) -> None:
+    """Remove the folders in `folder` whose file of this name is a link to what is gone."""
+    for each in folder.iterdir():
+        origin = each / link
+        if origin.is_symlink() and not origin.exists():
+            shutil.rmtree(each, ignore_errors=True)
+
+
 def _is_intact(path: Path) -> bool:
     if not is_private(path):
         return False

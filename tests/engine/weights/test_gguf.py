@@ -180,6 +180,23 @@ def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: 
     assert weights_fingerprint(other) != first
 
 
+def test_what_was_made_for_a_file_that_is_gone_is_removed(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def write(file: Path, folder: Path) -> None:
+        (folder / "config.json").write_text(file.name)
+
+    monkeypatch.setattr("penstock.engine.gguf_directory._write", write)
+    files = [tmp_path / f"{name}.gguf" for name in ("gone", "stays", "new")]
+    for number, file in enumerate(files):
+        file.write_bytes(_declaring().ljust(4096 + number, b"\0"))
+    gone, stays = map(gguf_directory, files[:2])
+    files[0].unlink()
+    new = gguf_directory(files[2])
+    assert [each.exists() for each in (gone, stays, new)] == [False, True, True]
+    assert {each.parent for each in (gone, stays, new)} == {own_cache / "gguf"}
+
+
 def test_all_ends_that_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a document, of a turn, and of a message before a call."""
     add_template = gguf.GGUFWriter.add_chat_template
