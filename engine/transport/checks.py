@@ -18,6 +18,7 @@ from penstock.engine.transport.messages import PROTOCOL_VERSION, EngineInfo, Eng
 
 _MAX_ID_CHARS = 1024
 _MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_GRAMMAR_CHARS = 4 << 20  # of what a gateway makes of 256 KiB, or of many tools
 _token_ids = attrgetter("token_ids")
 
 
@@ -49,6 +50,11 @@ def check_submit(submit: Submit, *, vocab_size: int) -> None:
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
         _check_ids(getattr(params, name) or (), vocab_size, name)
+    grammar = params.structured_outputs
+    if grammar is not None and len(grammar.text) > _MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"a grammar has more than {_MAX_GRAMMAR_CHARS} characters", param="structured_outputs"
+        )
     for token_ids in params.bad_words_token_ids:  # a tokenizer may have more than the model
         _check_ids(token_ids, _MAX_TOKEN_ID, "bad_words")
 

@@ -14,7 +14,13 @@ import pytest
 from msgspec.structs import force_setattr, replace
 
 from penstock.engine.pooling import PoolingParams
-from penstock.engine.request import ImageInput, Request, Retention, SamplingParams
+from penstock.engine.request import (
+    ImageInput,
+    Request,
+    Retention,
+    SamplingParams,
+    StructuredOutputs,
+)
 from penstock.engine.transport import sockets
 from penstock.engine.transport.frames import framed
 from penstock.engine.transport.messages import (
@@ -196,6 +202,7 @@ _IMAGE = ImageInput(digest="0" * 64, offset=0, num_tokens=1, num_features=1, dat
         {"stop_token_ids": (-5,)},
         {"bad_words_token_ids": ((1 << 62,),)},
         {"logit_bias": {1 << 62: 1.0}},
+        {"structured_outputs": StructuredOutputs("regex", "a" * (4 << 20) + "b")},
         {"temperature": math.nan},
         {"max_tokens": -1},
         {"arrival_s": math.nan},
@@ -205,7 +212,7 @@ _IMAGE = ImageInput(digest="0" * 64, offset=0, num_tokens=1, num_features=1, dat
         {"images": (_IMAGE,)},
         {"images": (replace(_IMAGE, offset=-1),)},
     ],
-    ids=str,
+    ids=lambda fields: str(fields)[:60],
 )
 def test_a_request_that_cannot_be_is_refused_and_disturbs_nobody(
     engine: Engine, connect: Connect, fields: dict[str, Any]
