@@ -221,7 +221,7 @@ class OpenStreams:
         if self._death is not None and now_s - self._death[0] >= self._engine_wait_s:
             self.fail_all(f"the engine died: {self._death[1]}")
         if self._trial and now_s - self._trial_began_s >= _TRIAL_S:
-            self._try_next()
+            self._end_trial()
 
     def fail_all(self, reason: str) -> None:
         """End every stream."""
@@ -248,9 +248,13 @@ class OpenStreams:
     def _check_trial(self) -> None:
         """Go on if the engine has computed something for all that entered last."""
         if not any(stream.is_new for stream in self._trial):
-            if self._trial and self._has_suspects:
-                self._trial_size *= 2
-            self._try_next()
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        """The engine lives."""
+        if self._trial and self._has_suspects:
+            self._trial_size *= 2
+        self._try_next()
 
     def _try_next(self) -> None:
         """Submit the next suspects, if there are any: the least suspicious first."""

@@ -116,14 +116,14 @@ def test_an_engine_at_fault_makes_no_suspects() -> None:
 
 def test_a_trial_ends_with_its_request_or_with_time() -> None:
     desk = Desk()
-    a, _, c, _ = desk.open("a", "b", "c", "d")
+    a, _, c, *_ = desk.open("a", "b", "c", "d", "e")
     assert desk.die() == ["a~1"]
     assert desk.told(lambda: desk.streams.abort(a)) == ["b~1"]
     desk.now_s += 9
     assert desk.told(desk.streams.tick) == []
     desk.streams.abort(c)
     desk.now_s += 2
-    assert desk.told(desk.streams.tick) == ["d~1"]
+    assert desk.told(desk.streams.tick) == ["d~1", "e~1"]
 
 
 def test_the_end_of_all_lets_no_suspect_in() -> None:
