@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.config import Quantization
-from penstock.engine.errors import ConfigError
+from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.weights.calibrated_rounding import (
     fit_blocks,
     nearest_codes,
@@ -83,7 +83,7 @@ _ROUND: dict[Quantization, Callable[[Tensor], QuantizedMatrix]] = {
 }
 
 
-class LostCodesError(Exception):
+class LostCodesError(ModelLoadError):
     """Codes that had been chosen are gone or damaged."""
 
 
