@@ -99,11 +99,12 @@ class ConvertedMatrices:
         folder = self._folder(kind)
         return folder is not None and (folder / f"{name}.safetensors").is_file()
 
-    def forget(self, name: str, kind: Quantization) -> None:
-        """Remove a damaged file."""
+    def forget(self, kind: Quantization) -> None:
+        """Remove all files of a kind, of which one is damaged."""
         folder = self._folder(kind)
         if folder is not None:
-            (folder / f"{name}.safetensors").unlink(missing_ok=True)
+            for path in folder.glob("*.safetensors"):
+                path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def claimed(self, kind: Quantization) -> Iterator[None]:

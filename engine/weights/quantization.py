@@ -157,7 +157,7 @@ class Quantizer:
             return quantize_rows(part.values, kind, like)
         found = self.kept.find(name, kind, part.values.shape)
         if found is None and name in self.calibrated:
-            self.kept.forget(name, kind)
+            self.kept.forget(kind)
             raise LostCodesError(name)
         if found is None:
             found = quantize_rows(part.values, kind, like)
