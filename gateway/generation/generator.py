@@ -321,7 +321,7 @@ class Generator:
         )
         try:
             for name, grammar in options.grammars:
-                await self.grammars.check(grammar, param=name, info=info)
+                await self.grammars.check(grammar, param=name, info=info, tenant=caller.tenant)
         except BaseException:
             reservation.release()
             raise
