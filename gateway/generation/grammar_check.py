@@ -1,8 +1,8 @@
 """Checks what outputs must match before their request is submitted: compiled off the event loop, in
 a process that is killed when that takes too long (`penstock.engine.structured_outputs`), and once.
 
-The engine compiles what passes once more, for its own use. Tenants with new grammars take turns, and
-of each the smallest comes first.
+The engine compiles what passes once more, for its own use. Tenants with new grammars take
+turns, and of each the smallest comes first.
 """
 
 from __future__ import annotations
