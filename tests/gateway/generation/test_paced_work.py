@@ -25,7 +25,7 @@ _SCHEMA = {
     "properties": {f"p{number}": {"type": "string"} for number in range(LARGE)},
 }
 _TOOL = {"name": "f", "parameters": _SCHEMA, "strict": True}
-_COSTLY = {"properties": dict.fromkeys("abcd", {"pattern": "^(?=a)[a-z]b?"})}
+_COSTLY = {"properties": {name: {"pattern": "^(?=a)[a-z]b?"} for name in "abcd"}}
 _SMALL = {"name": "f", "parameters": _COSTLY, "strict": True}
 _FORMAT = {"name": "a", "schema": _SCHEMA, "strict": True}
 _MANY = [*_MESSAGES, {"role": "assistant", "content": "b"}] * 50 + _MESSAGES
