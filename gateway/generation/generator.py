@@ -366,9 +366,9 @@ class Generator:
             InvalidRequestError: a tool's schema cannot be enforced.
             RequestRefusedError: 503: too many large ones are waiting.
         """
-        make = partial(_constrained, options, offered, output_format, self.model.formats)
         if output_format is None:
             return options
+        make = partial(_constrained, options, offered, output_format, self.model.formats)
         tools = {tool.name: tool.parameters for tool in output_format.tools}
         size = work_of({"tools": tools})
         return make() if size < LARGE else await self.paced_work.run(make, size=size)
