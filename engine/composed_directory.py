@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.json_file import is_present, read_json
 from penstock.engine.users_files import ORIGIN
-from penstock.kernels.cpu.build import BuildError, cache_dir
+from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
 
 _VERSION = 1  # of what is written; a change makes other directories
 _CONFIG = "config.json"
@@ -52,6 +51,7 @@ def composed_directory(model: Path, tokenizer: Path | None, fields: Mapping[str,
         folder = cache_dir() / "composed" / f"{model.name}-{digest}"
         if not is_present(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
+            remove_orphans(folder.parent, link=ORIGIN)
             files[ORIGIN] = model.absolute()
             _make(folder, files, config if fields else None)
     except BuildError as error:
@@ -85,8 +85,8 @@ def _replaced(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
 
 
 def _make(folder: Path, files: Mapping[str, Path], config: Mapping[str, Any] | None) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        made = Path(temporary) / "made"
+    with unfinished(folder.parent) as temporary:
+        made = temporary / "made"
         made.mkdir()
         for name, file in files.items():
             (made / name).symlink_to(file)

@@ -17,6 +17,7 @@ from typing import Protocol
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.blocks.prefix_cache import CachedBlock
 from penstock.engine.config import LoraConfig
+from penstock.engine.lora.quarantine import Quarantine
 from penstock.engine.lora.queue import AdapterQueue, Adapters
 from penstock.engine.request import ImageInput, Request, RequestOutput, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
@@ -117,6 +118,7 @@ class EngineCore:
     """Requests in, outputs out, one iteration at a time.
 
     Args:
+        quarantine: of adapters whose reading has ended engines.
         images: encodes the images of prompts; None: the model takes none.
         max_image_bytes: of their features that are kept.
     """
@@ -128,6 +130,7 @@ class EngineCore:
         *,
         max_steps_in_flight: int = 1,
         lora: LoraConfig | None = None,
+        quarantine: Quarantine | None = None,
         images: Images | None = None,
         max_image_bytes: int = 0,
     ) -> None:
@@ -139,6 +142,7 @@ class EngineCore:
             scheduler,
             max_loras=lora.num_at_once,
             max_cpu_loras=lora.max_cpu_loras or lora.num_at_once,
+            quarantine=quarantine,
         )
         self.images = ImageQueue(images, scheduler, max_bytes=max_image_bytes)
         self._executor = executor

@@ -16,7 +16,7 @@ import sys
 from array import array
 from operator import mul
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -66,7 +66,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """
 
     task: PoolingTask
-    num_first_tokens: int = 0
+    num_first_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):

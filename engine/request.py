@@ -19,6 +19,10 @@ from penstock.engine.pooling import PoolingParams
 from penstock.engine.type_checks import misfits
 
 MAX_BRANCHES = 128  # of one request: n, best_of or beams
+# What a number in a message may be; msgspec checks it when it decodes one.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
 MAX_LOGIT_BIAS = 100.0  # OpenAI's
 SEED_MASK = (1 << 64) - 1
 
@@ -366,7 +370,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         priority: among retained blocks, those of higher priority are evicted last.
     """
 
-    duration_s: float
+    duration_s: Seconds
     priority: int = 0
 
 
@@ -396,9 +400,9 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """
 
     digest: str
-    offset: int
-    num_tokens: int
-    num_features: int
+    offset: Count
+    num_tokens: Count
+    num_features: Count
     data: bytes = b""
 
 
@@ -424,10 +428,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[TokenId, ...]
     sampling_params: SamplingParams
-    arrival_s: float = 0.0
-    output_token_ids: tuple[int, ...] = ()
+    arrival_s: Seconds = 0.0
+    output_token_ids: tuple[TokenId, ...] = ()
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
@@ -435,7 +439,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     wants_queue_position: bool = False
     adapter: Adapter | None = None
     retention: Retention | None = None
-    prediction_token_ids: tuple[int, ...] = ()
+    prediction_token_ids: tuple[TokenId, ...] = ()
     pooling: PoolingParams | None = None
     images: tuple[ImageInput, ...] = ()
 
@@ -460,10 +464,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         top: the likeliest (token id, logprob) pairs, best first.
     """
 
-    token_id: int
+    token_id: TokenId
     logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
+    rank: Count
+    top: tuple[tuple[TokenId, float], ...] = ()
 
 
 class Notice(enum.Enum):
@@ -505,25 +509,25 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """
 
     request_id: str
-    index: int = 0
-    token_ids: tuple[int, ...] = ()
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_BRANCHES)] = 0
+    token_ids: tuple[TokenId, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     is_last: bool = False
-    stop_token_id: int | None = None
-    num_cached_tokens: int = 0
+    stop_token_id: TokenId | None = None
+    num_cached_tokens: Count = 0
     score: float | None = None
     prefix_id: bytes | None = None
     notice: Notice | None = None
-    queue_position: int | None = None
-    num_tokens_ahead: int = 0
+    queue_position: Count | None = None
+    num_tokens_ahead: Count = 0
     error: str | None = None
     is_refused: bool = False
     param: str | None = None
     is_superseded: bool = False
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0
     vector: bytes | None = None
 
 

@@ -5,6 +5,7 @@ Run by the supervisor as `python -m penstock.engine.server`.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -13,6 +14,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
 import zlib
 from collections import defaultdict, deque
@@ -70,6 +72,7 @@ from penstock.kernels.cpu.cores import share_of_cores
 _LOG = logging.getLogger(__name__)
 _MAX_ANSWER_BYTES = 8 << 20  # of blocks, but one is always sent
 _STATS_INTERVAL_S = 0.1  # while no request starts or ends
+_COMPILING_NICE = 5  # a third of a stream's share where all cores are busy
 _LEAVE_S = 0.1  # for what gateways sent before they heard that the engine drains
 
 
@@ -116,7 +119,9 @@ class EngineServer:
         self._fetching: set[GatewayId] = set()  # gateways that still want blocks
         self.transport = Transport(address, info, remote=remote)
         core.wake_by(self.transport.interrupt)
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
+        self._compiling = ThreadPoolExecutor(
+            1, thread_name_prefix="penstock-grammar", initializer=_yield_cores
+        )
         self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
         self._owners: dict[str, _Owner] = {}  # by request id
         self._request_ids: dict[str, str] = {}  # by name
@@ -247,6 +252,10 @@ class EngineServer:
         request_id = submit.request.request_id
         new = _Owner(gateway_id, submit.name or request_id, submit.epoch)
         old_id = self._request_ids.get(new.name)
+        if request_id in self._owners and request_id != old_id:
+            error = InvalidRequestError(f"request id {request_id!r:.100} is in use")
+            self.transport.send(gateway_id, (refusal(request_id, error),))
+            return
         if old_id is not None:
             old = self._owners[old_id]
             if new.epoch <= old.epoch:
@@ -413,6 +422,13 @@ class EngineServer:
             _LOG.warning("refused another engine's KV block: %s", error)
         self._transfers.num_received += num_stored
         self.transport.answer(gateway_id, BlocksStored(number=sent.number, num_blocks=num_stored))
+
+
+def _yield_cores() -> None:
+    """Let this thread not hold up the steps: a gateway checks grammars before it sends them, but
+    what an engine gets need not be from one that does."""
+    with contextlib.suppress(OSError):  # not everywhere has a thread a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILING_NICE)
 
 
 def _short(keys: Iterable[bytes]) -> bytes:

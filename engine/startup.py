@@ -14,6 +14,7 @@ from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadEr
 from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
 from penstock.engine.executor.ranks import RanksExecutor
 from penstock.engine.lora.files import find_adapter
+from penstock.engine.lora.quarantine import Quarantine
 from penstock.engine.model_files import (
     read_generation_defaults,
     resolve_model,
@@ -29,6 +30,7 @@ from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.users_files import named_as_users_do
+from penstock.kernels.cpu.build import BuildError, cache_dir
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -91,10 +93,12 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         executor,
         max_steps_in_flight=max_steps_in_flight,
         lora=config.lora,
+        quarantine=_quarantine(),
         images=images,
         max_image_bytes=config.cache.mm_encoder_cache_bytes,
     )
-    adapters = _load_adapters(core, config.lora)
+    max_adapter_bytes = executor.adapters.max_bytes
+    adapters = _load_adapters(core, config.lora, max_bytes=max_adapter_bytes)
     info = EngineInfo(
         model=config.model.model,
         model_path=str(path),
@@ -114,6 +118,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         quantization=device.quantization,
         weight_bytes=device.weight_bytes,
         adapters=adapters,
+        max_adapter_bytes=max_adapter_bytes,
         cache_root=cache_root,
         is_length_bound=device.needs_prompt_lens,
         kv_root=_kv_root(config, cache_root, device, executor.block_bytes),
@@ -154,7 +159,14 @@ def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:
     )
 
 
-def _load_adapters(core: EngineCore, lora: LoraConfig) -> tuple[Adapter, ...]:
+def _quarantine() -> Quarantine | None:
+    try:
+        return Quarantine(cache_dir() / "adapters-being-read")
+    except BuildError:  # no place for it
+        return None
+
+
+def _load_adapters(core: EngineCore, lora: LoraConfig, *, max_bytes: int) -> tuple[Adapter, ...]:
     """Check the adapters of the command line by reading each; the latest stay in memory.
 
     Raises:
@@ -163,7 +175,8 @@ def _load_adapters(core: EngineCore, lora: LoraConfig) -> tuple[Adapter, ...]:
     found = []
     for name, path in lora.modules.items():
         try:
-            found.append(find_adapter(name, path, max_rank=lora.max_lora_rank))
+            rank = lora.max_lora_rank
+            found.append(find_adapter(name, path, max_rank=rank, max_bytes=max_bytes))
             core.adapters.load(found[-1])
         except (ModelLoadError, InvalidRequestError) as error:
             raise ConfigError(f"--lora-modules {name}: {error}") from error

@@ -73,6 +73,7 @@ from penstock.gateway.storage.conversations.memory_store import MemoryConversati
 from penstock.gateway.storage.conversations.store import ConversationStore
 from penstock.gateway.storage.response_log.log_store import LogStore, MemoryLogStore
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
+from penstock.gateway.storage.tenant_shares import QuotaOf, StoreQuota, TenantShares, no_quotas
 from penstock.gateway.telemetry.access_log import ANY_PATH, RequestLog, route_templates
 from penstock.gateway.telemetry.metrics import Metrics
 from penstock.gateway.telemetry.request_record import REQUEST_ID_HEADER
@@ -149,7 +150,7 @@ def create_app(
     )
 
     discovery, close_discovery = _discovery(config, engine, model.name, health)
-    stores = make_stores(config, health, log_settings)
+    stores = make_stores(config, health, log_settings, quota_of=_store_quotas(config, gate.keys))
     service = ResponseService(
         generator,
         engine=engine,
@@ -197,7 +198,13 @@ def create_app(
         max_prompt_bytes=config.max_prompt_bytes,
     )
     apis = _apis(
-        config, generator, embedder=embedder, service=service, engine=engine, stores=stores
+        config,
+        generator,
+        embedder=embedder,
+        service=service,
+        engine=engine,
+        stores=stores,
+        admission=gate.admission,
     )
 
     def names(caller: Caller) -> tuple[str, ...]:
@@ -246,6 +253,7 @@ def _apis(
     service: ResponseService,
     engine: EngineClient,
     stores: Stores,
+    admission: Admission,
 ) -> list[object]:
     """The objects whose methods serve the operations that take a body, and the models."""
     max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
@@ -271,8 +279,8 @@ def _apis(
         Classify(embedder, prompts, max_body_bytes=max_bytes),
         Rerank(embedder, max_body_bytes=max_bytes),
         Models(engine, generator.model, generator.adapters),
-        Conversations(stores.conversations, service, max_body_bytes=max_bytes),
-        ConversationItems(stores.conversations, max_body_bytes=max_bytes),
+        Conversations(stores.conversations, admission, service, max_body_bytes=max_bytes),
+        ConversationItems(stores.conversations, admission, max_body_bytes=max_bytes),
         Tokens(generator, engine, max_body_bytes=max_bytes),
         *of_adapters,
     ]
@@ -399,32 +407,56 @@ def _redis_health(config: GatewayConfig) -> RedisHealth | None:
     return RedisHealth()
 
 
+def _store_quotas(config: GatewayConfig, keys: KeyRing) -> QuotaOf:
+    """What a tenant may store: by the key file, and otherwise by the flags."""
+
+    def quota_of(tenant: str) -> StoreQuota:
+        own = keys.store_quota(tenant)
+        return StoreQuota(
+            num_bytes=own.num_bytes or config.tenant_store_bytes,
+            num_objects=own.num_objects or config.tenant_store_objects,
+        )
+
+    return quota_of
+
+
 def make_stores(
     config: GatewayConfig,
     health: RedisHealth | None,
     log_settings: RedisLogSettings | None = None,
+    *,
+    quota_of: QuotaOf = no_quotas,
 ) -> Stores:
     """The stores by the settings.
 
     Args:
         health: of their Redis.
         log_settings: as in `create_app`.
+        quota_of: what a tenant may keep in them.
 
     Raises:
         ConfigError: `--redis-url` is invalid.
     """
     if config.redis_url is not None and health is not None:
-        return _redis_stores(config, config.redis_url, health, log_settings)
-    logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s)
-    conversations = MemoryConversationStore(config.session_store_bytes, ttl_s=config.session_ttl_s)
+        return _redis_stores(config, config.redis_url, health, log_settings, quota_of)
+    shares = TenantShares(quota_of)
+    logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s, shares=shares)
+    conversations = MemoryConversationStore(
+        config.session_store_bytes, ttl_s=config.session_ttl_s, shares=shares
+    )
     return Stores(conversations=conversations, logs=logs, start=_nothing, close=logs.close)
 
 
 def _redis_stores(
-    config: GatewayConfig, url: str, health: RedisHealth, log_settings: RedisLogSettings | None
+    config: GatewayConfig,
+    url: str,
+    health: RedisHealth,
+    log_settings: RedisLogSettings | None,
+    quota_of: QuotaOf,
 ) -> Stores:
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
     from penstock.gateway.storage.redis_link import RedisLink
+    from penstock.gateway.storage.redis_shares import RedisShares
     from penstock.gateway.storage.redis_url import RedisAddress
     from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
@@ -434,15 +466,17 @@ def _redis_stores(
     log_settings = log_settings or RedisLogSettings(
         ttl_s=config.response_log_ttl_s, ack_timeout_s=config.redis_patience_ms / 1e3
     )
-    logs = RedisLogStore(log_link.client, log_settings, health)
+    shares = RedisShares(link, quota_of)
+    logs = RedisLogStore(log_link.client, log_settings, health, shares=shares)
 
     async def close() -> None:
         await logs.close()
+        await shares.aclose()
         await log_link.aclose()
         await link.aclose()
 
     return Stores(
-        conversations=RedisConversationStore(link, ttl_s=config.session_ttl_s),
+        conversations=RedisConversationStore(link, ttl_s=config.session_ttl_s, shares=shares),
         logs=logs,
         start=link.warn_unless_durable,
         close=close,

@@ -91,6 +91,9 @@ class GatewayConfig:
             them without storage.
         session_ttl_s: how long Redis keeps an untouched conversation.
         session_store_bytes: for conversations in memory.
+        tenant_store_bytes: of a tenant's conversations and logs together, in memory or in Redis;
+            None: no bound of its own. The key file overrides it.
+        tenant_store_objects: the same in conversations and logs.
         session_retention_s: how long the engine is told to prefer the KV of a stored response;
             0: not at all.
         response_log_bytes: for logs of ended responses in memory.
@@ -159,6 +162,8 @@ class GatewayConfig:
     session_storage: str = "required"
     session_ttl_s: float = 30 * 86400.0
     session_store_bytes: int = 256 << 20
+    tenant_store_bytes: int | None = None
+    tenant_store_objects: int | None = None
     session_retention_s: float = 600.0
     response_log_bytes: int = 256 << 20
     response_log_ttl_s: float = 3600.0

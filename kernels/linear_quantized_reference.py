@@ -1,7 +1,8 @@
 """Linear layers with quantized weights, in plain torch: the specification.
 
 Inputs are rounded to bytes too (Dettmers et al., "LLM.int8()", 2022, section 2.1, with a scale for
-each block of a row instead of a row; no separate outliers), or stay as they are.
+each block of a row instead of a row), or stay as they are. A block's outliers stay as they are
+(section 3.2, found anew in each row), so that they do not cost the other columns their precision.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from penstock.kernels.quantized_codes import BYTE, QuantizedCodes
 
 # 127 · 255 · 512 < 2²⁴: float32 holds every sum of so many products exactly.
 _EXACT_FEATURES = 512
+MAX_OUTLIERS = 4  # of a block of a row
+MAX_OUTLIER_BLOCK = 128  # columns; longer blocks have none
 
 
 def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,6 +37,30 @@ def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.round_().to(torch.int8), largest / BYTE
 
 
+def split_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Up to `MAX_OUTLIERS` numbers of each row that are 16 times larger than the rest's mean.
+
+    Args:
+        x: float32 [num_rows, size], a block of columns
+
+    Returns:
+        x with zeros in their places, and only them: both float32 [num_rows, size].
+    """
+    size, nothing = x.shape[1], torch.zeros_like(x)
+    if not MAX_OUTLIERS < size <= MAX_OUTLIER_BLOCK:
+        return x, nothing
+    magnitudes = x.abs()
+    total = magnitudes.sum(1, keepdim=True)
+    top = magnitudes.topk(MAX_OUTLIERS, dim=1)
+    largest = top.values[:, :1]
+    mean = (total - top.values.sum(1, keepdim=True)) / (size - MAX_OUTLIERS)
+    is_outlier = (top.values > 16.0 * mean) & (largest * size > 5.0 * total) & (largest <= 3.0e38)
+    outliers = nothing.scatter(
+        1, top.indices, torch.where(is_outlier, x.gather(1, top.indices), 0.0)
+    )
+    return torch.where(outliers == 0, x, 0.0), outliers
+
+
 def linear_quantized_reference(
     x: Tensor, matrix: QuantizedCodes, bias: Tensor | None = None, *, in_bytes: bool
 ) -> Tensor:
@@ -42,8 +69,8 @@ def linear_quantized_reference(
     Args:
         x: [num_rows, in_features]
         bias: [out_features], of x's dtype
-        in_bytes: quantize each block of x first, and sum its products exactly; its table, if any,
-            must be `with_byte_levels`.
+        in_bytes: quantize each block of x first, but for its outliers, and sum its products
+            exactly; its table, if any, must be `with_byte_levels`.
 
     Returns:
         [num_rows, out_features], computed in float32 and rounded once to x's dtype.
@@ -55,9 +82,10 @@ def linear_quantized_reference(
     blocks = (torch.split(each, size, dim=1) for each in (x, matrix.levels()))
     for block, (columns, levels) in enumerate(zip(*blocks, strict=True)):
         if in_bytes:
-            values, scales = quantize_rows_reference(columns)
-            sums = _sums(values, levels).float() * scales[:, None]
-            total = values.int().sum(dim=1).float() * scales
+            rest, outliers = split_outliers(columns.float())
+            values, scales = quantize_rows_reference(rest)
+            sums = _sums(values, levels).float() * scales[:, None] + outliers @ levels.T
+            total = values.int().sum(dim=1).float() * scales + outliers.sum(dim=1)
         else:
             sums, total = columns.float() @ levels.T, columns.float().sum(dim=1)
         result += sums * matrix.scales[:, block]

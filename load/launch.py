@@ -153,6 +153,40 @@ def server(
 
 
 @contextmanager
+def peer_engine(flags: Sequence[str]) -> Iterator[str]:
+    """`penstock engine` of the demo model on a free port of this machine: its address, once it
+    listens. Raises ConfigError if it did not start."""
+    address = f"127.0.0.1:{free_port()}"
+    penstock = Path(sys.executable).with_name("penstock")
+    process = subprocess.Popen(  # noqa: S603  (our own command)
+        [str(penstock), "engine", "--listen", address, *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+    try:
+        give_up_s = time.perf_counter() + _READY_WITHIN_S
+        while not _listens_at(address):
+            if process.poll() is not None or time.perf_counter() > give_up_s:
+                raise ConfigError("penstock engine did not start")
+            time.sleep(0.1)
+        yield address
+    finally:
+        end(psutil.Process(process.pid), within_s=_STOP_WITHIN_S)
+        process.wait()
+
+
+def _listens_at(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
 def redis_server() -> Iterator[tuple[str, psutil.Process]]:
     """A Redis on a free port of this machine that keeps nothing on disk: its URL and its process.
     Raises ConfigError if it did not start."""

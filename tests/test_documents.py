@@ -51,13 +51,24 @@ def test_the_files_they_name_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "gateway/DEPLOYMENT.md"])
+@pytest.mark.parametrize("name", ["README.md", "gateway/DEPLOYMENT.md", "gateway/LIMITS.md"])
 def test_the_options_of_serve_exist(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
     names = {alias for flag in FLAGS for alias in (f"--{flag.name}", *flag.aliases)}
     names |= {name for each in WITHOUT_EFFECT for name in each.names}
     unknown = set(_OPTION.findall(text)) - {name.removeprefix("--") for name in names} - _OTHERS
     assert not unknown
+
+
+def test_every_option_that_bounds_is_among_the_limits() -> None:
+    text = (ROOT / "gateway/LIMITS.md").read_text("utf-8")
+    named = set(_OPTION.findall(text))
+    bounding = {
+        flag.name
+        for flag in FLAGS
+        if flag.name.startswith("max-") or flag.name.endswith(("-bytes", "-objects"))
+    }
+    assert bounding - named - {"max-replicas", "max-stall-ms"} == set()  # of speed, not of load
 
 
 def test_the_sample_configuration_is_valid(tmp_path: Path) -> None:

@@ -187,6 +187,10 @@ class RankAdapters:
     def __init__(self, own: AdapterSlots | NoAdapters, tell: Callable[[bytes], None]) -> None:
         self._own, self._tell = own, tell
 
+    @property
+    def max_bytes(self) -> int:
+        return self._own.max_bytes
+
     def load(self, adapter: Adapter) -> None:
         self._own.load(adapter)
         self._tell(_LOAD + msgspec.msgpack.encode(adapter))

@@ -12,9 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Protocol
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.lora.quarantine import Quarantine
 from penstock.engine.request import (
     Adapter,
     FinishReason,
@@ -28,7 +30,14 @@ MAX_OVERTAKING = 16  # later requests that go ahead of one that waits for a plac
 
 
 class Adapters(Protocol):
-    """The device's part: adapters in memory, by digest."""
+    """The device's part: adapters in memory, by digest.
+
+    Attributes:
+        max_bytes: of an adapter's file, at most.
+    """
+
+    @property
+    def max_bytes(self) -> int: ...
 
     def load(self, adapter: Adapter) -> None:
         """Read an adapter into memory, which may take seconds; any thread may call this.
@@ -52,17 +61,25 @@ class AdapterQueue:
     Args:
         max_loras: adapters that have requests in the scheduler at once.
         max_cpu_loras: adapters in memory; no fewer.
+        quarantine: of adapters whose reading has ended engines.
 
     Attributes:
         wake: called in another thread when an adapter has been read.
     """
 
     def __init__(
-        self, adapters: Adapters, requests: Requests, *, max_loras: int, max_cpu_loras: int
+        self,
+        adapters: Adapters,
+        requests: Requests,
+        *,
+        max_loras: int,
+        max_cpu_loras: int,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._adapters, self._requests = adapters, requests
         self._max_loras, self._max_cpu_loras = max_loras, max_cpu_loras
+        self._quarantine = quarantine
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapter")
         self._waiting: deque[Request] = deque()
         self._aborted: dict[str, list[int]] = {}  # of waiting requests: branches to abort
@@ -78,6 +95,11 @@ class AdapterQueue:
     def __len__(self) -> int:
         """Requests that wait here."""
         return len(self._waiting)
+
+    @property
+    def max_bytes(self) -> int:
+        """Of an adapter's file, at most."""
+        return self._adapters.max_bytes
 
     @property
     def has_work(self) -> bool:
@@ -209,7 +231,8 @@ class AdapterQueue:
         """In the thread."""
         error = None
         try:
-            self._adapters.load(adapter)
+            with self._quarantine.reading(adapter) if self._quarantine else nullcontext():
+                self._adapters.load(adapter)
         except InvalidRequestError as refusal:
             error = refusal
         except BaseException as failure:  # the thread's, which nobody waits for

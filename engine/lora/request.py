@@ -83,8 +83,12 @@ class AdapterFinder:
         try:
             key = (request.name, request.path, *_times(Path(request.path)))
             if key not in self._known:
-                limit = self._config.max_lora_rank
-                self._known[key] = find_adapter(request.name, request.path, max_rank=limit)
+                self._known[key] = find_adapter(
+                    request.name,
+                    request.path,
+                    max_rank=self._config.max_lora_rank,
+                    max_bytes=self._adapters.max_bytes,
+                )
             self._adapters.load(self._known[key])
         except (InvalidRequestError, ModelLoadError) as error:
             raise InvalidRequestError(str(error), param="lora_request") from error

@@ -16,7 +16,14 @@ from torch import Tensor
 from penstock.engine.batch import Batch
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.layers.adapters import LowRank
-from penstock.engine.lora.files import WEIGHTS_FILE, AdapterConfig, content_digest, read_config
+from penstock.engine.lora.files import (
+    MAX_HEADER_BYTES,
+    WEIGHTS_FILE,
+    AdapterConfig,
+    check_size,
+    content_digest,
+    read_config,
+)
 from penstock.engine.models.adapters import HEAD, TABLE, AdaptedModel
 from penstock.engine.request import Adapter
 from penstock.kernels.cpu.weight_memory import WeightMemory
@@ -48,6 +55,8 @@ class ModuleShape:
 
 class NoAdapters:
     """Stands for the slots of an engine without adapters."""
+
+    max_bytes = 0
 
     def load(self, adapter: Adapter) -> None:
         raise InvalidRequestError(
@@ -92,6 +101,16 @@ class AdapterSlots:
         self._adapters: dict[int, str] = {}  # digest by seq_id
         self._last: object = None  # what the rows were made for
 
+    @property
+    def max_bytes(self) -> int:
+        """The largest file that an adapter can have: in float32, with copies of the tables."""
+        shapes = self._modules.values()
+        num_low = sum(self._max_rank * (each.in_features + each.out_features) for each in shapes)
+        num_copied = sum(
+            each.in_features * each.out_features for each in shapes if not each.is_linear
+        )
+        return 4 * (num_low + num_copied) + MAX_HEADER_BYTES
+
     def load(self, adapter: Adapter) -> None:
         """Read an adapter into memory; any thread may call this.
 
@@ -108,6 +127,7 @@ class AdapterSlots:
     def _read(self, adapter: Adapter) -> Packed:
         path = Path(adapter.path)
         config = read_config(path, max_rank=self._max_rank)
+        check_size(path, max_bytes=self.max_bytes)
         if content_digest(path) != adapter.digest:
             raise ModelLoadError(f"{path} has changed since the adapter got its name")
         matrices = read_matrices(path, config, self._modules, self._model.dtype)
@@ -234,17 +254,17 @@ class _Matrices:
         modules: Mapping[str, ModuleShape],
         dtype: torch.dtype,
     ) -> None:
-        self._file, self._tensors, self._config = file, tensors, config
+        self._file, self._tensors = file, tensors
         self._modules, self._dtype = modules, dtype
+        self._updates = config.updates({name: shape.is_linear for name, shape in modules.items()})
 
     def read(self) -> dict[str, LowRank]:
         names: dict[str, dict[str, str]] = {}  # by module and matrix
         for name in self._tensors.keys():  # noqa: SIM118 (no mapping)
             self._sort(name, names)
-        for module in self._config.expected(
-            {name: shape.is_linear for name, shape in self._modules.items()}
-        ):
-            names.setdefault(module, {})
+        for module, update in self._updates.items():
+            if update.is_expected:
+                names.setdefault(module, {})
         if not names:
             raise ModelLoadError(f"{self._file} has no matrices of adapters")
         return {module: self._pair(module, found) for module, found in names.items()}
@@ -265,16 +285,16 @@ class _Matrices:
         names.setdefault(found["module"], {})[found["plain"] or found["table"]] = name
 
     def _pair(self, module: str, names: Mapping[str, str]) -> LowRank:
-        shape, rank = self._modules[module], self._config.rank(module)
+        shape, update = self._modules[module], self._updates[module]
         kind = "embedding_{}" if shape.is_table else "{}.weight"
         for letter in "AB":
             if letter not in names:
                 missing = f"base_model.model.{module}.lora_{kind.format(letter)}"
                 raise ModelLoadError(f"{self._file}: tensor {missing} is missing")
         return LowRank(
-            a=self._tensor(names["A"], (rank, shape.in_features)),
-            b=self._tensor(names["B"], (shape.out_features, rank)),
-            scale=self._config.scale(module),
+            a=self._tensor(names["A"], (update.rank, shape.in_features)),
+            b=self._tensor(names["B"], (shape.out_features, update.rank)),
+            scale=update.scale,
         )
 
     def _tensor(self, name: str, shape: tuple[int, int]) -> Tensor:

@@ -21,6 +21,7 @@ from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, consta
 from penstock.engine.layers.norm import HeadNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.model_files import resolve_model, weights_fingerprint
+from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import (
     Decoder,
     PositionTable,
@@ -64,7 +65,7 @@ from penstock.engine.weights.formats import (
 )
 from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
-from penstock.engine.weights.quantization import Quantizer, num_bytes
+from penstock.engine.weights.quantization import LostCodesError, Quantizer, num_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.models.transformers_backend import TransformersModel
@@ -104,7 +105,14 @@ def load_model(
             ranks cannot share the model.
     """
     if is_native(config, path):
-        return load_decoder(config, path, device, defers_experts=defers_experts, ranks=ranks)
+        load = partial(
+            load_decoder, config, path, device, defers_experts=defers_experts, ranks=ranks
+        )
+        try:
+            return load()
+        except LostCodesError as error:
+            _log.warning("kept codes of %s were lost or damaged: they are chosen again", error)
+            return load()
     return _load_through_transformers(config, path, device, ranks)
 
 
@@ -115,15 +123,21 @@ def load_decoder(
     *,
     defers_experts: bool = False,
     ranks: Ranks = ALONE,
+    only: range | None = None,
 ) -> Decoder:
-    """The same of a native family."""
+    """The same of a native family.
+
+    Args:
+        only: a stage that has these layers.
+    """
     architecture, decoder_config = read_model_config(
         path, max_model_len=config.wanted_max_model_len
     )
     _check_stored(config, path, has_weights=True)
     own_config = rank_config(decoder_config, ranks)
+    if only is not None:
+        own_config = replace(decoder_config, own_layers=only)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
-    ranks.open(dtype, device)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
     checkpoint, hold, like = weights.checkpoint, weights.hold, weights.like
     names = architecture.names
@@ -134,6 +148,18 @@ def load_decoder(
         weights.quantize.aliases[table] = "lm_head"
     if checkpoint is not None:
         _check_layers(checkpoint, names, decoder_config)
+        if format_of(checkpoint) == "dense" and weights.quantize.wants_inputs:
+            plain = replace(
+                config, dtype="float32", quantization="none", quantization_override=(),
+                quantization_exclude=(),
+            )  # fmt: skip
+            calibrate(
+                path, decoder_config, names, weights.quantize, like,
+                lambda number: load_decoder(
+                    plain, path, torch.device("cpu"), only=range(number, number + 1)
+                ),
+            )  # fmt: skip
+    ranks.open(dtype, device)
     with torch.device("meta"):
         model = Decoder(own_config).to(dtype)
     split_over(model, decoder_config, ranks)

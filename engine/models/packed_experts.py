@@ -17,6 +17,7 @@ from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
 from penstock.kernels.cpu.weight_memory import WeightMemory
+from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
 from penstock.kernels.quantized_codes import QuantizedCodes
 
 _log = logging.getLogger(__name__)
@@ -189,13 +190,18 @@ class PackedExperts:
             "x_scales": (codes.num_blocks, torch.float32),
             "x_sums": (codes.num_blocks, torch.int32),
         }
+        if codes.columns_per_scale <= MAX_OUTLIER_BLOCK:
+            num_outliers = codes.num_blocks * MAX_OUTLIERS
+            sizes["outlier_columns"] = (num_outliers, torch.int32)
+            sizes["outlier_values"] = (num_outliers, torch.float32)
         given = {name: slots.buffer(program, f"slot_{name}", *size) for name, size in sizes.items()}
         rounded = given if is_gathered else {
             name: program.buffer(f"token_{name}", *size) for name, size in sizes.items()
         }  # fmt: skip
         program.add(
             "quantize_blocks", bytes=rounded["x"], scales=rounded["x_scales"],
-            sums=rounded["x_sums"], x=x, code_bits=codes.code_bits, **blocks,
+            sums=rounded["x_sums"], outlier_columns=rounded.get("outlier_columns"),
+            outlier_values=rounded.get("outlier_values"), x=x, code_bits=codes.code_bits, **blocks,
         )  # fmt: skip
         if not is_gathered:
             for name, (size, dtype) in sizes.items():

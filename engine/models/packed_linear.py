@@ -16,6 +16,7 @@ from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
 from penstock.kernels.linear_quantized import PackedMatrix
+from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
 from penstock.kernels.quantized_codes import QuantizedCodes
 
 
@@ -109,9 +110,19 @@ class QuantizedLinear:
                 "x_scales": program.buffer("input_scales", packed.num_blocks, torch.float32),
                 "x_sums": program.buffer("input_sums", packed.num_blocks, torch.int32),
             }
+            if packed.columns_per_scale <= MAX_OUTLIER_BLOCK:
+                num_outliers = packed.num_blocks * MAX_OUTLIERS
+                given["outlier_columns"] = program.buffer(
+                    "outlier_columns", num_outliers, torch.int32
+                )
+                given["outlier_values"] = program.buffer(
+                    "outlier_values", num_outliers, torch.float32
+                )
             program.add(
                 "quantize_blocks", bytes=given["x"], scales=given["x_scales"],
-                sums=given["x_sums"], x=x, code_bits=packed.code_bits, **blocks,
+                sums=given["x_sums"], outlier_columns=given.get("outlier_columns"),
+                outlier_values=given.get("outlier_values"), x=x, code_bits=packed.code_bits,
+                **blocks,
             )  # fmt: skip
         elif packed.has_offsets:
             sums = program.buffer("input_float_sums", packed.num_blocks, torch.float32)

@@ -82,7 +82,7 @@ class Ranks(Protocol):
         ...
 
 
-class _Alone:
+class Alone:
     """A process that has all of a model."""
 
     rank, size = 0, 1
@@ -111,7 +111,7 @@ class _Alone:
         return number
 
 
-ALONE = _Alone()
+ALONE = Alone()
 
 
 class SharedMemory:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.transport.messages import Message, Submit
 
 _LENGTH = struct.Struct(">I")
@@ -28,7 +29,8 @@ class FrameReader:
     """Cuts a connection's bytes into frames."""
 
     def __init__(self) -> None:
-        self._rest = b""  # the start of an incomplete frame
+        self._rest: list[bytes] = []  # the start of an incomplete frame
+        self._num_missing = 0  # bytes of it, as far as that is known
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The frames that are complete now; consume all of them before the next call.
@@ -37,17 +39,23 @@ class FrameReader:
             ValueError: not a stream of frames; the connection cannot be used any further.
         """
         if self._rest:
-            data = self._rest + data
+            self._rest.append(data)
+            self._num_missing -= len(data)
+            if self._num_missing > 0:
+                return  # a long frame is put together once, not with each part
+            data = b"".join(self._rest)
         start = 0
+        self._num_missing = 0
         while (begin := start + _LENGTH.size) <= len(data):
             (size,) = _LENGTH.unpack_from(data, start)
             if size > _MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {size} bytes")
             if begin + size > len(data):
+                self._num_missing = begin + size - len(data)
                 break
             start = begin + size
             yield data[begin:start]
-        self._rest = data[start:]
+        self._rest = [data[start:]] if start < len(data) else []
 
 
 def encode(message: Message) -> bytes:
@@ -58,11 +66,21 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """The message in a frame; raises ValueError if it is not one of ours."""
+    """The message in a frame; raises ValueError if it is not one of ours, or a field's value cannot
+    be. What depends on an engine's sizes is checked in `checks`."""
     try:
         return _DECODER.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError, InvalidRequestError) as error:
         raise ValueError(f"not a penstock frame: {error}") from error
+
+
+def submitted_id(frame: bytes) -> str | None:
+    """The id of the request in a `Submit` that cannot be decoded; None: it is something else."""
+    try:
+        [tag, [request_id, *_], *_] = msgspec.msgpack.decode(frame)
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError):
+        return None
+    return request_id if tag == "submit" and isinstance(request_id, str) else None
 
 
 def _without_text_fields(submit: Submit) -> Submit:

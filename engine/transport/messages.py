@@ -23,17 +23,30 @@ and `Failure` must never change, or the engine could not say so.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from penstock.engine.request import Adapter, ImageInput, Request, RequestOutput
+from penstock.engine.request import (
+    Adapter,
+    Count,
+    ImageInput,
+    Request,
+    RequestOutput,
+    Seconds,
+    TokenId,
+)
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
 # its next one.
 MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+_Rate = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_NumRequests = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]  # at once in an engine
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
@@ -56,6 +69,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         weight_bytes: size of the weights in memory.
         scheduling_policy: `fcfs` or `priority`; only the latter accepts requests with a priority.
         adapters: those of `--lora-modules`.
+        max_adapter_bytes: the largest file that an adapter of the model can have; 0: it takes none.
         cache_root: what all its KV depends on. Engines with the same one give the same tokens, and
             the same keys to cached blocks (`blocks.prefix_cache.chain_root`).
         is_length_bound: KV depends on the prompt's length too.
@@ -66,26 +80,27 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
     model: str
     model_path: str
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    block_size: int
-    num_host_blocks: int
-    max_num_seqs: int
+    max_model_len: _Size
+    vocab_size: _Size
+    num_blocks: _Size
+    block_size: _Size
+    num_host_blocks: Count
+    max_num_seqs: _Size
     scheduling_policy: str
     dtype: str
     device: str
-    eos_token_ids: tuple[int, ...]
-    pid: int
-    bytes_per_block: int = 0
-    num_threads: int = 1
+    eos_token_ids: tuple[TokenId, ...]
+    pid: Count
+    bytes_per_block: Count = 0
+    num_threads: Count = 1
     quantization: str = "none"
-    weight_bytes: int = 0
+    weight_bytes: Count = 0
     adapters: tuple[Adapter, ...] = ()
     cache_root: bytes = b""
     is_length_bound: bool = False
     kv_root: bytes = b""
-    num_block_bytes: int = 0
+    num_block_bytes: Count = 0
+    max_adapter_bytes: Count = 0
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -132,7 +147,7 @@ class DropPrefix(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         images: those of the tokens, without their files.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     cache_salt: str = ""
     adapter: str | None = None
     images: tuple[ImageInput, ...] = ()
@@ -159,7 +174,7 @@ class CachedKeys(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         is_snapshot: `added` are all keys; what was known before is void.
     """
 
-    number: int
+    number: Count
     added: bytes = b""
     removed: bytes = b""
     is_snapshot: bool = False
@@ -174,7 +189,7 @@ class FetchBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
         keys: of a part of a chain, in its order.
     """
 
-    number: int
+    number: Count
     keys: tuple[bytes, ...] = ()
 
 
@@ -191,7 +206,7 @@ class KVBlock(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tokens: bytes
     key: bytes
     data: bytes
-    checksum: int
+    checksum: Count
 
 
 class KVBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="kv_blocks"):
@@ -202,7 +217,7 @@ class KVBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
         kv_root: the sender's, as in `EngineInfo`.
     """
 
-    number: int
+    number: Count
     kv_root: bytes
     blocks: tuple[KVBlock, ...] = ()
 
@@ -215,8 +230,8 @@ class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
             refused, or there was no room for it.
     """
 
-    number: int
-    num_blocks: int
+    number: Count
+    num_blocks: Count
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -247,50 +262,50 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         kv_sent_bytes_total, kv_received_bytes_total: of the blocks sent and received.
     """
 
-    num_requests_running: int = 0
-    num_requests_waiting: int = 0
-    num_tokens_waiting: int = 0
-    queue_tokens_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    num_requests_swapped: int = 0
-    num_blocks_used: int = 0
-    num_blocks_cached: int = 0
-    num_blocks: int = 0
-    num_host_blocks_kept: int = 0
-    num_host_blocks_cached: int = 0
-    num_host_blocks: int = 0
-    num_slots_allocated: int = 0
-    num_slots_empty: int = 0
-    num_requests_refused_total: int = 0
-    num_preemptions_total: int = 0
-    num_swap_preemptions_total: int = 0
-    num_recompute_preemptions_total: int = 0
-    num_swap_fallbacks_total: int = 0
-    num_blocks_copied_total: int = 0
-    num_blocks_evicted_total: int = 0
-    num_host_blocks_evicted_total: int = 0
-    swapped_out_bytes_total: int = 0
-    swapped_in_bytes_total: int = 0
-    swap_out_seconds_total: float = 0.0
-    swap_in_seconds_total: float = 0.0
-    num_steps_total: int = 0
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    prefix_cache_queries_total: int = 0
-    prefix_cache_hits_total: int = 0
-    prefix_cache_host_hits_total: int = 0
-    num_grammars: int = 0
-    num_grammar_masks_total: int = 0
-    grammar_masks_seconds_total: float = 0.0
-    num_drafts_total: int = 0
-    num_draft_tokens_total: int = 0
-    num_accepted_tokens_total: int = 0
-    num_accepted_tokens_per_pos_total: tuple[int, ...] = ()
-    num_kv_blocks_sent_total: int = 0
-    num_kv_blocks_received_total: int = 0
-    num_kv_blocks_refused_total: int = 0
-    kv_sent_bytes_total: int = 0
-    kv_received_bytes_total: int = 0
+    num_requests_running: _NumRequests = 0
+    num_requests_waiting: _NumRequests = 0
+    num_tokens_waiting: Count = 0
+    queue_tokens_per_s: _Rate = 0.0
+    prefill_tokens_per_s: _Rate = 0.0
+    num_requests_swapped: _NumRequests = 0
+    num_blocks_used: Count = 0
+    num_blocks_cached: Count = 0
+    num_blocks: Count = 0
+    num_host_blocks_kept: Count = 0
+    num_host_blocks_cached: Count = 0
+    num_host_blocks: Count = 0
+    num_slots_allocated: Count = 0
+    num_slots_empty: Count = 0
+    num_requests_refused_total: Count = 0
+    num_preemptions_total: Count = 0
+    num_swap_preemptions_total: Count = 0
+    num_recompute_preemptions_total: Count = 0
+    num_swap_fallbacks_total: Count = 0
+    num_blocks_copied_total: Count = 0
+    num_blocks_evicted_total: Count = 0
+    num_host_blocks_evicted_total: Count = 0
+    swapped_out_bytes_total: Count = 0
+    swapped_in_bytes_total: Count = 0
+    swap_out_seconds_total: Seconds = 0.0
+    swap_in_seconds_total: Seconds = 0.0
+    num_steps_total: Count = 0
+    prompt_tokens_total: Count = 0
+    generation_tokens_total: Count = 0
+    prefix_cache_queries_total: Count = 0
+    prefix_cache_hits_total: Count = 0
+    prefix_cache_host_hits_total: Count = 0
+    num_grammars: Count = 0
+    num_grammar_masks_total: Count = 0
+    grammar_masks_seconds_total: Seconds = 0.0
+    num_drafts_total: Count = 0
+    num_draft_tokens_total: Count = 0
+    num_accepted_tokens_total: Count = 0
+    num_accepted_tokens_per_pos_total: tuple[Count, ...] = ()
+    num_kv_blocks_sent_total: Count = 0
+    num_kv_blocks_received_total: Count = 0
+    num_kv_blocks_refused_total: Count = 0
+    kv_sent_bytes_total: Count = 0
+    kv_received_bytes_total: Count = 0
 
     def drain_s(self, num_tokens: float) -> float:
         """Predicted seconds until this many tokens have left the queue; 0 if no rate is known."""
@@ -308,7 +323,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step
         stats: None if they have not changed since an earlier frame.
     """
 
-    number: int
+    number: Count
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats | None = None
 
@@ -323,7 +338,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """
 
     stats: EngineStats | None = None
-    since_step_s: float | None = None
+    since_step_s: Seconds | None = None
 
 
 class Draining(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="draining"):

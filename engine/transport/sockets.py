@@ -27,8 +27,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.engine.request import RequestOutput
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import RequestOutput, refusal
+from penstock.engine.transport.checks import check_submit
+from penstock.engine.transport.frames import FrameReader, decode, encode, framed, submitted_id
+from penstock.engine.transport.handshakes import Handshake, Handshakes, address_of
 from penstock.engine.transport.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_SILENT_BEATS,
@@ -58,7 +61,6 @@ _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.005  # while frames wait
 _READ_BYTES = 1 << 18
 SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
-_MAX_HANDSHAKES = 64  # under way at once; further connections are closed
 _HANDSHAKE_BEATS = 3  # in which a handshake must end
 _FEW_OUTPUTS = 16  # at most, for the step loop to write a frame itself
 
@@ -80,14 +82,6 @@ class _Gateway:
     # Our heartbeats since its last message, and since it last read something.
     num_silent_beats: int = 0
     num_stuck_beats: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Handshake:
-    """Of a gateway that has not shown its certificate yet."""
-
-    connection: ssl.SSLSocket
-    num_beats: int = 0
 
 
 class TransportBrokenError(Exception):
@@ -136,7 +130,8 @@ class Transport(threading.Thread):
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._remote = remote
-        self._handshakes: set[_Handshake] = set()
+        self._handshakes = Handshakes()
+        self._num_given_up = 0  # handshakes, since the last beat
         if remote is not None:
             remote[0].setblocking(False)
             self._selector.register(remote[0], selectors.EVENT_READ)
@@ -251,7 +246,7 @@ class Transport(threading.Thread):
                     self._accept()
                 elif self._remote is not None and key.fileobj is self._remote[0]:
                     self._accept_remote(*self._remote)
-                elif isinstance(key.data, _Handshake):
+                elif isinstance(key.data, Handshake):
                     self._shake_hands(key.data)
                 else:
                     self._read(key.data)
@@ -281,21 +276,23 @@ class Transport(threading.Thread):
         self, listener: socket.socket, context: Callable[[], ssl.SSLContext]
     ) -> None:
         try:
-            accepted, _ = listener.accept()
-            if len(self._handshakes) >= _MAX_HANDSHAKES:
-                accepted.close()
-                return
+            accepted, (host, *_) = listener.accept()
             connection = begin_handshake(accepted, context())
         except OSError as error:
             _LOG.warning("a gateway could not connect: %s", error)
             return
-        handshake = _Handshake(connection)
-        self._handshakes.add(handshake)
+        handshake = Handshake(connection, address_of(host))
+        given_up = self._handshakes.add(handshake)
+        if given_up is not None:
+            self._num_given_up += 1
+            self._close(given_up)
         self._selector.register(connection, selectors.EVENT_READ, handshake)
 
-    def _shake_hands(self, handshake: _Handshake) -> None:
+    def _shake_hands(self, handshake: Handshake) -> None:
         """Go on with a handshake. Nothing is read from a peer, and nothing sent to it, before its
         certificate is accepted."""
+        if handshake not in self._handshakes:
+            return  # given up since the selector named it
         connection = handshake.connection
         try:
             connection.do_handshake()
@@ -307,13 +304,16 @@ class Transport(threading.Thread):
             self._refuse(handshake, str(error))
         else:
             self._selector.unregister(connection)
-            self._handshakes.remove(handshake)
+            self._handshakes.finish(handshake)
             self._welcome(TlsConnection(connection))
 
-    def _refuse(self, handshake: _Handshake, reason: str) -> None:
+    def _refuse(self, handshake: Handshake, reason: str) -> None:
         _LOG.warning("refused a peer that is no gateway of ours: %s", reason)
-        self._selector.unregister(handshake.connection)
         self._handshakes.remove(handshake)
+        self._close(handshake)
+
+    def _close(self, handshake: Handshake) -> None:
+        self._selector.unregister(handshake.connection)
         handshake.connection.close()
 
     def _welcome(self, connection: socket.socket | TlsConnection) -> None:
@@ -341,8 +341,10 @@ class Transport(threading.Thread):
     def _handle_frame(self, gateway: _Gateway, frame: bytes) -> None:
         try:
             message = decode(frame)
-        except (ValueError, IndexError) as error:
-            _LOG.warning("ignored an invalid frame: %s", error)
+            if isinstance(message, Submit) and gateway.has_said_hello:
+                check_submit(message, vocab_size=self._info.vocab_size)
+        except (ValueError, IndexError, InvalidRequestError) as error:
+            self._refuse_frame(gateway, frame, error)
             return
         gateway.num_silent_beats = 0
         if isinstance(message, Hello):
@@ -359,9 +361,24 @@ class Transport(threading.Thread):
         elif isinstance(message, _Request):
             self._inbox.put((gateway.number, message))
 
+    def _refuse_frame(self, gateway: _Gateway, frame: bytes, error: Exception) -> None:
+        """Answer a request that cannot be, so that nobody waits for it; ignore anything else."""
+        request_id = submitted_id(frame) if gateway.has_said_hello else None
+        if request_id is None:
+            _LOG.warning("ignored an invalid frame: %s", error)
+            return
+        _LOG.warning("gateway %d sent an impossible request: %s", gateway.number, error)
+        if not isinstance(error, InvalidRequestError):
+            error = InvalidRequestError(str(error))
+        with self._lock:
+            self._outbox.append((gateway.number, (refusal(request_id, error),)))
+
     def _beat(self) -> None:
         self._next_heartbeat_s = time.monotonic() + HEARTBEAT_INTERVAL_S
-        for handshake in list(self._handshakes):
+        if self._num_given_up:
+            _LOG.warning("gave up %d unfinished handshakes for newer ones", self._num_given_up)
+            self._num_given_up = 0
+        for handshake in self._handshakes:
             handshake.num_beats += 1
             if handshake.num_beats > _HANDSHAKE_BEATS:
                 self._refuse(handshake, "its handshake does not end")

@@ -6,7 +6,7 @@ each pack them for themselves. So a format knows no backend, and a backend knows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -140,6 +140,21 @@ def rows_of(matrix: Matrix, order: Tensor) -> Matrix:
         offsets=None if offsets is None else offsets[order],
         rows_per_scale=1,
     )
+
+
+def split_rows(matrix: QuantizedMatrix, sizes: Iterable[int]) -> Iterator[QuantizedMatrix]:
+    """Matrices of so many rows each, from the top to the bottom."""
+    (scales, offsets), start = matrix.block_values(), 0
+    for size in sizes:
+        rows = slice(start, start + size)
+        start += size
+        yield replace(
+            matrix,
+            codes=matrix.codes[rows],
+            scales=scales[rows],
+            offsets=None if offsets is None else offsets[rows],
+            rows_per_scale=1,
+        )
 
 
 def _rows_of_parts(parts: Sequence[QuantizedMatrix], order: Tensor) -> StackedMatrix:

@@ -11,49 +11,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.config import Quantization
-from penstock.engine.errors import ConfigError
+from penstock.engine.errors import ConfigError, ModelLoadError
+from penstock.engine.weights.calibrated_rounding import (
+    fit_blocks,
+    nearest_codes,
+    round_columns,
+    shorten,
+)
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, join, stack
-from penstock.kernels.linear_quantized_reference import quantize_rows_reference
+from penstock.kernels.quantized_codes import BYTE
 
-INT4_BLOCK, INT8_BLOCK = 64, 128  # columns of a scale
+BLOCK = 32  # columns of a scale, of 4 and 8 bits
 _SCALE_BYTES = 4  # float32
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
-# Scales that are tried for a block of 4 bits: its largest magnitude divided by these.
-_INT4_STEPS = (-8.0, -7.6, -7.2, -6.8, 7.0, 6.6)
+# Modules that `int4` gives 8 bits: errors in values and logits cost the most for their bytes.
+_EIGHT_BITS = ("*.v_proj", "lm_head", "embed_out")
 
 
 def _to_int8(rows: Tensor) -> QuantizedMatrix:
-    blocks = _blocks(rows, INT8_BLOCK)
-    codes, scales = quantize_rows_reference(blocks.flatten(0, 1))
-    return _joined(codes.view_as(blocks), scales.view(blocks.shape[:2]), rows)
+    blocks = _blocks(rows, BLOCK)
+    scales = shorten(blocks.abs().amax(2, keepdim=True) / BYTE)
+    codes = (blocks / scales).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-BYTE, BYTE)
+    scales[~blocks.isfinite().all(2)] = torch.nan
+    return _joined(codes.to(torch.int8), scales.squeeze(2), rows)
 
 
 def _to_int4(rows: Tensor) -> QuantizedMatrix:
-    """-8 to 7 times a scale for each block: of a few scales the one with the least squared error,
-    weighted by the numbers' squares, since large ones matter more."""
-    blocks = _blocks(rows, INT4_BLOCK)
-    largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
+    """A scale and an offset for each block, with the least squared error, weighted by the numbers'
+    squares, since large ones matter more."""
+    blocks = _blocks(rows, BLOCK)
     # Exactly, to numbers around 1: errors are of their fourth power.
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
-    blocks, largest = (torch.ldexp(each, -exponent) for each in (blocks, largest))
-    best_error = torch.full_like(largest, torch.inf)
-    best_scale, best_codes = torch.zeros_like(largest), torch.zeros_like(blocks)
-    weights = blocks.square()
-    for steps in _INT4_STEPS:
-        scale = largest / steps
-        codes = (blocks / scale).nan_to_num(nan=0.0).round_().clamp_(-8, 7)
-        # The scale that fits these codes best.
-        fit = (weights * codes * blocks).sum(2, keepdim=True)
-        scale = (fit / (weights * codes.square()).sum(2, keepdim=True)).nan_to_num(nan=0.0)
-        error = (weights * (codes * scale - blocks).square()).sum(2, keepdim=True)
-        is_better = error < best_error
-        best_error = torch.where(is_better, error, best_error)
-        best_scale = torch.where(is_better, scale, best_scale)
-        best_codes = torch.where(is_better, codes, best_codes)
-    scales = torch.ldexp(best_scale, exponent).squeeze(2)
+    exponent = torch.frexp(blocks.abs().amax(2, keepdim=True)).exponent.clamp(-100, 100)
+    blocks = torch.ldexp(blocks, -exponent)
+    flat = blocks.flatten(0, 1)
+    scales, offsets = fit_blocks(flat, flat.square())
+    codes = nearest_codes(flat, scales, offsets).to(torch.uint8).view_as(blocks)
+    scales, offsets = (torch.ldexp(each.view_as(exponent), exponent) for each in (scales, offsets))
     scales[~blocks.isfinite().all(2)] = torch.nan
-    return _joined(best_codes.to(torch.int8), scales, rows)
+    return _joined(codes, scales.squeeze(2), rows, offsets.squeeze(2))
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:
@@ -62,10 +58,14 @@ def _blocks(rows: Tensor, size: int) -> Tensor:
     return padded.view(len(rows), -1, size)
 
 
-def _joined(codes: Tensor, scales: Tensor, rows: Tensor) -> QuantizedMatrix:
+def _joined(
+    codes: Tensor, scales: Tensor, rows: Tensor, offsets: Tensor | None = None
+) -> QuantizedMatrix:
     """The matrix of such blocks of rows."""
     whole = codes.flatten(1)[:, : rows.shape[1]].contiguous()
-    return QuantizedMatrix(codes=whole, scales=scales, columns_per_scale=codes.shape[2])
+    return QuantizedMatrix(
+        codes=whole, scales=scales, offsets=offsets, columns_per_scale=codes.shape[2]
+    )
 
 
 def _to_fp8(rows: Tensor) -> QuantizedMatrix:
@@ -83,6 +83,10 @@ _ROUND: dict[Quantization, Callable[[Tensor], QuantizedMatrix]] = {
 }
 
 
+class LostCodesError(ModelLoadError):
+    """Codes that had been chosen are gone or damaged."""
+
+
 @dataclass(slots=True)
 class Quantizer:
     """Makes one matrix of a layer's parts.
@@ -96,6 +100,7 @@ class Quantizer:
     Attributes:
         aliases: second names of modules.
         unused: patterns that no module matched so far.
+        calibrated: modules whose codes have been chosen by their inputs, and are kept.
     """
 
     default: Quantization = "none"
@@ -103,9 +108,15 @@ class Quantizer:
     kept: ConvertedMatrices | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     unused: set[str] = field(init=False)
+    calibrated: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.unused = set(self.rules)
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether some codes are to be chosen by what the modules read."""
+        return self.kept is not None and "int4" in (self.default, *self.rules.values())
 
     def __call__(self, names: Sequence[str], parts: Sequence[Matrix], like: Tensor) -> Matrix:
         """
@@ -122,7 +133,10 @@ class Quantizer:
             pattern for pattern in self.rules if any(_matches(each, pattern) for each in modules)
         ]
         self.unused.difference_update(matched)
-        return self.rules[matched[0]] if matched else self.default
+        if matched:
+            return self.rules[matched[0]]
+        needs_more = any(fnmatchcase(each, rule) for each in modules for rule in _EIGHT_BITS)
+        return "int8" if self.default == "int4" and needs_more else self.default
 
     def check_patterns(self) -> None:
         """
@@ -142,6 +156,9 @@ class Quantizer:
         if self.kept is None:
             return quantize_rows(part.values, kind, like)
         found = self.kept.find(name, kind, part.values.shape)
+        if found is None and name in self.calibrated:
+            self.kept.forget(kind)
+            raise LostCodesError(name)
         if found is None:
             found = quantize_rows(part.values, kind, like)
             self.kept.add(name, kind, found)
@@ -157,16 +174,28 @@ def num_bytes(kind: Quantization, out_features: int, in_features: int, dtype: to
     """Of a matrix in `dtype` after its quantization to `kind`: codes and scales."""
     if kind == "none":
         return out_features * in_features * dtype.itemsize
-    bits, block = {"int8": (8, INT8_BLOCK), "int4": (4, INT4_BLOCK), "fp8": (8, in_features)}[kind]
-    num_scales = out_features * -(-in_features // block)
+    bits, block = {"int8": (8, BLOCK), "int4": (4, BLOCK), "fp8": (8, in_features)}[kind]
+    num_scales = out_features * -(-in_features // block) * (2 if kind == "int4" else 1)
     return out_features * in_features * bits // 8 + num_scales * _SCALE_BYTES
 
 
-def quantize_rows(values: Tensor, kind: Quantization, like: Tensor) -> QuantizedMatrix:
-    """values [out_features, in_features], rounded to the dtype of `like` first; a few rows at a
-    time."""
+def quantize_rows(
+    values: Tensor, kind: Quantization, like: Tensor, second_moments: Tensor | None = None
+) -> QuantizedMatrix:
+    """values [out_features, in_features], rounded to the dtype of `like` first.
+
+    Args:
+        second_moments: of the inputs, as in `round_columns`; 4 bits are chosen by them.
+    """
+    if kind == "int4" and second_moments is not None:
+        exact = values.to(like.dtype).float()
+        if exact.isfinite().all() and second_moments.isfinite().all():
+            codes, scales, offsets = round_columns(exact, second_moments, BLOCK)
+            return QuantizedMatrix(
+                codes=codes, scales=scales, offsets=offsets, columns_per_scale=BLOCK
+            )
     size = values.shape[1]
-    parts = [
+    parts = [  # a few rows at a time
         _ROUND[kind](rows.to(like.dtype))
         for rows in torch.split(values, max(1, _NUM_VALUES // size))
     ]

@@ -107,11 +107,7 @@ class Admission:
         tenant = caller.tenant
         output = self._cost.output_tokens(tenant, params.max_tokens) * params.num_branches
         cost = self._cost.prompt_tokens(tenant, num_prompt) + output
-        try:
-            hold = await self._quotas.reserve(caller, cost)
-        except NotAdmittedError as error:
-            error.set_queue_length(self._queue.num_requests)
-            raise
+        hold = await self._reserve(caller, cost)
         try:
             self._queue.check(caller, num_prompt, deadline_s=deadline_s)
         except BaseException:
@@ -124,6 +120,21 @@ class Admission:
             queue=self._queue,
             waiting=self._queue.enter(caller, num_prompt),
         )
+
+    async def count(self, caller: Caller) -> None:
+        """Count a request that the engine has nothing to do with, such as one that stores.
+
+        Raises:
+            RequestRefusedError: 429 for the tenant's own limits.
+        """
+        (await self._reserve(caller, 0.0)).release(0.0)
+
+    async def _reserve(self, caller: Caller, num_tokens: float) -> Hold:
+        try:
+            return await self._quotas.reserve(caller, num_tokens)
+        except NotAdmittedError as error:
+            error.set_queue_length(self._queue.num_requests)
+            raise
 
     @property
     def num_waiting(self) -> int:

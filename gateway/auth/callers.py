@@ -13,6 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.storage.tenant_shares import NO_QUOTA, StoreQuota
 from penstock.gateway.telemetry.request_record import CURRENT_REQUEST
 
 _SCOPE_KEY = "penstock.caller"
@@ -46,6 +47,7 @@ class Caller:
             request's priority is ignored.
         allows_cache_salt: whether a request's own cache salt is used.
         cache_salt: separates its prefix cache from other tenants'; empty shares it.
+        store_quota: what the tenant may store by the key file.
         adapters: names of the adapters that it may use; None: all.
         is_admin: may see numbers of all tenants by name, and load adapters.
     """
@@ -58,6 +60,7 @@ class Caller:
     allows_cache_salt: bool = True
     cache_salt: str = ""
     limits: TenantLimits = NO_LIMITS
+    store_quota: StoreQuota = NO_QUOTA
     adapters: frozenset[str] | None = None
     is_admin: bool = False
 

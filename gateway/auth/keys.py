@@ -28,6 +28,7 @@ from typing import Any
 
 from penstock.engine.errors import ConfigError
 from penstock.gateway.auth.callers import ANYBODY, Caller, TenantLimits
+from penstock.gateway.storage.tenant_shares import NO_QUOTA, StoreQuota
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 1.0
@@ -39,7 +40,7 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"
 _TENANT_FIELDS = frozenset(
     {
         "weight", "priority", "min_priority", "max_priority", "allow_cache_salt", "cache_salt",
-        "adapters",
+        "adapters", "store_bytes", "store_objects",
         *_LIMITS,
     }
 )  # fmt: skip
@@ -72,6 +73,7 @@ class KeyRing:
         self._due_s = clock() + _POLL_S
         self._callers = self._given if file is None else self._given | read_key_file(file)
         self._by_id = self._ids()
+        self._quotas = self._store_quotas()
 
     @property
     def is_open(self) -> bool:
@@ -95,8 +97,15 @@ class KeyRing:
         self._poll()
         return ANYBODY if self.is_open else self._by_id.get(key_id)
 
+    def store_quota(self, tenant: str) -> StoreQuota:
+        """What a tenant may store, by the key file."""
+        return self._quotas.get(tenant, NO_QUOTA)
+
     def _ids(self) -> dict[str, Caller]:
         return {caller.key_id: caller for caller in self._callers.values()}
+
+    def _store_quotas(self) -> dict[str, StoreQuota]:
+        return {caller.tenant: caller.store_quota for caller in self._callers.values()}
 
     def _poll(self) -> None:
         if self._file is None or self._clock() < self._due_s:
@@ -112,6 +121,7 @@ class KeyRing:
             _LOG.error("keeping the previous API keys: %s", error)
         else:
             self._by_id = self._ids()
+            self._quotas = self._store_quotas()
             _LOG.info("reloaded the key file: %d keys", len(self._callers))
 
 
@@ -219,6 +229,7 @@ def _tenant(name: Any, table: Any) -> Caller:
         allows_cache_salt=allows_salt,
         cache_salt=salt,
         limits=_limits(table, where),
+        store_quota=_store_quota(table, where),
         adapters=_adapters(table, where),
     )
 
@@ -256,6 +267,14 @@ def _limits(table: Mapping[str, Any], where: str) -> TenantLimits:
         tokens_per_minute=numbers["tokens_per_minute"],
         max_concurrent_requests=None if at_once is None else int(at_once),
     )
+
+
+def _store_quota(table: Mapping[str, Any], where: str) -> StoreQuota:
+    values = {name: table.get(name) for name in ("store_bytes", "store_objects")}
+    for name, value in values.items():
+        is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        _check(value is None or is_integer, f"{where}: {name} must be a whole number from 1 on")
+    return StoreQuota(num_bytes=values["store_bytes"], num_objects=values["store_objects"])
 
 
 def _number(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 TICKET_TTL_S = 30
-_MAX_TICKETS = 100_000  # beyond it the oldest is dropped: tickets last only seconds
+_MAX_TICKETS_OF_KEY = 1000  # beyond it the key's oldest is dropped: tickets last only seconds
 
 
 class Tickets(Protocol):
@@ -41,22 +41,34 @@ class MemoryTickets:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tickets: OrderedDict[str, tuple[float, str]] = OrderedDict()  # until when, key id
+        self._of_key: dict[str, dict[str, None]] = {}  # a key's tickets, oldest first
 
     async def issue(self, key_id: str) -> str:
         self._drop_old()
+        of_key = self._of_key.setdefault(key_id, {})
+        if len(of_key) >= _MAX_TICKETS_OF_KEY:
+            self._pop(next(iter(of_key)))
         ticket = new_ticket()
         self._tickets[ticket] = (self._clock() + TICKET_TTL_S, key_id)
+        self._of_key.setdefault(key_id, {})[ticket] = None
         return ticket
 
     async def redeem(self, ticket: str) -> str | None:
         self._drop_old()
+        return self._pop(ticket)
+
+    def _pop(self, ticket: str) -> str | None:
         _, key_id = self._tickets.pop(ticket, (0.0, None))
+        if key_id is not None:
+            del self._of_key[key_id][ticket]
+            if not self._of_key[key_id]:
+                del self._of_key[key_id]
         return key_id
 
     def _drop_old(self) -> None:
         now_s = self._clock()
         while self._tickets:
-            until_s, _ = next(iter(self._tickets.values()))
-            if until_s > now_s and len(self._tickets) < _MAX_TICKETS:
+            ticket, (until_s, _) = next(iter(self._tickets.items()))
+            if until_s > now_s:
                 return
-            self._tickets.popitem(last=False)
+            self._pop(ticket)

@@ -101,10 +101,19 @@ class EngineClient:
 
     @property
     def stats(self) -> EngineStats:
-        """The newest numbers, added up over the engines."""
+        """The newest numbers, added up over the engines; but of what waits, as much for each engine
+        as the least of them has. That is what a new request meets, whatever another one says."""
         if len(self.links) == 1:
             return self.links[0].stats
-        return total_stats(link.stats for link in self.links)
+        total = total_stats(link.stats for link in self.links)
+        if len(self._usable) < 2:
+            return total
+        least = min((link.stats for link in self._usable), key=lambda each: each.num_tokens_waiting)
+        return msgspec.structs.replace(
+            total,
+            num_requests_waiting=len(self._usable) * least.num_requests_waiting,
+            num_tokens_waiting=len(self._usable) * least.num_tokens_waiting,
+        )
 
     @property
     def num_engines(self) -> int:
@@ -332,11 +341,11 @@ class EngineClient:
             for stream in list(moving):
                 resume(stream)
 
-    def engine_lost(self, link: EngineLink, reason: str) -> None:
+    def engine_lost(self, link: EngineLink, reason: str, *, is_at_fault: bool) -> None:
         self._refresh()
         if self.info is None:
             self._lost_at_s = time.monotonic()
-        num_lost = self._streams.lose_engine(link, reason)
+        num_lost = self._streams.lose_engine(link, reason, is_at_fault=is_at_fault)
         if not self._usable:
             _LOG.error(
                 "lost the engine: %s; looking for the next one, for which %d open streams wait "

@@ -3,6 +3,9 @@
 A connection to the engine is one *life*. It begins with `Hello` and `EngineInfo`, and ends when the
 connection is lost, the engine sends `Failure`, is silent for too long or loses a frame, or when
 `mark_dead` is called. The link then connects again, so it finds a restarted engine by itself.
+
+An engine that says what cannot be (`engine.transport.checks`) is at fault: its life ends, and it is
+left alone for a while, each time twice as long.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from typing import NamedTuple, Protocol, cast
 import msgspec
 
 from penstock.engine.request import RequestOutput
+from penstock.engine.transport.checks import PeerFaultError, check_outputs, check_stats
 from penstock.engine.transport.frames import FrameReader, decode, encode, framed
 from penstock.engine.transport.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_SILENT_BEATS,
+    SHORT_KEY_BYTES,
     SILENCE_LIMIT_S,
     BlocksStored,
     CachedKeys,
@@ -44,6 +49,7 @@ _RETRY_S = 0.05  # while no engine listens
 _RETRY_REMOTE_S = 0.5
 _SNAPSHOT_S = 2.0
 _CONNECT_S = 3.0  # to another machine, with the handshake
+_SHUN_S, _MAX_SHUN_S = 1.0, 60.0  # how long an engine at fault is left alone: at first, at most
 # Stats that are reset when an engine dies: all but the counters and the sizes of its pools.
 _GAUGES = tuple(
     field.name
@@ -78,8 +84,8 @@ class LinkOwner(Protocol):
     def engine_draining(self, link: EngineLink) -> None:
         """The engine is about to end, and takes no more requests."""
 
-    def engine_lost(self, link: EngineLink, reason: str) -> None:
-        """A life has ended."""
+    def engine_lost(self, link: EngineLink, reason: str, *, is_at_fault: bool) -> None:
+        """A life has ended. `is_at_fault`: what the engine said cannot be."""
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """An iteration's outputs."""
@@ -125,7 +131,12 @@ class EngineLink:
         self._wants_keys = False
         self._asked_at_s = 0.0
         self._last_fault = ""
-        self._answers: dict[int, asyncio.Future[KVBlocks | BlocksStored]] = {}  # by number
+        self._is_at_fault = False
+        self._shun_s = _SHUN_S
+        # By number: what was asked, and the answer.
+        self._answers: dict[
+            int, tuple[FetchBlocks | KVBlocks, asyncio.Future[KVBlocks | BlocksStored]]
+        ] = {}
         self._num_keys: int | None = None  # of the newest `CachedKeys`; None: a snapshot is due
 
     # -- public -----------------------------------------------------------------------------
@@ -167,7 +178,7 @@ class EngineLink:
             raise ConnectionError(f"engine {self.name} is gone")
         answer: asyncio.Future[KVBlocks | BlocksStored]
         answer = asyncio.get_running_loop().create_future()
-        self._answers[message.number] = answer
+        self._answers[message.number] = message, answer
         try:
             self.post(message)
             return await answer
@@ -195,11 +206,25 @@ class EngineLink:
     async def _keep_connected(self) -> None:
         while True:
             socket = await self._connected()
+            began_s, self._is_at_fault = time.monotonic(), False
             try:
                 reason = await self._live(socket)
             except Exception as error:  # a bug: report it, and try again
                 reason = f"{type(error).__name__}: {error}"
                 self._end_life(reason)
+            self._owner.tick()
+            if self._is_at_fault:
+                await self._shun(time.monotonic() - began_s)
+            else:
+                await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
+
+    async def _shun(self, lived_s: float) -> None:
+        """Leave an engine alone that was at fault."""
+        if lived_s > _MAX_SHUN_S:
+            self._shun_s = _SHUN_S
+        until_s = time.monotonic() + self._shun_s
+        self._shun_s = min(2 * self._shun_s, _MAX_SHUN_S)
+        while time.monotonic() < until_s:
             self._owner.tick()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
 
@@ -254,11 +279,11 @@ class EngineLink:
         self.info = None
         self._last_step_s = None
         self.load.forget()
-        for answer in self._answers.values():
+        for _, answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ConnectionError(f"engine {self.name}: {reason}"))
         self.stats = msgspec.structs.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
-        self._owner.engine_lost(self, reason)
+        self._owner.engine_lost(self, reason, is_at_fault=self._is_at_fault)
         self.is_draining = False
 
     async def _send(self, socket: EngineSocket) -> None:
@@ -290,7 +315,10 @@ class EngineLink:
         if self._death is None or self._death.done():
             return
         try:
-            self._on_message(decode(frame))
+            self._on_message(_decoded(frame))
+        except PeerFaultError as fault:
+            self._is_at_fault = True
+            self.mark_dead(f"it is at fault: {fault}")
         except Exception as error:
             _LOG.exception("the link to the engine failed")
             self.mark_dead(f"{type(error).__name__}: {error}")
@@ -300,15 +328,13 @@ class EngineLink:
         if isinstance(message, Step):
             self._on_step(message)
         elif isinstance(message, Heartbeat):
-            self.stats = message.stats or self.stats
+            self._on_stats(message.stats)
             since_s = message.since_step_s
             self._last_step_s = None if since_s is None else time.monotonic() - since_s
         elif isinstance(message, CachedKeys):
             self._on_keys(message)
         elif isinstance(message, KVBlocks | BlocksStored):
-            answer = self._answers.get(message.number)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+            self._on_answer(message)
         elif isinstance(message, EngineInfo):
             if self.info is None:  # otherwise it answers a second hello
                 self.num_lives += 1
@@ -329,10 +355,33 @@ class EngineLink:
         if step.number != self._num_steps:
             self.mark_dead(f"got frame {step.number} instead of {self._num_steps}")
             return
-        self.stats = step.stats or self.stats
+        self._on_stats(step.stats)
+        if self.info is not None:
+            check_outputs(step.outputs, vocab_size=self.info.vocab_size)
         self._owner.deliver(step.outputs)
         # Other gateways may have work in the engine; the next heartbeat corrects this.
         self._last_step_s = time.monotonic() if self.load.num_streams else None
+
+    def _on_stats(self, stats: EngineStats | None) -> None:
+        if stats is not None and self.info is not None:
+            check_stats(stats, self.info)
+            self.stats = stats
+
+    def _on_answer(self, message: KVBlocks | BlocksStored) -> None:
+        asked, answer = self._answers.get(message.number, (None, None))
+        if answer is None or answer.done():
+            return
+        is_fitting = (
+            isinstance(asked, FetchBlocks)
+            and isinstance(message, KVBlocks)
+            and [block.key for block in message.blocks] == list(asked.keys[: len(message.blocks)])
+        ) or (
+            isinstance(asked, KVBlocks)
+            and isinstance(message, BlocksStored)
+            and message.num_blocks <= len(asked.blocks)
+        )
+        if is_fitting:  # otherwise it is late, to an earlier question of this number
+            answer.set_result(message)
 
     def _on_keys(self, message: CachedKeys) -> None:
         """Messages between a lost one and the snapshot that makes up for it are of no use."""
@@ -346,6 +395,8 @@ class EngineLink:
         elif message.number != self._num_keys + 1:
             self._ask_for_keys()
             return
+        if len(message.added) % SHORT_KEY_BYTES or len(message.removed) % SHORT_KEY_BYTES:
+            raise PeerFaultError("it sent a part of a key")
         self._num_keys = message.number
         self.load.keys.update(added=message.added, removed=message.removed)
 
@@ -354,6 +405,13 @@ class EngineLink:
         self._asked_at_s = time.monotonic()
         if self.info is not None:
             self.post(WantKeys())
+
+
+def _decoded(frame: bytes) -> Message:
+    try:
+        return decode(frame)
+    except ValueError as error:
+        raise PeerFaultError(str(error)) from error
 
 
 class EngineSocket(asyncio.Protocol):

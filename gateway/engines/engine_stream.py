@@ -9,11 +9,12 @@ equal the known ones, otherwise the request fails (`Replay`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from penstock.engine.request import Request, RequestOutput, TokenLogprobs
+from penstock.engine.transport.checks import PeerFaultError
 from penstock.engine.transport.messages import Submit
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.wake_ups import WakeUps
@@ -33,23 +34,26 @@ class EngineStream:
         ended: branches that finished or were aborted.
         epoch: of the owner, where gateways take over requests from each other; otherwise 1.
         prompt_cost, output_cost: what its engine has to compute, as `routing` counts it.
-        num_deaths: engines that died while they had this request.
-        num_strikes: those deaths since its last output.
+        deaths: of engines that had this request, by their numbers.
+        num_strikes: deaths in a row before the engine had computed anything for it.
+        is_new: the engine that has it has not computed anything for it yet.
     """
 
     __slots__ = (
         "_error",
         "_is_done",
         "_last_index",
+        "_max_tokens",
         "_num_prompt_logprobs",
         "_num_submits",
         "_on_ready",
         "_pending",
         "_replay",
         "_wake_ups",
+        "deaths",
         "ended",
         "epoch",
-        "num_deaths",
+        "is_new",
         "num_strikes",
         "output_cost",
         "prompt_cost",
@@ -66,10 +70,12 @@ class EngineStream:
         self.wire_id: str | None = None
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling_params.num_branches)]
         self.token_ids[0] += request.output_token_ids
+        self._max_tokens = request.sampling_params.max_tokens
         self.ended: set[int] = set()
         self.prompt_cost = self.output_cost = 0.0
-        self.num_deaths = 0
+        self.deaths: set[int] = set()
         self.num_strikes = 0
+        self.is_new = True
         self._pending: list[RequestOutput | _Merged] = []
         # By branch, while outputs are merged: the index of its last output in `_pending`.
         self._last_index: dict[int, int] = {}
@@ -112,28 +118,43 @@ class EngineStream:
 
     # -- for the client ---------------------------------------------------------------------
 
+    @property
+    def num_deaths(self) -> int:
+        return len(self.deaths)
+
     def push(self, output: RequestOutput) -> None:
         """Add an output.
 
         Raises:
             GenerationFailedError: it differs from what an earlier engine sent.
+            PeerFaultError: it cannot be an output of this request.
         """
         if self._is_done:
             return
-        self._is_done = output.is_last
-        self.num_strikes = 0
+        if output.index >= len(self.token_ids):
+            raise PeerFaultError(f"output {output.index} of {len(self.token_ids)}")
+        if output.logprobs and len(output.logprobs) != len(output.token_ids):
+            raise PeerFaultError("it says log-probabilities of other tokens than it sends")
+        if self.is_new and (output.token_ids or output.prompt_logprobs or output.finish_reason):
+            self.is_new = False
+            self.num_strikes = 0
         if self._replay is not None:
             unseen = self._replay.unseen(output)
             if self._replay.is_over:
                 self._replay = None
             if unseen is None:
+                self._is_done = output.is_last
                 return
             output = unseen
-        self.token_ids[output.index] += output.token_ids
+        token_ids = self.token_ids[output.index]
+        if len(token_ids) + len(output.token_ids) > self._max_tokens:
+            raise PeerFaultError(f"it sends more than max_tokens, {self._max_tokens}")
+        token_ids += output.token_ids
+        self._is_done = output.is_last
         if output.finish_reason is not None:
             self.ended.add(output.index)
         if output.prompt_logprobs:
-            self._num_prompt_logprobs += len(output.prompt_logprobs)
+            self._add_prompt_logprobs(len(output.prompt_logprobs))
         if self._pending:
             self._merge(output)
         else:
@@ -141,6 +162,11 @@ class EngineStream:
         if self._on_ready is not None:
             self._wake_ups.add(self._on_ready)
             self._on_ready = None
+
+    def _add_prompt_logprobs(self, num_new: int) -> None:
+        self._num_prompt_logprobs += num_new
+        if self._num_prompt_logprobs >= len(self.request.prompt_token_ids):
+            raise PeerFaultError("it says more log-probabilities than the prompt has tokens")
 
     def fail(self, error: Exception) -> None:
         if not self._is_done:
@@ -150,21 +176,28 @@ class EngineStream:
                 self._wake_ups.add(self._on_ready)
                 self._on_ready = None
 
-    def lose_engine(self) -> None:
-        """The engine that computed the request is gone."""
-        self.num_deaths += 1
-        self.num_strikes += 1
+    def lose_engine(self, death: int, *, is_strike: bool) -> None:
+        """The engine that computed the request is gone.
 
-    def forgive_death(self) -> None:
-        """The engine had not died: only the link to it was lost."""
-        self.num_deaths -= 1
-        self.num_strikes = max(0, self.num_strikes - 1)
+        Args:
+            death: its number.
+            is_strike: this request may be the cause.
+        """
+        self.deaths.add(death)
+        self.num_strikes += is_strike
+
+    def forgive(self, deaths: Collection[int]) -> None:
+        """This request was not the cause of these deaths."""
+        num_forgiven = len(self.deaths.intersection(deaths))
+        self.deaths.difference_update(deaths)
+        self.num_strikes = max(0, self.num_strikes - num_forgiven)
 
     def submit(self) -> Submit:
         """The message that starts or continues the request in an engine. Each has a new id, because
         the engine, or outputs in flight, may still refer to the previous one."""
         request_id, num_before = self.request.request_id, self._num_submits
         self._num_submits += 1
+        self.is_new = True
         owner = f"@{self.epoch}" if self.epoch > 1 else ""
         again = f"~{num_before}" if num_before else ""
         self.wire_id = f"{request_id}{owner}{again}"

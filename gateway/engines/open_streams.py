@@ -1,11 +1,15 @@
 """The open streams, which outlive the engine that computes them.
 
-When an engine dies or drains, another one continues its streams; they wait while there is none. One
-of the requests may be the cause of the deaths. A request that was in an engine at two deaths in a
-row, with no output between them, is a suspect. Suspects enter an engine one at a time, each after
-the previous one has had an output; if an engine dies again with a suspect, that request fails.
+When an engine dies or drains, another one continues its streams; they wait while there is none.
 
-    in an engine ──death, drain──► waiting ──an engine──► in an engine    (suspects: one by one)
+One of the requests may be the cause of a death: one for which the engine had computed nothing yet.
+These are suspects. The others continue at once. When the engine has computed something for each of
+them, the suspects enter: first one alone, and while the engine lives, twice as many at a time. One
+that was a suspect at two deaths in a row enters alone, and requests that come meanwhile wait until
+its first output. If the engine dies a third time, and had nothing else that was new, that request
+fails, and those that died with it are forgiven.
+
+    in an engine ──death, drain──► waiting ──an engine──► in an engine    (suspects: later)
          │                            └─ no engine in time, too many deaths ──► failed
          └─ last output, abort ──► closed
 
@@ -15,7 +19,6 @@ This module only plans messages; an engine's `post` sends them.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
@@ -28,7 +31,7 @@ from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.wake_ups import WakeUps
 
 _MAX_STRIKES = 3
-_TRIAL_S = 10.0  # an engine that survives a suspect for this long accepts the next one
+_TRIAL_S = 10.0  # an engine that survives suspects for this long accepts the next ones
 
 
 class Engine(Protocol):
@@ -67,10 +70,13 @@ class OpenStreams:
         self._streams: dict[EngineStream, None] = {}  # in order
         self._in_engine: dict[str, tuple[EngineStream, Engine]] = {}  # by wire id
         # Those that an engine had when it was last lost.
-        self._lost: dict[Engine, list[EngineStream]] = {}
+        self._lost: dict[Engine, tuple[int, list[EngineStream]]] = {}  # with the death's number
         self._death: tuple[float, str] | None = None  # when and why, while there is no engine
-        self._suspects: deque[EngineStream] = deque()
-        self._trial: EngineStream | None = None
+        self._num_deaths = 0
+        self._suspects: list[EngineStream] = []  # that wait for their trial
+        self._trial: list[EngineStream] = []  # those that entered last
+        self._has_suspects = False  # in the trial
+        self._trial_size = 1
         self._trial_began_s = 0.0
 
     def __len__(self) -> int:
@@ -80,7 +86,10 @@ class OpenStreams:
         """Submit a request."""
         stream = EngineStream(request, epoch=epoch, wake_ups=self._wake_ups)
         self._streams[stream] = None
-        self._submit(stream)
+        if self._is_held:
+            self._suspects.append(stream)
+        else:
+            self._submit(stream)
         return stream
 
     def abort(self, stream: EngineStream) -> None:
@@ -121,29 +130,39 @@ class OpenStreams:
             if output.is_last:
                 del self._streams[stream]
                 self._leave(stream)
-        if self._trial is not None and self._trial.num_strikes == 0:
-            self._try_next()
+        if self._trial:
+            self._check_trial()
 
     # -- the engines' lives -----------------------------------------------------------------
 
-    def lose_engine(self, engine: Engine, reason: str) -> int:
+    def lose_engine(self, engine: Engine, reason: str, *, is_at_fault: bool = False) -> int:
         """An engine died or the link was lost. In the latter case it gets the aborts.
+
+        Args:
+            is_at_fault: it was the engine's fault, not a request's.
 
         Returns:
             How many streams it had.
         """
         if self._death is None:
             self._death = self._clock(), reason
+        self._num_deaths += 1
+        self._trial_size = 1
+        self._suspects.clear()
         lost = self.leave(engine)
         if lost:
-            self._lost[engine] = lost
-        self._suspects.clear()
+            self._lost[engine] = self._num_deaths, lost
+        suspects = set() if is_at_fault else {stream for stream in lost if stream.is_new}
         for stream in lost:
-            stream.lose_engine()
-            if stream.num_strikes >= _MAX_STRIKES:
-                text = f"the engine died {_MAX_STRIKES} times with this request: {reason}"
-                self._fail(stream, GenerationFailedError(text))
-            elif stream.num_deaths >= self._max_engine_lives:
+            stream.lose_engine(self._num_deaths, is_strike=stream in suspects)
+        killer = next(iter(suspects)) if len(suspects) == 1 else None
+        if killer is not None and killer.num_strikes >= _MAX_STRIKES:
+            text = f"the engine died {_MAX_STRIKES} times with this request: {reason}"
+            self._fail(killer, GenerationFailedError(text))
+            for stream in self._streams:
+                stream.forgive(killer.deaths)
+        for stream in lost:
+            if stream in self._streams and stream.num_deaths >= self._max_engine_lives:
                 self._fail(stream, EngineDeadError(f"the engine died: {reason}"))
         return len(lost)
 
@@ -153,17 +172,17 @@ class OpenStreams:
         if left:
             ids = tuple(stream.wire_id for stream in left if stream.wire_id is not None)
             engine.post(Abort(request_ids=ids))
+        self._trial = [stream for stream in self._trial if stream not in left]
         for stream in left:
-            if stream is self._trial:
-                self._trial = None
             self._take_out(stream)
         return left
 
     def forgive(self, engine: Engine) -> None:
         """The engine that was lost is there again and had not died: it or this gateway had only
         been stopped."""
-        for stream in self._lost.pop(engine, ()):
-            stream.forgive_death()
+        death, lost = self._lost.pop(engine, (0, ()))
+        for stream in lost:
+            stream.forgive((death,))
 
     def forget(self, engine: Engine) -> None:
         """The engine will not be there again."""
@@ -176,12 +195,16 @@ class OpenStreams:
         for stream in self._streams:
             if stream.wire_id is not None or stream in besides:
                 continue
-            if stream.num_strikes == _MAX_STRIKES - 1:
-                self._suspects.append(stream)
-            else:
+            if self._trial and not stream.num_strikes and not self._is_held:
                 self._submit(stream)
-        if self._trial is None:
-            self._try_next()
+            else:
+                self._suspects.append(stream)
+        self._check_trial()
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether nothing may enter beside the trial."""
+        return any(stream.num_strikes >= _MAX_STRIKES - 1 for stream in self._trial)
 
     def is_waiting(self, stream: EngineStream) -> bool:
         """Whether a stream is open and no engine has it."""
@@ -197,8 +220,8 @@ class OpenStreams:
         now_s = self._clock()
         if self._death is not None and now_s - self._death[0] >= self._engine_wait_s:
             self.fail_all(f"the engine died: {self._death[1]}")
-        if self._trial is not None and now_s - self._trial_began_s >= _TRIAL_S:
-            self._try_next()
+        if self._trial and now_s - self._trial_began_s >= _TRIAL_S:
+            self._end_trial()
 
     def fail_all(self, reason: str) -> None:
         """End every stream."""
@@ -222,14 +245,31 @@ class OpenStreams:
             branches = tuple((wire_id, index) for index in sorted(stream.ended))
             engine.post(Abort(branches=branches))
 
+    def _check_trial(self) -> None:
+        """Go on if the engine has computed something for all that entered last."""
+        if not any(stream.is_new for stream in self._trial):
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        """The engine lives."""
+        if self._trial and self._has_suspects:
+            self._trial_size *= 2
+        self._try_next()
+
     def _try_next(self) -> None:
-        """Submit the next suspect, if there is one."""
-        self._trial = None
-        while self._suspects and self._trial is None:
-            stream = self._suspects.popleft()
-            if stream in self._streams:  # not aborted
-                self._trial, self._trial_began_s = stream, self._clock()
-                self._submit(stream)
+        """Submit the next suspects, if there are any: the least suspicious first."""
+        self._trial = []
+        waiting = [stream for stream in self._suspects if self.is_waiting(stream)]
+        least = min((stream.num_strikes for stream in waiting), default=0)
+        kin = [stream for stream in waiting if stream.num_strikes == least]
+        self._has_suspects = least > 0
+        if least:
+            kin = kin[: 1 if least >= _MAX_STRIKES - 1 else self._trial_size]
+        self._suspects = [stream for stream in waiting if stream not in kin]
+        for stream in kin:
+            self._submit(stream)
+        self._trial = [stream for stream in kin if stream.wire_id is not None]
+        self._trial_began_s = self._clock()
 
     def _fail(self, stream: EngineStream, error: Exception) -> None:
         del self._streams[stream]
@@ -240,8 +280,9 @@ class OpenStreams:
     def _leave(self, stream: EngineStream) -> None:
         """The engine no longer has the stream."""
         self._take_out(stream)
-        if stream is self._trial:
-            self._try_next()
+        if stream in self._trial:
+            self._trial.remove(stream)
+            self._check_trial()
 
     def _take_out(self, stream: EngineStream) -> None:
         assert stream.wire_id is not None

@@ -550,6 +550,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "is kept", INTERVAL),
         Flag("session-store-bytes", _GATEWAY.session_store_bytes, "memory for conversations, "
              "without Redis", SIZE),
+        Flag("tenant-store-bytes", None, "how much one tenant may store, conversations and logs of "
+             "responses together; beyond it, its own oldest are dropped. The key file's "
+             "store_bytes comes first; default: no bound of its own", SIZE),
+        Flag("tenant-store-objects", None, "the same as a number of conversations and logs; "
+             "store_objects in the key file", COUNT),
         Flag("session-retention-s", _GATEWAY.session_retention_s, "how long the KV of a stored "
              "response is kept in preference to other cached KV; 0: not at all", SECONDS),
         Flag("response-log-bytes", _GATEWAY.response_log_bytes, "memory for logs of ended "

@@ -96,7 +96,7 @@ class Registrar:
     def engine_draining(self, link: EngineLink) -> None:  # noqa: ARG002
         self.wake()
 
-    def engine_lost(self, link: EngineLink, reason: str) -> None:  # noqa: ARG002
+    def engine_lost(self, *_: object, **__: object) -> None:
         self.wake()
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:

@@ -2,19 +2,24 @@
 
 A library's file is named by a digest of its inputs: sources, flags, compiler and CPU instructions.
 It is written to a temporary file and then renamed, with a digest of its own bytes, so that no
-process ever loads an incomplete file, which would crash it.
+process ever loads an incomplete file, which would crash it. A library runs as this user, so it is
+loaded only if nobody else but root can have written it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.kernels.cpu.isa import Isa
@@ -25,6 +30,8 @@ _COMPILED = ("kernels.c", "pool.c", "ranks.c")
 _SYSTEM_COMPILERS = ["cc", "gcc", "clang"]
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
 _TIMEOUT_S = 120.0
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_UNFINISHED, _UNFINISHED_S = "unfinished-", 3600.0  # after which nobody writes them any more
 
 
 class BuildError(Exception):
@@ -39,7 +46,7 @@ def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
     """
     compiler = find_compiler()
     flags = (*_FLAGS, *isa.flags, *(f"-D{define}" for define in defines))
-    cache = cache_dir()
+    cache = _private_folder(cache_dir())
     path = cache / f"kernels-{_digest_of_inputs(compiler, flags, cache)[:24]}.so"
     if not _is_intact(path):
         _compile(compiler, flags, path)
@@ -101,7 +108,62 @@ def cache_dir() -> Path:
     return folder
 
 
+def is_private(path: Path) -> bool:
+    """Whether nobody but this user and root may write a file or folder that is there."""
+    if not hasattr(os, "geteuid"):
+        return True
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    return about.st_uid in (0, os.geteuid()) and not about.st_mode & _OTHERS_MAY_WRITE
+
+
+def _private_folder(cache: Path) -> Path:
+    """The cache, or a folder in it where others may write to the cache.
+
+    Raises:
+        BuildError: that is not this user's alone either.
+    """
+    if is_private(cache):
+        return cache
+    folder = cache / f"private-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written: {error}") from error
+    if not is_private(folder):
+        raise BuildError(f"others may write to {cache} and {folder}: set {CACHE_VARIABLE}")
+    return folder
+
+
+@contextlib.contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """A folder in `folder` for what is not finished yet, removed at the end; those that killed
+    processes have left are removed too.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=folder) as own:
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > _UNFINISHED_S:
+                    shutil.rmtree(left, ignore_errors=True)
+        yield Path(own)
+
+
+def remove_orphans(folder: Path, *, link: str) -> None:
+    """Remove the folders in `folder` whose file of this name is a link to what is gone."""
+    for each in folder.iterdir():
+        origin = each / link
+        if origin.is_symlink() and not origin.exists():
+            shutil.rmtree(each, ignore_errors=True)
+
+
 def _is_intact(path: Path) -> bool:
+    if not is_private(path):
+        return False
     try:
         return _seal(path).read_bytes() == _digest_of_file(path).encode()
     except OSError:
@@ -118,10 +180,11 @@ def _digest_of_file(path: Path) -> str:
 
 def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh = Path(folder) / path.name
+        with unfinished(path.parent) as folder:
+            fresh = folder / path.name
             sources = [str(_SOURCES / name) for name in _COMPILED]
             _run(compiler, [*flags, "-o", str(fresh), *sources, "-lm"], path.parent)
+            fresh.chmod(0o755)
             seal = _seal(fresh)
             seal.write_text(_digest_of_file(fresh))
             fresh.replace(path)

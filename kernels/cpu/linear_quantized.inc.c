@@ -122,6 +122,43 @@ INLINE bvec order_as_nibbles(bvec bytes) {
     return __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
 }
 
+enum { MAX_OUTLIERS = 4, MAX_OUTLIER_BLOCK = 128 };
+
+/* Copies a block without its outliers to `rest`; their number. Slow: few blocks look as if they had some. */
+static __attribute__((noinline)) int NAME(take_outliers)(
+    DTYPE *rest, int32_t *columns, float *values, const DTYPE *x, long size, float total) {
+    float magnitudes[MAX_OUTLIER_BLOCK], threshold = 0.0f;
+    int32_t found[MAX_OUTLIERS];
+    for (long i = 0; i < size; i++) magnitudes[i] = fabsf(GET(x + i));
+    for (int n = 0; n < MAX_OUTLIERS; n++) {
+        long largest = 0;
+        for (long i = 1; i < size; i++)
+            if (magnitudes[i] > magnitudes[largest]) largest = i;
+        found[n] = (int32_t)largest;
+        magnitudes[largest] = -1.0f;
+        total -= fabsf(GET(x + largest));
+    }
+    threshold = 16.0f * total / (float)(size - MAX_OUTLIERS);
+    memcpy(rest, x, size * sizeof(DTYPE));
+    int count = 0;
+    for (int n = 0; n < MAX_OUTLIERS; n++) {
+        const float value = GET(x + found[n]);
+        if (fabsf(value) <= threshold) break;
+        columns[count] = found[n];
+        values[count++] = value;
+        PUT(rest + found[n], 0.0f);
+    }
+    return count;
+}
+
+/* The sum of magnitudes. */
+INLINE float NAME(total_magnitude)(const DTYPE *x, long size) {
+    vec total = {0};
+    for (long i = 0; i < size; i += LANES)
+        total += (vec)((ivec)NAME(load_up_to)(x + i, size - i) & 0x7fffffff);
+    return sum_lanes(total);
+}
+
 static void NAME(quantize_row)(const void *args, long row) {
     const struct quantize_blocks_args *a = args;
     const long num_blocks = ceil_div(a->size, a->columns_per_scale);
@@ -131,11 +168,25 @@ static void NAME(quantize_row)(const void *args, long row) {
     for (long block = 0; block < num_blocks; block++) {
         const long start = block * a->columns_per_scale;
         const long end = start + a->columns_per_scale < a->size ? start + a->columns_per_scale : a->size;
-        const float largest = NAME(largest_magnitude)(x + start, end - start);
+        const DTYPE *from = x + start;
+        DTYPE rest[MAX_OUTLIER_BLOCK];
+        float largest = NAME(largest_magnitude)(from, end - start);
+        if (a->outlier_columns) {
+            const long at = (row * num_blocks + block) * MAX_OUTLIERS, size = end - start;
+            const float total = NAME(total_magnitude)(from, size);
+            int count = 0;
+            if (size > MAX_OUTLIERS && largest * (float)size > 5.0f * total && largest <= 3.0e38f) {
+                count = NAME(take_outliers)(
+                    rest, a->outlier_columns + at, a->outlier_values + at, from, size, total);
+                if (count) from = rest;
+                if (count) largest = NAME(largest_magnitude)(rest, size);
+            }
+            for (; count < MAX_OUTLIERS; count++) a->outlier_columns[at + count] = -1;
+        }
         const vec inverse = splat(inverse_scale(largest));
         ivec sum = {0};
         for (long i = start; i < end; i += LANES) {
-            const ivec rounded = round_to_int(NAME(load_up_to)(x + i, end - i) * inverse);
+            const ivec rounded = round_to_int(NAME(load_up_to)(from + i - start, end - i) * inverse);
             bvec ordered = to_bytes(rounded);
             if (a->code_bits == 4) ordered = order_as_nibbles(ordered);
             if (padded - i >= LANES) memcpy(bytes + i, &ordered, LANES);
@@ -300,6 +351,29 @@ INLINE void NAME(add_block)(
     }
 }
 
+/* totals += a row's outliers times their columns of the block whose scales and lines are given. */
+static __attribute__((noinline)) void NAME(add_outliers)(
+    const struct quantized_format *f, union parts *totals, const int32_t *columns, const float *values,
+    const char *scales, const char *lines, bvec table, const int code_bits) {
+    enum { PARTS = GROUP * NUM_PARTS };
+    const char *offsets = scales + GROUP_LANES * (f->is_half ? 2 : 4);
+    const long per_line = k_per_line(code_bits);
+    for (int n = 0; n < MAX_OUTLIERS && columns[n] >= 0; n++) {
+        const char *line = lines + columns[n] / per_line * GROUP * LINE_BYTES;
+        const int k = columns[n] % per_line;
+        const int shift = code_bits == 4 ? nibble_shift(k) : 8 * k;
+        for (int i = 0; i < PARTS; i++) {
+            uvec_part codes;
+            memcpy(&codes, line + i * PART_BYTES, PART_BYTES);
+            codes = codes >> shift & (code_bits == 4 ? 0xf : 0xff);
+            if (code_bits == 4) codes = codes_or_entries(codes, table, f->table != NULL) & 0xff;
+            vec_part number = float_of_ints(codes - (uint32_t)f->zero) * load_scales(scales, i, f->is_half);
+            if (f->has_offsets) number -= load_scales(offsets, i, f->is_half);
+            totals[i / NUM_PARTS].part[i % NUM_PARTS] += number * splat_part(values[n]);
+        }
+    }
+}
+
 /* `rows` rows, in bytes or exact, against a group */
 INLINE void NAME(quantized_tile)(
     const struct linear_quantized_args *a, long row, long group, const int rows, const int code_bits,
@@ -342,12 +416,21 @@ INLINE void NAME(quantized_tile)(
                     KEEP_IN_REGISTER(sums[r * PARTS + i]);
                 }
             }
+            const char *lines = w;
             w = NAME(add_byte_products)(
                 sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, byte_table,
                 f->table != NULL, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) KEEP_IN_REGISTER(sums[i]);
             NAME(add_block)(a, totals, sums, NULL, row, rows, block, layout.num_blocks, scales, 0);
+            if (a->outlier_columns)
+                for (int r = 0; r < rows; r++) {
+                    const long at = ((row + r) * layout.num_blocks + block) * MAX_OUTLIERS;
+                    if (__builtin_expect(a->outlier_columns[at] >= 0, 0))
+                        NAME(add_outliers)(
+                            f, totals + r * GROUP, a->outlier_columns + at, a->outlier_values + at, scales, lines,
+                            byte_table, code_bits);
+                }
         }
     }
     NAME(write_quantized_tile)(a, row, group, totals, rows, (const float *)start);

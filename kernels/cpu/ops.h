@@ -52,11 +52,14 @@ struct pack_quantized_args {
 };
 
 /* Each block of a row of x as signed bytes: x / scale, rounded, where scale = its largest magnitude / 127;
- * and the sum of these bytes. */
+ * and the sum of these bytes. Outliers, by split_outliers of kernels/linear_quantized_reference.py, become
+ * zeros there: their columns in the block, ascending by rank, -1 past the last, and their values. */
 struct quantize_blocks_args {
     uint8_t *bytes; /* [rows, size rounded up to a line], in the order of a line of code_bits */
     float *scales;  /* [rows, blocks] */
     int32_t *sums;  /* [rows, blocks] */
+    int32_t *outlier_columns; /* [rows, blocks, 4]; null: there are no outliers */
+    float *outlier_values;    /* [rows, blocks, 4] */
     const void *x;  /* [rows, size] */
     const int64_t *num_rows;
     int64_t size, columns_per_scale, code_bits;
@@ -85,6 +88,8 @@ struct linear_quantized_args {
     const float *x_scales;     /* [rows, blocks] */
     const int32_t *x_sums;     /* [rows, blocks] */
     const float *x_float_sums; /* [rows, blocks] */
+    const int32_t *outlier_columns; /* as in quantize_blocks_args */
+    const float *outlier_values;
     struct quantized_format format;
 };
 

@@ -1,226 +1,38 @@
-"""`penstock bench quantization`: a model's own dtype compared with quantized weights, on the CPU.
+"""`penstock bench quantization`: the speed of quantized weights beside that of the own dtype.
 
-It measures how far logits move, on conversations whose wordings the demo model was not
-trained on, and the engine's tokens per second, beside the most that this machine's memory and
-instructions allow. Machines drift, so all run in turn and a figure is the median of the ratios of
-neighbouring runs.
+It measures the engine's tokens per second on the CPU, beside the most that this machine's memory
+and instructions allow. Machines drift, so all run in turn and a figure is the median of the ratios
+of neighbouring runs. What the weights lose, `penstock bench quality` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from penstock.engine.config import (
     DEMO_MODEL,
     DTYPES,
     QUANTIZATIONS,
     DeviceConfig,
-    ModelConfig,
     Quantization,
 )
-from penstock.engine.demo.evaluate import Case, held_out_answers
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.errors import ConfigError, InvalidRequestError
-from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.model_files import resolve_model
-from penstock.engine.models.backends import cpu_kernels, fastest
-from penstock.engine.models.language_model import LanguageModel
-from penstock.engine.models.loader import load_model
-from penstock.engine.runner.kv_cache import KVShape
-from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.cpu.library import load_library
-from penstock.kernels.paged_layout import PagedLayout
 from penstock.load.cpu_limits import Ceilings, products_per_s, read_weights
 from penstock.load.engine_runs import Lengths, Phase, Run, build_engine, make_requests, run_requests
 from penstock.load.machine import frozen_garbage
 from penstock.load.memory_rate import MemoryReader
 from penstock.load.report.options import add_out, counts
 from penstock.load.report.tables import publish, table, table_of
-
-_BLOCK_SIZE = 16
-_TURNS_BEFORE = 5
-# What is summed over texts.
-_COMPARED = (
-    "squared change", "squares", "tokens", "same", "tokens of answers", "same in answers", "loss",
-    "quantized loss",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A conversation; the last answer begins at `answer_start`."""
-
-    token_ids: list[int]
-    answer_start: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
-    """The errors over all texts.
-
-    `relative_error` is the root mean square of the logits' change ÷ that of the logits, both about
-    their mean in each position, since a shift of all logits changes nothing. Perplexities are those
-    of answers.
-    """
-
-    quantization: str
-    num_texts: int
-    num_tokens: int
-    relative_error: float
-    same_top_share: float  # positions whose likeliest token stayed the same ÷ all
-    answer_same_top_share: float  # the same of the tokens of answers
-    perplexity: float
-    quantized_perplexity: float
-
-
-def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -> list[Text]:
-    """Conversations of six turns that fit the model's context; lines of text without a chat
-    template. Raises ConfigError if none fits."""
-    tokenizer, template = Tokenizer.from_directory(path), ChatTemplate.from_directory(path)
-    rng = random.Random(seed)
-    cases = list(held_out_answers(rng, num_before=_TURNS_BEFORE))
-    rng.shuffle(cases)
-
-    def texts() -> Iterator[Text]:
-        for case in cases:
-            prompt = tokenizer.encode(_prompt(template, case), add_special_tokens=False)
-            answer = tokenizer.encode(case[1].assistant, add_special_tokens=False)
-            if len(prompt) + len(answer) <= context_len:
-                yield Text(prompt + answer, len(prompt))
-
-    chosen = list(islice(texts(), num_texts))
-    if not chosen:
-        raise ConfigError(f"no text fits a context of {context_len} tokens")
-    return chosen
-
-
-def _prompt(template: ChatTemplate, case: Case) -> str:
-    """The conversation up to the last answer."""
-    conversation, turn = case
-    messages = [
-        {"role": role, "content": content}
-        for each in (*conversation.turns, turn)
-        for role, content in (("user", each.user), ("assistant", each.assistant))
-    ][:-1]
-    try:
-        return template.render(messages)
-    except InvalidRequestError:  # there is none
-        return "".join(f"{message['content']}\n" for message in messages)
-
-
-@torch.inference_mode()
-def measure_errors(
-    path: Path,
-    quantization: Quantization,
-    *,
-    dtype: str,
-    texts: Sequence[Text],
-    num_threads: int | None,
-    quantize_activations: bool = True,
-) -> Errors:
-    """Run every text through the model on the CPU, in its own dtype and quantized."""
-    as_it_is, quantized = (
-        _load(path, dtype, each, num_threads, quantize_activations=quantize_activations)
-        for each in ("none", quantization)
-    )
-    pool = _pool(as_it_is, max(len(text.token_ids) for text in texts))
-    totals = dict.fromkeys(_COMPARED, 0.0)
-    for text in texts:
-        exact, rounded = (_logits(model, pool, text.token_ids) for model in (as_it_is, quantized))
-        for name, value in zip(_COMPARED, _compare(exact, rounded, text), strict=True):
-            totals[name] += value
-    return Errors(
-        quantization=quantization,
-        num_texts=len(texts),
-        num_tokens=int(totals["tokens"]),
-        relative_error=math.sqrt(totals["squared change"] / totals["squares"]),
-        same_top_share=totals["same"] / totals["tokens"],
-        answer_same_top_share=totals["same in answers"] / totals["tokens of answers"],
-        perplexity=math.exp(totals["loss"] / totals["tokens of answers"]),
-        quantized_perplexity=math.exp(totals["quantized loss"] / totals["tokens of answers"]),
-    )
-
-
-def _compare(exact: Tensor, rounded: Tensor, text: Text) -> tuple[float, ...]:
-    """The `_COMPARED` sums of one text's logits [num_tokens, vocab_size]."""
-    answers = slice(text.answer_start - 1, -1)  # where they are predicted
-    answer = torch.tensor(text.token_ids[text.answer_start :])
-    is_same = exact.argmax(1) == rounded.argmax(1)
-    return (
-        _squares(rounded - exact),
-        _squares(exact),
-        float(len(is_same)),
-        float(is_same.sum()),
-        float(len(answer)),
-        float(is_same[answers].sum()),
-        float(F.cross_entropy(exact[answers], answer, reduction="sum")),
-        float(F.cross_entropy(rounded[answers], answer, reduction="sum")),
-    )
-
-
-def _squares(rows: Tensor) -> float:
-    """The sum of squares about each row's mean."""
-    return float((rows - rows.mean(1, keepdim=True)).square().sum())
-
-
-def _load(
-    path: Path,
-    dtype: str,
-    quantization: Quantization,
-    num_threads: int | None,
-    *,
-    quantize_activations: bool,
-) -> LanguageModel:
-    config = ModelConfig(
-        dtype=dtype,  # type: ignore[arg-type]
-        quantization=quantization,
-        quantize_activations=quantize_activations,
-    )
-    decoder = load_model(config, path, torch.device("cpu"))
-    library = cpu_kernels(decoder, _BLOCK_SIZE, num_threads=num_threads)
-    return fastest(decoder, _BLOCK_SIZE, library)
-
-
-def _pool(model: LanguageModel, num_tokens: int) -> Tensor:
-    """A KV pool for `num_tokens`, as `KVShape.allocate` makes it."""
-    shape = KVShape.of(model.kv_spec, _BLOCK_SIZE)
-    return shape.allocate(shape.num_blocks_for(num_tokens), torch.device("cpu"))
-
-
-def _logits(model: LanguageModel, pool: Tensor, token_ids: Sequence[int]) -> Tensor:
-    """float64 [num_tokens, vocab_size] of one sequence, computed at once."""
-    num_tokens = len(token_ids)
-    positions = torch.arange(num_tokens)
-    context = ForwardContext(
-        kv_pool=pool,
-        layout=PagedLayout(
-            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
-            seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-            block_tables=torch.arange(pool.shape[2], dtype=torch.int32)[None],
-            slot_mapping=positions,
-            max_query_len=num_tokens,
-            max_seq_len=num_tokens,
-        ),
-        positions=positions,
-        prompt_lens=torch.full_like(positions, num_tokens),
-    )
-    return model.logits(model(torch.tensor(token_ids), context)).double()
-
-
-# -- the command --------------------------------------------------------------------------------
 
 # By number of sequences: of each round, a run of each kind of weights.
 Rounds: TypeAlias = dict[int, list[dict[Quantization, Run]]]
@@ -229,11 +41,9 @@ KindCeilings: TypeAlias = dict[Quantization, Ceilings]
 
 _WARM_UP_TOKENS = 8
 _NOTES = """\
-Error: root mean square of the logits' change, by that of the logits. Same top: positions whose
-likeliest token stayed. Perplexity: of answers in conversations not trained on; of random weights it
-says nothing. tok/s: output tokens of a whole run, medians; times: medians of the ratios to the own
-dtype's runs beside them, of the whole run, of its prompts and of the steps in which all sequences
-decode.
+tok/s: output tokens of a whole run, medians; times: medians of the ratios to the own dtype's runs
+beside them, of the whole run, of its prompts and of the steps in which all sequences decode. What
+the weights lose: `penstock bench quality`.
 At most: tokens by the time to read the matrices once (nothing else: no KV, no activations) or to
 multiply, whichever is longer. MB and products are those of a decode step, or of all prompts, of
 which only the last tokens meet the head; attention's are not counted. Before each round all threads
@@ -257,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="multiply with inputs as they are",
     )
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
-    add("--num-texts", type=int, default=20, help="texts on which logits are compared")
     add(
         "--num-seqs",
         type=counts,
@@ -267,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=128, help="prompt tokens per request")
     add("--output-tokens", type=int, default=64, help="output tokens per request")
     add("--repeats", type=int, default=3, help="runs of each number of sequences, in turn")
-    add("--seed", type=int, default=0, help="seed of texts and prompts")
+    add("--seed", type=int, default=0, help="seed of prompts")
     add_out(parser)
 
 
@@ -284,7 +93,6 @@ def _kinds(text: str) -> tuple[Quantization, ...]:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure all; print and write the tables."""
-    path = resolve_model(ModelConfig(model=parsed.model), weights=True)
     device = DeviceConfig(device="cpu", num_threads=parsed.num_threads or None)
     kinds: tuple[Quantization, ...] = ("none", *parsed.quantizations)
     rounds_inputs = parsed.quantize_activations
@@ -301,30 +109,15 @@ def run(parsed: argparse.Namespace) -> int:
         for core, _ in cores.values():
             core.close()
     info = infos["none"]
-    texts = held_out_texts(
-        path, num_texts=parsed.num_texts, seed=parsed.seed, context_len=info.max_model_len
-    )
-    errors = [
-        measure_errors(
-            path,
-            kind,
-            dtype=parsed.dtype,
-            texts=texts,
-            num_threads=parsed.num_threads or None,
-            quantize_activations=parsed.quantize_activations,
-        )
-        for kind in parsed.quantizations
-    ]
     title = f"{info.model} in {info.dtype} and quantized, CPU threads: {info.num_threads}"
     figures = _figures(rounds, infos)
     limits = _limits(rounds, infos, ceilings)
-    tables = [_error_table(errors), _speed_table(figures)]
+    tables = [_speed_table(figures)]
     if limits:
         tables += [_ceiling_line(ceilings), _limit_table(limits)]
     report = "\n\n".join([title, *tables, _NOTES])
     data = {
         "model": info.model,
-        "errors": [asdict(each) for each in errors],
         "speed": figures,
         "ceilings": {kind: asdict(each) for kind, each in ceilings.items()},
         "limits": limits,
@@ -379,20 +172,6 @@ def _raise_ceilings(
             read_bytes_per_s=max(read, best.read_bytes_per_s),
             products_per_s=max(multiplied, best.products_per_s),
         )
-
-
-def _error_table(errors: Sequence[Errors]) -> str:
-    columns: dict[str, Callable[[Errors], str]] = {
-        "weights": lambda each: each.quantization,
-        "texts": lambda each: f"{each.num_texts:,}",
-        "tokens": lambda each: f"{each.num_tokens:,}",
-        "error": lambda each: f"{each.relative_error:.2%}",
-        "same top": lambda each: f"{each.same_top_share:.2%}",
-        "in answers": lambda each: f"{each.answer_same_top_share:.2%}",
-        "perplexity": lambda each: f"{each.perplexity:,.4f}",
-        "quantized": lambda each: f"{each.quantized_perplexity:,.4f}",
-    }
-    return table_of(errors, columns)
 
 
 def _speed_table(figures: Sequence[Mapping[str, Any]]) -> str:

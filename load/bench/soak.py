@@ -84,8 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attack",
         action="store_true",
         help="kills, freezes of gateways, engine and Redis, floods, silent handshakes, an unread "
-        "log and 4 MB prompts, one after the other; the started server has two gateways and a "
-        "Redis of its own",
+        "log, 4 MB prompts, schemas and more, one after the other; the started server has two "
+        "gateways, a Redis of its own, and keys of two tenants",
+    )
+    add(
+        "--images",
+        action="store_true",
+        help="with --attack: of a small model with random weights that takes images, with a host "
+        "of images that sends bytes one by one",
     )
     bounds = parser.add_argument_group("bounds")
     bounds.add_argument(
@@ -112,10 +118,17 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError("--kills is for a server that soak starts, not for --base-url")
     if parsed.attack and (parsed.base_url is not None or parsed.kills is False):
         raise ConfigError("--attack is for a server that soak starts, and needs kills")
+    if parsed.images and (not parsed.attack or parsed.model is not None):
+        raise ConfigError("--images is for --attack, and brings its own model")
     end_as_interrupted()
     if parsed.base_url is not None:
         return soak_target(given_server(parsed.base_url), parsed)
-    with own_server(parsed.model, parsed.serve_flags, is_attacked=parsed.attack) as target:
+    with own_server(
+        parsed.model,
+        parsed.serve_flags,
+        is_attacked=parsed.attack,
+        has_images=parsed.images,
+    ) as target:
         return soak_target(target, parsed)
 
 
@@ -136,7 +149,7 @@ def soak_target(target: Target, parsed: argparse.Namespace) -> int:
         has_cancels_by_id=parsed.cancels_by_id,
         has_kills=parsed.base_url is None if parsed.kills is None else parsed.kills,
         is_attack=parsed.attack,
-        api_key=parsed.api_key,
+        api_key=parsed.api_key or target.api_key,
     )
     has_redis = parsed.attack or "--redis-url" in parsed.serve_flags
     spare = _REDIS_CONNECTIONS if has_redis else 0
@@ -165,8 +178,9 @@ _MIB = 1 << 20
 _FATES = (Fate.FAULTY, Fate.CARRIED, Fate.TURNED_AWAY, Fate.BROKEN)
 _COST_NOTES = """\
 Streams: those that met it; their faults are judged above. `/health` and gaps are as a process of
-its own saw them, which reads four steady streams. MB kept: by the process that kept most, at its
-best within 30 s, the worst time. Nothing: the traffic alone, right before the 4 MB prompts."""
+its own saw them, which reads four steady streams. MB at most: by the process that grew most,
+meanwhile or within 30 s. MB kept: by the process that kept most, at its best within 30 s, the worst
+time. Nothing: the traffic alone, right before the 4 MB prompts."""
 _NOTES = """\
 KiB/min: a straight line through the calmer half of a process's memory after its warm-up.
 Descriptors and sockets: idle before → idle after. Turned away meanwhile: asked while what was
@@ -291,8 +305,11 @@ def _costs_table(evidence: Evidence) -> str:
         "streams": lambda cost: f"{cost.num_streams:,}",
         "with a fault": lambda cost: f"{cost.num_broken:,}",
         "/health p99 ms": lambda cost: ms(cost.health_p99_s),
-        "gap p99.9 ms": lambda cost: ms(cost.gap_p999_s),
+        "gap p99 ms": lambda cost: ms(cost.gap_p99_s),
+        "p99.9": lambda cost: ms(cost.gap_p999_s),
         "largest": lambda cost: ms(cost.largest_gap_s),
+        "events/s": lambda cost: f"{cost.events_per_s:,.0f}",
+        "MB at most": lambda cost: f"{cost.peak_bytes / 1e6:,.0f}",
         "MB kept": lambda cost: f"{cost.memory_bytes / 1e6:,.1f}",
         "prober's lag p99 ms": lambda cost: ms(cost.lag_p99_s),
     }

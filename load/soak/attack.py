@@ -1,7 +1,7 @@
 """An attack beside the traffic: one kind of adversity at a time, each bounded, in rounds.
 
-Kills, freezes, floods, silent handshakes, an unread log, prompts of 4 MB. What a server must
-refuse is checked here; `verdict.costs` judges the effect on other streams.
+Kills, freezes, floods, silent handshakes, an unread log, prompts of 4 MB, and what is `expensive`.
+What a server must refuse is checked here; `verdict.costs` judges the effect on other streams.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeAlias
 import aiohttp
 
 from penstock.load.launch import freeze
-from penstock.load.soak import traffic
+from penstock.load.soak import expensive, traffic
 from penstock.load.soak.hostile import large_prompts, refused
 from penstock.load.soak.journal import Adversity, Journal, Kill, Kind
 from penstock.load.soak.scene import Scene
@@ -77,10 +77,35 @@ def _round(target: Target, number: int) -> Iterator[tuple[Kind, Step]]:
     yield Kind.PIPELINE, _flood_pipeline
     yield Kind.CONNECTIONS, _flood_connections
     yield Kind.TRAILERS, _flood_trailers
+    yield from _expensive(target)
     for index, name in enumerate(target.victims()):
         kind = {"engine": Kind.FREEZE_ENGINE, "redis": Kind.FREEZE_REDIS}.get(name, Kind.FREEZE)
         for_s = FREEZES_S[(number + index) % len(FREEZES_S)]
         yield kind, partial(_freeze, target, kind, name, for_s)
+
+
+def _expensive(target: Target) -> Iterator[tuple[Kind, Step]]:
+    key, redis = target.flood_key, target.victims().get("redis")
+    steps: list[tuple[Kind, Step]] = [
+        (kind, partial(expensive.keep_sending, flood_key=key, kind=kind))
+        for kind in expensive.BODIES
+    ]
+    steps.append((Kind.GRAMMARS, partial(expensive.flood_grammars, flood_key=key)))
+    if key is not None:
+        steps.append((Kind.STORE, partial(expensive.flood_store, flood_key=key, redis=redis)))
+    if target.image_host is not None:
+        host = target.image_host
+        steps.append((Kind.IMAGE_HOST, partial(expensive.ask_image_host, flood_key=key, host=host)))
+    if target.peer_engine is not None:
+        engine = target.peer_engine
+        steps.append((Kind.IDLE_PEERS, partial(expensive.idle_peers, engine=engine)))
+    for kind, step in steps:
+        yield kind, partial(_note, kind, step)
+
+
+async def _note(kind: Kind, step: Step, scene: Scene) -> None:
+    with _noted(scene.journal, kind):
+        await step(scene)
 
 
 @contextlib.contextmanager

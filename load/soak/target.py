@@ -9,22 +9,27 @@ import itertools
 import os
 import select
 import shlex
+import shutil
 import tempfile
 import termios
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import orjson
 import psutil
+import tokenizers
 
 from penstock.engine.errors import ConfigError
+from penstock.engine.model_files import DEMO_MODEL_PATH
 from penstock.load.client.records import Address
-from penstock.load.launch import Started, redis_server
+from penstock.load.launch import Started, peer_engine, redis_server
 from penstock.load.launch import server as launch_server
+from penstock.load.soak.expensive import PeerEngine, certificate, dripping_host
 from penstock.load.soak.watch import Family
 
 _CAPACITY_BYTES = 4096  # the smallest that Linux allows: soon full
@@ -89,6 +94,20 @@ _OWN_FLAGS = (
 )
 # For a server under attack: gateways that can replace each other.
 _ATTACKED_FLAGS = "--api-workers 2 --redis-url"
+_FLOOD_STORE_BYTES = 16 << 20
+_KEYS = f"""
+[[keys]]
+key = "sk-soak"
+tenant = "soak"
+admin = true
+[[keys]]
+key = "sk-flood"
+tenant = "flood"
+[tenants.soak]
+allow_cache_salt = true
+[tenants.flood]
+store_bytes = {_FLOOD_STORE_BYTES}
+"""
 _READY_WITHIN_S = 60.0
 _NUM_READY = 10  # times in a row, as each of several gateways may answer
 
@@ -102,7 +121,8 @@ class Target:
 
     `family` gives its live processes by name; empty if they are unknown. `kill` kills the next
     victim and returns its name when the server is ready again; None if nothing may be killed.
-    `ready` waits until a frozen server is ready again.
+    `ready` waits until a frozen server is ready again. `api_key` is what its traffic needs,
+    `flood_key` is another tenant's.
     """
 
     name: str
@@ -112,26 +132,78 @@ class Target:
     victims: Callable[[], Family] = dict  # what may be frozen, by name: gateways, the engine, Redis
     ready: Callable[[], Awaitable[None]] = _at_once
     log: LogPipe | None = None  # what the server logs to, where the reader may pause
+    api_key: str | None = None
+    flood_key: str | None = None
+    image_host: str | None = None  # a listed one that sends bytes one by one
+    peer_engine: PeerEngine | None = None  # one beside the server, for gateways of other machines
 
 
 @contextlib.contextmanager
-def own_server(model: str | None, flags: str, *, is_attacked: bool) -> Iterator[Target]:
+def own_server(
+    model: str | None, flags: str, *, is_attacked: bool, has_images: bool = False
+) -> Iterator[Target]:
     """A penstock server. Kills hit its engine and, if it has several gateways, each of them in
     turn: the only gateway would lose everything in its memory. An attacked server has two
-    gateways, a Redis of its own, and a pipe for its log."""
+    gateways, a Redis of its own, keys of two tenants, and a pipe for its log; beside it an engine
+    listens for peers, and, `has_images`, there are a model that takes them and a host for them."""
     with contextlib.ExitStack() as stack:
-        log, others = None, dict[str, psutil.Process]()
+        log, others, more = None, dict[str, psutil.Process](), dict[str, Any]()
         if is_attacked:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             log = stack.enter_context(LogPipe.opened())
             url, others["redis"] = stack.enter_context(redis_server())
-            flags = f"{_ATTACKED_FLAGS} {url} {flags}"
+            keys = folder / "keys.toml"
+            keys.write_text(_KEYS, encoding="utf-8")
+            flags = f"{_ATTACKED_FLAGS} {url} --api-keys-file {keys} {flags}"
+            more = {"api_key": "sk-soak", "flood_key": "sk-flood"}
+            if has_images:
+                model = str(vision_model(folder))
+                more["image_host"] = stack.enter_context(dripping_host())
+                flags = f"--allowed-media-domains {more['image_host']} --load-format dummy {flags}"
+            files = certificate(folder)
+            with_files = ("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca)
+            address = stack.enter_context(peer_engine(with_files))
+            more["peer_engine"] = PeerEngine(address=address, files=files)
         arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
         started = stack.enter_context(
             launch_server(model, arguments, log=log.path, stderr=log.write_end)
             if log is not None
             else launch_server(model, arguments)
         )
-        yield _own_target(started, others, log, f"{model or 'demo'} {shlex.join(arguments)}")
+        target = _own_target(started, others, log, f"{model or 'demo'} {shlex.join(arguments)}")
+        yield replace(target, **more)
+
+
+def vision_model(folder: Path) -> Path:
+    """A directory of a model that takes images, without weights: the demo model's text model and
+    tokenizer behind a small tower."""
+    path = folder / "images"
+    path.mkdir()
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL_PATH / name, path)
+    words = tokenizers.Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
+    words.add_special_tokens(["<image>"])
+    words.save(str(path / "tokenizer.json"))
+    text = orjson.loads((DEMO_MODEL_PATH / "config.json").read_bytes())
+    side, tower = 56, {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "dtype": "bfloat16",
+        "image_token_index": words.token_to_id("<image>"),
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": True,
+        "eos_token_id": text["eos_token_id"],
+        "text_config": {**text, "vocab_size": words.get_vocab_size()},
+        "vision_config": {"model_type": "clip_vision_model", "num_attention_heads": 2,
+                          "image_size": side, "patch_size": 14, "projection_dim": 64, **tower},
+    }  # fmt: skip
+    sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    processor = {"image_processor_type": "CLIPImageProcessor", **sizes}
+    (path / "config.json").write_bytes(orjson.dumps(config))
+    (path / "preprocessor_config.json").write_bytes(orjson.dumps(processor))
+    return path
 
 
 def _own_target(started: Started, others: Family, log: LogPipe | None, arguments: str) -> Target:

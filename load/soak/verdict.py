@@ -22,7 +22,7 @@ import bisect
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -31,9 +31,14 @@ from penstock.load.soak.journal import Adversity, Journal, Kill, Kind, Outcome, 
 from penstock.load.soak.prober import PROBE_EVERY_S
 from penstock.load.soak.watch import IDLE_METRICS, Sample
 
+# What may cost other streams little more than plain text.
+_COMPARED = (Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS, Kind.DEEP_SCHEMAS, Kind.TINY_MESSAGES,
+             Kind.IMAGE_HOST)  # fmt: skip
+_COMPILED = (Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS, Kind.DEEP_SCHEMAS, Kind.GRAMMARS)
 # A gateway that is frozen or gone cannot answer.
 _ANSWERS = (Kind.LARGE_PROMPTS, Kind.UNDRAINED_LOG, Kind.SILENCE, Kind.PIPELINE,
-            Kind.CONNECTIONS, Kind.TRAILERS)  # fmt: skip
+            Kind.CONNECTIONS, Kind.TRAILERS, Kind.PLAIN_TEXT, *_COMPARED, Kind.GRAMMARS,
+            Kind.STORE, Kind.IDLE_PEERS)  # fmt: skip
 _MEMORY_BACK_WITHIN_S = 30.0
 
 
@@ -51,9 +56,12 @@ class Cost:
     num_streams: int  # that met it
     num_broken: int  # those of them that had a fault, excused or not
     health_p99_s: float | None
+    gap_p99_s: float | None
     gap_p999_s: float | None
     largest_gap_s: float | None
+    events_per_s: float  # of the steady streams
     memory_bytes: int  # growth of the process that kept most afterwards
+    peak_bytes: int  # growth of the process that grew most, at its largest meanwhile
     lag_p99_s: float | None  # of the prober itself
 
 
@@ -72,17 +80,21 @@ def costs(
             if any(outcome.began_s <= t.ended_s and outcome.ended_s >= t.began_s for t in times)
         ]
         gaps_s = _within(gaps, times)
+        seconds = sum(each.ended_s - each.began_s for each in times)
         found.append(
             Cost(
                 kind=kind,
                 num_times=len(times),
-                seconds=sum(each.ended_s - each.began_s for each in times),
+                seconds=seconds,
                 num_streams=len(met),
                 num_broken=sum(bool(outcome.faults) for outcome in met),
                 health_p99_s=_percentile(_within(health, times), 0.99),
+                gap_p99_s=_percentile(gaps_s, 0.99),
                 gap_p999_s=_percentile(gaps_s, 0.999),
                 largest_gap_s=_percentile(gaps_s, 1),
-                memory_bytes=max((_kept_bytes(each, samples) for each in times), default=0),
+                events_per_s=len(gaps_s) / seconds if seconds else 0.0,
+                memory_bytes=max((_grown_bytes(each, samples, min) for each in times), default=0),
+                peak_bytes=max((_grown_bytes(each, samples, max) for each in times), default=0),
                 lag_p99_s=_percentile(_within(lags, times), 0.99),
             )
         )
@@ -96,7 +108,13 @@ class Bars:
     large_health_p99_s: float = 0.1  # while large prompts are posted
     health_p99_s: float = 2.0  # during others that leave the gateways alive
     gap_ratio: float = 2.0  # largest gap with large prompts ÷ without
+    # With what is expensive ÷ with as many requests of 250 KB of plain text:
+    gap_p99_ratio: float = 2.0
+    throughput_ratio: float = 0.8
     memory_bytes: int = 50_000_000  # kept afterwards
+    # Where grammars are compiled, which an engine keeps as far as gateway/LIMITS.md says; the rest
+    # is what else was kept.
+    grammar_bytes: int = 320_000_000
 
 
 def objections(found: Sequence[Cost], bars: Bars) -> Iterator[tuple[str, str]]:
@@ -114,11 +132,12 @@ def objections(found: Sequence[Cost], bars: Bars) -> Iterator[tuple[str, str]]:
             elif cost.health_p99_s > bar_s:
                 detail = f"p99 {_ms(cost.health_p99_s)}, the bar is {_ms(bar_s)}"
                 yield f"/health during {cost.kind}", detail
-        if cost.kind is not Kind.CALM and cost.memory_bytes > bars.memory_bytes:
-            detail = (
-                f"{cost.memory_bytes / 1e6:,.0f} MB were kept, {bars.memory_bytes / 1e6:g} may be"
-            )
+        bar_bytes = bars.grammar_bytes if cost.kind in _COMPILED else bars.memory_bytes
+        if cost.kind is not Kind.CALM and cost.memory_bytes > bar_bytes:
+            detail = f"{cost.memory_bytes / 1e6:,.0f} MB were kept, {bar_bytes / 1e6:g} may be"
             yield f"memory after {cost.kind}", detail
+        if cost.kind in _COMPARED and Kind.PLAIN_TEXT in by_kind:
+            yield from _comparison(cost, by_kind[Kind.PLAIN_TEXT], bars)
     if Kind.LARGE_PROMPTS in by_kind and by_kind[Kind.LARGE_PROMPTS].num_times:
         yield from _gap_objections(by_kind[Kind.LARGE_PROMPTS], by_kind[Kind.CALM], bars)
 
@@ -132,6 +151,25 @@ def _gap_objections(large: Cost, calm: Cost, bars: Bars) -> Iterator[tuple[str, 
             what,
             f"{_ms(large.largest_gap_s)}, without them {_ms(calm.largest_gap_s)}; "
             f"the bar is {bars.gap_ratio:g} times that",
+        )
+
+
+def _comparison(cost: Cost, plain: Cost, bars: Bars) -> Iterator[tuple[str, str]]:
+    what = f"other streams during {cost.kind}"
+    if cost.gap_p99_s is None or plain.gap_p99_s is None:
+        yield what, "nothing was measured"
+        return
+    if cost.gap_p99_s > bars.gap_p99_ratio * plain.gap_p99_s:
+        yield (
+            what,
+            f"p99 of their gaps {_ms(cost.gap_p99_s)}, with plain text {_ms(plain.gap_p99_s)}; "
+            f"the bar is {bars.gap_p99_ratio:g} times that",
+        )
+    if cost.events_per_s < bars.throughput_ratio * plain.events_per_s:
+        yield (
+            what,
+            f"{cost.events_per_s:,.0f} events a second, with plain text {plain.events_per_s:,.0f}; "
+            f"the bar is {bars.throughput_ratio:g} times that",
         )
 
 
@@ -161,9 +199,13 @@ def _percentile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def _kept_bytes(adversity: Adversity, samples: Sequence[Sample]) -> int:
-    """How much more memory the worst process holds afterwards, at its best, than before."""
+def _grown_bytes(
+    adversity: Adversity, samples: Sequence[Sample], pick: Callable[[int, int], int]
+) -> int:
+    """How much more memory the worst process holds than before: afterwards at its best (`min`), or
+    from the beginning on at its worst (`max`)."""
     until_s = adversity.ended_s + _MEMORY_BACK_WITHIN_S
+    from_s = adversity.ended_s if pick is min else adversity.began_s
     before: dict[int, int] = {}
     after: dict[int, int] = {}
     for sample in samples:
@@ -171,8 +213,8 @@ def _kept_bytes(adversity: Adversity, samples: Sequence[Sample]) -> int:
             pid, size = process.pid, process.rss_bytes
             if sample.at_s <= adversity.began_s:
                 before[pid] = size
-            elif adversity.ended_s <= sample.at_s <= until_s:
-                after[pid] = min(after.get(pid, size), size)
+            if from_s <= sample.at_s <= until_s:
+                after[pid] = pick(after.get(pid, size), size)
     return max((after[pid] - before[pid] for pid in before.keys() & after.keys()), default=0)
 
 

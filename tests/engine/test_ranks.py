@@ -355,7 +355,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "blocks of scales": (
         {"intermediate_size": 160},
         {"quantization": "int4"},
-        r"down_proj has a scale for each 64 of its 160 columns, which cannot be cut at column 80",
+        r"down_proj has a scale for each 32 of its 160 columns, which cannot be cut at column 80",
     ),
 }
 

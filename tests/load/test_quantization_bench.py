@@ -1,10 +1,8 @@
-"""The quantization bench: it sees what quantizing changes, which is little on the demo model."""
+"""The quantization bench: speeds beside what the machine allows."""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import cast
@@ -12,99 +10,31 @@ from typing import cast
 import pytest
 import torch
 
-from penstock.engine.config import QUANTIZATIONS, ModelConfig, Quantization
-from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import resolve_model
+from penstock.engine.config import QUANTIZATIONS, Quantization
 from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.cpu.library import load_library
 from penstock.load.bench import quantization
-from penstock.load.bench.quantization import Text, held_out_texts, measure_errors
 from penstock.load.cpu_limits import Ceilings, ReadWeights, products_per_s
 from penstock.load.engine_runs import Lengths, Run, Step
 
 from .conftest import Penstock
 
-DEMO = resolve_model(ModelConfig(), weights=True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "same_top", "perplexity"),
-    [("int8", 0.1, 0.98, 1.005), ("fp8", 0.12, 0.94, 1.01), ("int4", 0.3, 0.88, 1.05)],
-)
-def test_errors_of_the_demo_model(
-    kind: Quantization, error: float, same_top: float, perplexity: float
-) -> None:
-    """The tolerances: logits move little, answers stay."""
-    texts = held_out_texts(DEMO, num_texts=12, seed=1, context_len=2048)
-    assert len(texts) == 12
-    found = measure_errors(DEMO, kind, dtype="auto", texts=texts, num_threads=None)
-    assert found.num_tokens == sum(len(text.token_ids) for text in texts) > 1000
-    assert 0.01 < found.relative_error < error
-    assert same_top <= found.same_top_share < 1.0
-    assert found.answer_same_top_share > 0.99
-    assert found.perplexity < 1.1  # answers to known questions: a shifted token would be far off
-    assert found.quantized_perplexity < perplexity * found.perplexity
-
-
-def test_without_rounding_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = quantization.load_model
-    monkeypatch.setattr(
-        quantization,
-        "load_model",
-        lambda config, *where: original(replace(config, quantization="none"), *where),
-    )
-    texts = held_out_texts(DEMO, num_texts=2, seed=1, context_len=2048)
-    found = measure_errors(DEMO, "int4", dtype="auto", texts=texts, num_threads=None)
-    assert found.relative_error == 0.0
-    assert found.same_top_share == found.answer_same_top_share == 1.0
-    assert found.quantized_perplexity == found.perplexity
-
-
-def test_what_is_compared_of_a_text() -> None:
-    """Three tokens, of which the last two are an answer; a shift of all logits changes nothing."""
-    exact = torch.tensor([[1.0, -1.0], [2.0, -2.0], [0.0, 0.0]], dtype=torch.float64)
-    rounded = exact + torch.tensor([[0.0, 0.0], [-3.0, 3.0], [5.0, 5.0]])
-    compared = dict(
-        zip(
-            quantization._COMPARED,
-            quantization._compare(exact, rounded, Text([1, 0, 0], 1)),
-            strict=True,
-        )
-    )
-    assert compared["squares"] == 2.0 + 8.0
-    assert compared["squared change"] == 18.0
-    assert (compared["tokens"], compared["same"]) == (3, 2)
-    assert (compared["tokens of answers"], compared["same in answers"]) == (2, 1)
-    assert compared["loss"] == pytest.approx(math.log1p(math.exp(-2)) + math.log1p(math.exp(-4)))
-    assert compared["quantized loss"] == pytest.approx(
-        math.log1p(math.exp(-2)) + math.log1p(math.exp(2))
-    )
-
-
-def test_texts_fit_the_context() -> None:
-    texts = held_out_texts(DEMO, num_texts=1000, seed=0, context_len=200)
-    assert max(len(text.token_ids) for text in texts) <= 200
-    assert all(0 < text.answer_start < len(text.token_ids) for text in texts)
-    with pytest.raises(ConfigError, match="no text fits a context of 5 tokens"):
-        held_out_texts(DEMO, num_texts=1, seed=0, context_len=5)
-
 
 @pytest.mark.exhaustive
 def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Path) -> None:
     arguments = ("--num-seqs", "1,3", "--prompt-tokens", "16", "--output-tokens", "8",
-                 "--repeats", "2", "--num-texts", "2", "--out", str(tmp_path))  # fmt: skip
+                 "--repeats", "2", "--out", str(tmp_path))  # fmt: skip
     done = penstock("bench", "quantization", *arguments)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(rows) == (2 + 2) + (2 + 2 * 3) + (2 + 2 * 2 * 3)
+    assert len(rows) == (2 + 2 * 3) + (2 + 2 * 2 * 3)
     assert set(rows) <= set((tmp_path / "quantization.md").read_text().splitlines())
     figures = json.loads((tmp_path / "quantization.json").read_text())
     assert figures["model"] == "demo"
-    assert [each["quantization"] for each in figures["errors"]] == ["int8", "int4"]
     cells = [(cell["num_seqs"], cell["quantization"]) for cell in figures["speed"]]
     assert cells == list(product([1, 3], ["none", "int8", "int4"]))
     sizes = [cell["weight_bytes"] for cell in figures["speed"][:3]]
-    assert sizes[0] > 1.5 * sizes[1] > 2.5 * sizes[2]
+    assert sizes[0] > 1.5 * sizes[1] > 2.2 * sizes[2]
     assert all(cell["ratio"] > 0.0 for cell in figures["speed"])
     kinds = ["none", "int8", "int4"]
     assert list(figures["ceilings"]) == kinds

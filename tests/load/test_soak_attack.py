@@ -12,12 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import orjson
 import psutil
 import pytest
 
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.image_fetch import ImageFetcher
 from penstock.load.bench.soak import Plan, soak
 from penstock.load.launch import freeze
-from penstock.load.soak import attack, traffic
+from penstock.load.soak import attack, expensive, traffic
 from penstock.load.soak.journal import Journal, Kind
 from penstock.load.soak.scene import open_scene
 from penstock.load.soak.target import LogPipe
@@ -62,6 +65,27 @@ async def test_a_bench_that_is_killed_leaves_nothing_frozen(sleeper: psutil.Proc
         await becomes(sleeper, psutil.STATUS_STOPPED)
         bench.kill()
     await becomes(sleeper, psutil.STATUS_SLEEPING)
+
+
+@pytest.mark.parametrize("kind", expensive.BODIES)
+def test_what_is_expensive_has_its_size_and_never_comes_twice(kind: Kind) -> None:
+    one, other = (orjson.dumps(expensive.BODIES[kind](number)) for number in range(2))
+    assert one != other
+    sizes = {
+        Kind.PLAIN_TEXT: 250_000,
+        Kind.TOOL_SCHEMAS: 215_000,
+        Kind.RESPONSE_FORMATS: 151_000,
+        Kind.DEEP_SCHEMAS: 100_000,
+        Kind.TINY_MESSAGES: 131_072,
+    }
+    assert len(one) == pytest.approx(sizes[kind], rel=0.15)
+
+
+async def test_a_dripping_host_never_ends() -> None:
+    with expensive.dripping_host() as address:
+        fetcher = ImageFetcher([address], max_bytes=1 << 20, timeout_s=60)
+        with pytest.raises(RequestRefusedError, match="chunks"):
+            await fetcher.fetch(f"http://{address}/x.png", param="x")
 
 
 def test_a_log_that_is_not_read_fills_and_is_read_later() -> None:
@@ -109,13 +133,16 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
         ("RESUMED_TOKENS", range(600, 601)), ("TRAILERS_FOR_S", 0.5),
     ):  # fmt: skip
         monkeypatch.setattr(attack, name, value)
+    monkeypatch.setattr(expensive, "FOR_S", 0.5)
+    monkeypatch.setattr(expensive, "NUM_GRAMMARS", 3)
     with synthetic_server("--ttft-ms 10 --itl-ms 2") as target:
         plan = Plan(duration_s=1, concurrency=1, seed=0, is_attack=True)
         seen = await soak(target, plan, Bounds())
         kinds = [*seen.kinds]
     assert kinds == [
         Kind.CALM, Kind.KILL, Kind.LARGE_PROMPTS, Kind.SILENCE, Kind.PIPELINE, Kind.CONNECTIONS,
-        Kind.TRAILERS, Kind.FREEZE,
+        Kind.TRAILERS, Kind.PLAIN_TEXT, Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS,
+        Kind.DEEP_SCHEMAS, Kind.TINY_MESSAGES, Kind.GRAMMARS, Kind.FREEZE,
     ]  # fmt: skip
     costs = {cost.kind: cost for cost in seen.costs()}
     assert all(cost.num_times > 0 for cost in costs.values())

@@ -23,6 +23,7 @@ from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX, check_file, read_js
 from penstock.engine.weights.checkpoint import FLOATS, Checkpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 
+_ALIGNMENT = 4  # of the largest numbers
 _NUM_ROWS = 1024  # that are decoded at once
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {
@@ -96,6 +97,8 @@ class GgufCheckpoint(Checkpoint):
         start, size = tensor.integer("offset", minimum=0), tensor.integer("size")
         if start + size > len(self._bytes):
             raise self.fault(name, "ends after the file")
+        if start % _ALIGNMENT:
+            raise self.fault(name, f"begins at byte {start}, no multiple of {_ALIGNMENT}")
         self.unread.discard(stored)
         num_rows = math.prod(shape[:-1])
         return self._bytes[start : start + size].view(num_rows, -1), tensor.text("type")

@@ -22,6 +22,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.served_model import ServedModel
 
+_NUM_READING = 2  # adapters at once, of which each takes a thread
 _TRIAL_S = 30.0  # all places may be taken; then the adapter is read when it is first used
 
 
@@ -43,6 +44,7 @@ class Adapters:
         self._registry, self._engine, self._model = registry, engine, model
         self._max_rank, self._max_body_bytes = max_rank, max_body_bytes
         self._lock = asyncio.Lock()
+        self._reading = asyncio.Semaphore(_NUM_READING)
 
     @operation(
         "POST /v1/load_lora_adapter",
@@ -54,9 +56,11 @@ class Adapters:
         """The engine has read it when this returns, so what is wrong with it is in the answer."""
         _check_admin(request)
         asked = parse_fields(LoadAdapter, await read_json(request, max_bytes=self._max_body_bytes))
+        self._check_name(asked)
+        async with self._reading:
+            adapter = await self._find(asked)
         async with self._lock:
             self._check_name(asked)
-            adapter = await self._find(asked)
             await self._try(adapter)
             await self._registry.load(adapter)
         return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
@@ -91,9 +95,14 @@ class Adapters:
             )
 
     async def _find(self, asked: LoadAdapter) -> Adapter:
+        info = await self._engine.require_info()
         try:
             return await asyncio.to_thread(
-                find_adapter, asked.lora_name, asked.lora_path, max_rank=self._max_rank
+                find_adapter,
+                asked.lora_name,
+                asked.lora_path,
+                max_rank=self._max_rank,
+                max_bytes=info.max_adapter_bytes or None,
             )
         except ModelLoadError as error:
             raise _refused("lora_path", str(error)) from error

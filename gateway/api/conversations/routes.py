@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.gateway.admission.admission import Admission
 from penstock.gateway.api.conversations.schema import (
     ConversationUpdate,
     NewConversation,
@@ -46,6 +47,7 @@ from penstock.gateway.storage.conversations.records import (
     TurnSummary,
 )
 from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.tenant_shares import StoreLimitError
 
 _ONE = "/v1/conversations/{conversation_id}"
 _ITEMS = f"{_ONE}/items"
@@ -54,12 +56,20 @@ _ITEMS = f"{_ONE}/items"
 class _Endpoints:
     """Shared by both classes of endpoints: reading bodies, finding a conversation, adding items."""
 
-    def __init__(self, store: ConversationStore, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, store: ConversationStore, admission: Admission, *, max_body_bytes: int
+    ) -> None:
         self._store = store
+        self._admission = admission
         self._max_body_bytes = max_body_bytes
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_json(request, max_bytes=self._max_body_bytes)
+
+    async def _body_to_store(self, request: Request) -> dict[str, Any]:
+        """The body of a request that counts against the tenant's limits, because it stores."""
+        await self._admission.count(caller_of(request.scope))
+        return await self._body(request)
 
     async def _conversation(self, request: Request) -> Conversation:
         """The conversation in the path. Raises: NotFoundError."""
@@ -83,9 +93,14 @@ class Conversations(_Endpoints):
     """Endpoints of conversations."""
 
     def __init__(
-        self, store: ConversationStore, service: ResponseService, *, max_body_bytes: int
+        self,
+        store: ConversationStore,
+        admission: Admission,
+        service: ResponseService,
+        *,
+        max_body_bytes: int,
     ) -> None:
-        super().__init__(store, max_body_bytes=max_body_bytes)
+        super().__init__(store, admission, max_body_bytes=max_body_bytes)
         self._service = service
 
     @operation(
@@ -99,7 +114,7 @@ class Conversations(_Endpoints):
         },
     )
     async def create(self, request: Request) -> Response:
-        asked = parse_fields(NewConversation, await self._body(request))
+        asked = parse_fields(NewConversation, await self._body_to_store(request))
         conversation = Conversation(
             conversation_id=new_conversation_id(),
             tenant=_tenant(request),
@@ -107,8 +122,12 @@ class Conversations(_Endpoints):
             metadata=asked.metadata or {},
         )
         await self._store.create(conversation)
-        if asked.items:
-            await self._add(conversation, item_objects(asked.items))
+        try:
+            if asked.items:
+                await self._add(conversation, item_objects(asked.items))
+        except StoreLimitError:
+            await self._store.delete(conversation.tenant, conversation.conversation_id)
+            raise
         return json_response(_conversation_object(conversation))
 
     @operation(
@@ -140,7 +159,7 @@ class Conversations(_Endpoints):
         body=(ConversationUpdate,),
     )
     async def update(self, request: Request) -> Response:
-        asked = parse_fields(ConversationUpdate, await self._body(request))
+        asked = parse_fields(ConversationUpdate, await self._body_to_store(request))
         conversation = await self._store.set_metadata(
             _tenant(request), request.path_params["conversation_id"], asked.metadata or {}
         )
@@ -211,7 +230,7 @@ class ConversationItems(_Endpoints):
     )
     async def create(self, request: Request) -> Response:
         query = read_query(IncludeQuery, request.query_params)
-        asked = parse_fields(NewItems, await self._body(request))
+        asked = parse_fields(NewItems, await self._body_to_store(request))
         items = item_objects(asked.items)
         await self._add(await self._conversation(request), items)
         return json_response(list_object([_shown(item, query) for item in items], has_more=False))

@@ -2,12 +2,16 @@
 --
 -- KEYS: its fields, the links of its turns, their bodies, chunks of token ids; all in one slot.
 -- ARGV: operation, tenant, time to live (ms), lease (ms), then the operation's arguments.
--- Replies: {"ok", …}, {"no conversation"}, {"no turn"} or {"locked"}. '' stands for no value.
+-- Replies: {"ok", bytes of the conversation, …}, {"no conversation"}, {"no turn"}, {"locked"} or
+-- {"too large", the bound}. '' stands for no value.
 
 local FIELDS, LINKS, BODIES, CHUNKS = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local operation, tenant, ttl_ms, lease_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+
+-- As in memory: objects and slots, without their content.
+local TREE_BYTES, TURN_BYTES, CHUNK_BYTES = 1024, 512, 128
 
 local function field(name)
   return redis.call('HGET', FIELDS, name) or ''
@@ -15,6 +19,24 @@ end
 
 local function set(...)
   redis.call('HSET', FIELDS, ...)
+end
+
+-- Bytes of the whole conversation, kept in a field; counted where it is missing.
+local function counted()
+  local num = TREE_BYTES
+  for key, overhead in pairs({[BODIES] = TURN_BYTES, [CHUNKS] = CHUNK_BYTES}) do
+    for _, value in ipairs(redis.call('HVALS', key)) do
+      num = num + overhead + #value
+    end
+  end
+  return num
+end
+
+local num_bytes = tonumber(field('num_bytes')) or counted()
+local num_bytes_before = num_bytes
+
+local function count(num)
+  num_bytes = num_bytes + num
 end
 
 -- A link is `order|parent|status|created at|lease (ms)`: children have a higher order than parents.
@@ -43,15 +65,19 @@ end
 
 -- A turn's body, and the chunks of token ids that it names: name, bytes, name, bytes, …
 local function put_body(turn, body, ...)
+  count(#body - redis.call('HSTRLEN', BODIES, turn))
   redis.call('HSET', BODIES, turn, body)
   local chunks = {...}
   for index = 1, #chunks, 2 do
-    redis.call('HSETNX', CHUNKS, chunks[index], chunks[index + 1])
+    if redis.call('HSETNX', CHUNKS, chunks[index], chunks[index + 1]) == 1 then
+      count(CHUNK_BYTES + #chunks[index + 1])
+    end
   end
 end
 
 local function put_turn(turn, link, ...)
   link.order = redis.call('HINCRBY', FIELDS, 'num_turns', 1)
+  count(TURN_BYTES)
   put_link(turn, link)
   put_body(turn, ...)
 end
@@ -73,6 +99,7 @@ local function drop_chunks(body)
   end
   each_chunk(body, function(name)
     if not is_used[name] then
+      count(-CHUNK_BYTES - redis.call('HSTRLEN', CHUNKS, name))
       redis.call('HDEL', CHUNKS, name)
     end
   end)
@@ -108,6 +135,7 @@ local operations = {}
 function operations.create(created_at, is_listed, metadata)
   set('tenant', tenant, 'created_at', created_at, 'is_listed', is_listed, 'metadata', metadata,
     'head', '', 'running', '', 'num_turns', 0)
+  count(#metadata)
   return {'ok'}
 end
 
@@ -115,6 +143,7 @@ operations.get = described
 operations.peek = described
 
 function operations.set_metadata(metadata)
+  count(#metadata - #field('metadata'))
   set('metadata', metadata)
   return described()
 end
@@ -122,6 +151,16 @@ end
 function operations.delete()
   redis.call('DEL', unpack(KEYS))
   return {'ok'}
+end
+
+-- Make room for others, unless a turn runs.
+function operations.evict()
+  for _, link in ipairs(redis.call('HVALS', LINKS)) do
+    if parse(link).is_running then
+      return {'locked'}
+    end
+  end
+  return operations.delete()
 end
 
 -- Idempotent, like all operations: after a lost reply the client repeats them.
@@ -166,13 +205,30 @@ function operations.finish_turn(turn, status, ...)
   return described()
 end
 
-function operations.add_items(turn, created_at, ...)
+-- Bytes of the turns without a response.
+local function added()
+  local num = 0
+  for _, turn in ipairs(redis.call('HKEYS', BODIES)) do
+    if string.sub(turn, 1, 5) == 'turn_' then
+      num = num + redis.call('HSTRLEN', BODIES, turn)
+    end
+  end
+  return num
+end
+
+function operations.add_items(turn, created_at, max_bytes, max_added, body, ...)
   if not link_of(turn) then
     if holder() ~= '' then
       return {'locked'}
     end
+    if added() + #body > tonumber(max_added) then
+      return {'too large', max_added}
+    end
+    if max_bytes ~= '' and num_bytes + TURN_BYTES + #body > tonumber(max_bytes) then
+      return {'too large', max_bytes}
+    end
     local link = {parent = field('head'), status = 'completed', created_at = created_at}
-    put_turn(turn, link, ...)
+    put_turn(turn, link, body, ...)
     set('head', turn, 'running', '')
   end
   return described()
@@ -250,6 +306,7 @@ function operations.delete_turn(turn)
   redis.call('HDEL', LINKS, turn)
   redis.call('HDEL', BODIES, turn)
   if body then
+    count(-TURN_BYTES - #body)
     drop_chunks(body)
   end
   if field('running') == turn then
@@ -273,6 +330,14 @@ elseif owner ~= tenant then
   return {'no conversation'}
 end
 local reply = operations[operation](unpack(ARGV, 5))
+if reply[1] == 'ok' then
+  if redis.call('EXISTS', FIELDS) == 0 then
+    num_bytes = 0
+  elseif num_bytes ~= num_bytes_before then
+    set('num_bytes', num_bytes)
+  end
+  table.insert(reply, 2, num_bytes)
+end
 if operation ~= 'peek' then
   for _, key in ipairs(KEYS) do
     redis.call('PEXPIRE', key, ttl_ms)

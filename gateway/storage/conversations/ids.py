@@ -43,6 +43,11 @@ def new_turn_id(conversation_id: str) -> str:
     return f"turn_{conversation_id.removeprefix('conv_')}{secrets.token_hex(_NUM_BYTES)}"
 
 
+def is_added(turn_id: str) -> bool:
+    """Whether these are items without a response."""
+    return turn_id.startswith("turn_")
+
+
 def conversation_of(turn_id: str) -> str | None:
     """The conversation of a response or turn; None if the id is malformed."""
     match = _TURN.fullmatch(turn_id)

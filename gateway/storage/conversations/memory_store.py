@@ -1,17 +1,19 @@
 """Conversations in this process's memory, bounded in bytes and age.
 
-The least recently used are dropped first, whole; one with a running turn stays. Turns are kept as
-bytes (`turn_codec`), as in Redis, and share token ids within their conversation.
+Whose are dropped first is in `tenant_shares`: the least recently used, whole; one with a running
+turn stays. Turns are kept as bytes (`turn_codec`), as in Redis, and share token ids within their
+conversation.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.gateway.storage.conversations.ids import conversation_of
+from penstock.gateway.storage.conversations.ids import conversation_of, is_added
 from penstock.gateway.storage.conversations.records import (
     Conversation,
     StoredTurn,
@@ -21,6 +23,7 @@ from penstock.gateway.storage.conversations.records import (
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
+    MAX_ADDED_BYTES,
     head_locked,
     no_conversation,
     no_turn,
@@ -32,6 +35,7 @@ from penstock.gateway.storage.conversations.turn_codec import (
     pack,
     unpack,
 )
+from penstock.gateway.storage.tenant_shares import StoreLimitError, TenantShares
 
 _TREE_BYTES = 1024  # objects and dictionary slots, without their content
 _TURN_BYTES = 512
@@ -79,6 +83,7 @@ class MemoryConversationStore:
         max_bytes: total size, not counting conversations with running turns.
         ttl_s: how long a conversation is kept after its last use.
         lease_s: how long a turn may run without being touched.
+        shares: of the tenants in all stores of this process; None: there is only this store.
         clock: monotonic seconds.
     """
 
@@ -90,14 +95,20 @@ class MemoryConversationStore:
         *,
         ttl_s: float = DEFAULT_TTL_S,
         lease_s: float = DEFAULT_LEASE_S,
+        shares: TenantShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_bytes = max_bytes
+        self._shelf = (shares or TenantShares()).shelf(
+            max_bytes, drop=self._drop, is_in_use=self._is_in_use
+        )
         self._ttl_s = ttl_s
         self._lease_s = lease_s
         self._clock = clock
         self._trees: OrderedDict[str, _Tree] = OrderedDict()  # used least recently first
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._shelf.num_bytes
 
     async def create(self, conversation: Conversation) -> None:
         if conversation.conversation_id not in self._trees:
@@ -105,8 +116,7 @@ class MemoryConversationStore:
             tree = _Tree(conversation, self._clock(), conversation.created_at)
             tree.num_bytes += _num_bytes_of(conversation)
             self._trees[conversation.conversation_id] = tree
-            self.num_bytes += tree.num_bytes
-            self._drop_old()
+            self._account(tree, 0)
 
     async def get(self, tenant: str, conversation_id: str) -> Conversation:
         return self._shown(self._use(tenant, conversation_id))
@@ -186,6 +196,7 @@ class MemoryConversationStore:
             return
         if self._is_held(tree):
             raise head_locked(turn.conversation_id)
+        self._check_size(tree, len(pack(turn).body))
         tree.last_turn_at = max(tree.last_turn_at, turn.created_at)
         parent_id = tree.conversation.head
         tree.conversation = replace(tree.conversation, head=turn.turn_id, running=None)
@@ -258,6 +269,7 @@ class MemoryConversationStore:
             raise no_conversation(conversation_id)
         tree.used_s = self._clock()
         self._trees.move_to_end(conversation_id)
+        self._shelf.use(tenant, conversation_id)
         return tree
 
     def _find(self, tenant: str, turn_id: str) -> tuple[_Tree, _Node]:
@@ -284,16 +296,30 @@ class MemoryConversationStore:
         info = replace(node.info, status=self._status(tree, node))
         return unpack(info, node.body, tree.chunks)
 
+    def _check_size(self, tree: _Tree, num_more: int) -> None:
+        """
+        Raises:
+            StoreLimitError: as `add_items`.
+        """
+        conversation = tree.conversation
+        added = (node for node in tree.nodes.values() if is_added(node.info.turn_id))
+        num_added = sum(len(node.body) for node in added)
+        for num_bytes, max_bytes in (
+            (num_added, MAX_ADDED_BYTES),
+            (tree.num_bytes + _TURN_BYTES, self._shelf.max_bytes_of(conversation.tenant)),
+        ):
+            if num_bytes + num_more > max_bytes:
+                raise StoreLimitError(conversation.conversation_id, max_bytes)
+
     # -- storage -----------------------------------------------------------------------------
 
     def _add(self, tree: _Tree, turn: StoredTurn, lease_s: float = 0.0) -> None:
         node = tree.nodes[turn.turn_id] = _Node(node_of(turn), b"", lease_s)
-        self._account(tree, _TURN_BYTES)
-        self._write(tree, node, turn)
+        self._write(tree, node, turn, num_more=_TURN_BYTES)
 
-    def _write(self, tree: _Tree, node: _Node, turn: StoredTurn) -> None:
+    def _write(self, tree: _Tree, node: _Node, turn: StoredTurn, num_more: int = 0) -> None:
         packed = pack(turn)
-        num_more = len(packed.body) - len(node.body)
+        num_more += len(packed.body) - len(node.body)
         node.body = packed.body
         for name, chunk in packed.chunks.items():
             if tree.chunks.setdefault(name, chunk) is chunk:
@@ -311,25 +337,27 @@ class MemoryConversationStore:
 
     def _account(self, tree: _Tree, num_more: int) -> None:
         tree.num_bytes += num_more
-        self.num_bytes += num_more
+        conversation = tree.conversation
+        self._shelf.put(conversation.tenant, conversation.conversation_id, tree.num_bytes)
         self._drop_old()
 
+    def _is_in_use(self, conversation_id: str) -> bool:
+        tree, now_s = self._trees[conversation_id], self._clock()
+        if not (tree.nodes or tree.conversation.is_listed):  # its first turn is about to begin
+            return tree.used_s + self._lease_s > now_s
+        return any(tree.is_running(turn_id, now_s) for turn_id in tree.nodes)
+
     def _drop_old(self) -> None:
-        now_s, num_bytes = self._clock(), self.num_bytes
-        doomed = []
-        for conversation_id, tree in self._trees.items():
-            if num_bytes <= self._max_bytes and tree.used_s + self._ttl_s > now_s:
-                break
-            if not any(tree.is_running(turn_id, now_s) for turn_id in tree.nodes):
-                doomed.append(conversation_id)
-                num_bytes -= tree.num_bytes
-        for conversation_id in doomed:
+        horizon_s = self._clock() - self._ttl_s
+        expired = itertools.takewhile(lambda each: each[1].used_s <= horizon_s, self._trees.items())
+        for conversation_id in [key for key, _ in expired if not self._is_in_use(key)]:
             self._drop(conversation_id)
+        self._shelf.make_room()  # what ran before may not run any longer
 
     def _drop(self, conversation_id: str) -> None:
         tree = self._trees.pop(conversation_id, None)
         if tree is not None:
-            self.num_bytes -= tree.num_bytes
+            self._shelf.remove(tree.conversation.tenant, conversation_id)
 
 
 def _num_bytes_of(conversation: Conversation) -> int:

@@ -28,7 +28,10 @@ from penstock.gateway.storage.conversations.records import Conversation, StoredT
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
+    MAX_ADDED_BYTES,
+    ConversationLockedError,
     NotFoundError,
+    StoreUnavailableError,
     UnreadableDataError,
     head_locked,
     no_conversation,
@@ -36,11 +39,16 @@ from penstock.gateway.storage.conversations.store import (
 )
 from penstock.gateway.storage.conversations.turn_codec import TreeNode, chunk_names, pack, unpack
 from penstock.gateway.storage.redis_link import RedisLink, Script
+from penstock.gateway.storage.redis_shares import RedisShares
+from penstock.gateway.storage.tenant_shares import StoreLimitError
 
 _FOLDER = files("penstock.gateway.storage.conversations")
 _CONVERSATION = Script(_FOLDER.joinpath("conversation.lua").read_text("utf-8"))
 _LISTING = Script(_FOLDER.joinpath("listing.lua").read_text("utf-8"))
 _KEYS = ("conversation", "links", "turns", "token_ids")
+# What stores without the engine waits until what had to go for it is gone. A turn, which admission
+# has let in, does not wait for a round trip more.
+_UNADMITTED = ("set_metadata", "add_items")
 _NUM_AT_ONCE = 16  # lookups of a listing
 # What decoding raises for bytes that are not ours.
 _UNREADABLE = (
@@ -61,14 +69,24 @@ class RedisConversationStore:
     Args:
         ttl_s: how long a conversation is kept after its last use.
         lease_s: how long a turn may run without being touched.
+        shares: the account of what tenants keep in this Redis; None: nobody counts it.
     """
 
     is_durable = True
 
     def __init__(
-        self, link: RedisLink, *, ttl_s: float = DEFAULT_TTL_S, lease_s: float = DEFAULT_LEASE_S
+        self,
+        link: RedisLink,
+        *,
+        ttl_s: float = DEFAULT_TTL_S,
+        lease_s: float = DEFAULT_LEASE_S,
+        shares: RedisShares | None = None,
     ) -> None:
         self._link = link
+        self._shares = shares
+        if shares is not None:
+            shares.add_kind("conv_", self._evict)
+        self._ttl_s = ttl_s
         self._ttl_ms = round(ttl_s * 1000)
         self._lease_ms = round(lease_s * 1000)
 
@@ -154,7 +172,10 @@ class RedisConversationStore:
         await self._list(conversation, turn.created_at)
 
     async def add_items(self, turn: StoredTurn) -> None:
-        arguments = (turn.turn_id, turn.created_at, *_packed(turn))
+        shares = self._shares
+        max_bytes = None if shares is None else shares.max_bytes_of(turn.tenant)
+        bounds = ("" if max_bytes is None else max_bytes, MAX_ADDED_BYTES)
+        arguments = (turn.turn_id, turn.created_at, *bounds, *_packed(turn))
         fields = await self._run("add_items", turn.tenant, turn.conversation_id, *arguments)
         conversation = self._conversation(turn.tenant, turn.conversation_id, fields)
         await self._list(conversation, turn.created_at)
@@ -221,7 +242,7 @@ class RedisConversationStore:
             raise no_conversation(conversation_id)
         keys = [f"penstock:{{{tree}}}:{name}" for name in _KEYS]
         arguments = [operation, tenant, self._ttl_ms, self._lease_ms, *args]
-        reply: list[Any] = await self._link.run(_CONVERSATION, keys, arguments)
+        reply = await self._run_or_make_room(tenant, keys, arguments)
         word, *values = reply
         if word == b"locked":
             raise head_locked(conversation_id)
@@ -230,7 +251,40 @@ class RedisConversationStore:
         if word == b"no turn":
             assert turn_id is not None
             raise no_turn(turn_id)
+        if word == b"too large":
+            raise StoreLimitError(conversation_id, int(values[0]))
+        num_bytes, *values = values
+        if self._shares is not None:
+            if operation in _UNADMITTED:
+                await self._shares.tell(tenant, conversation_id, num_bytes, ttl_s=self._ttl_s)
+            elif operation not in ("peek", "evict"):
+                self._shares.tell_soon(tenant, conversation_id, num_bytes, ttl_s=self._ttl_s)
         return values
+
+    async def _run_or_make_room(
+        self, tenant: str, keys: Sequence[str], arguments: Sequence[Any]
+    ) -> list[Any]:
+        try:
+            reply: list[Any] = await self._link.run(_CONVERSATION, keys, arguments)
+        except StoreUnavailableError as error:
+            num_bytes = sum(len(each) for each in arguments if isinstance(each, bytes))
+            shares = self._shares
+            if shares is None or not await shares.make_room(tenant, num_bytes, error.__cause__):
+                raise
+            reply = await self._link.run(_CONVERSATION, keys, arguments)
+        return reply
+
+    async def _evict(self, tenant: str, conversation_id: str) -> bool:
+        """Delete a conversation to make room; False: a turn runs."""
+        try:
+            await self._run("evict", tenant, conversation_id)
+        except NotFoundError:
+            return True
+        except ConversationLockedError:
+            return False
+        with contextlib.suppress(UnreadableDataError):
+            await self._run_listing("remove", tenant, conversation_id)
+        return True
 
     async def _unpacked(self, tenant: str, turn_id: str, values: Sequence[Any]) -> list[StoredTurn]:
         """The turns of a reply, with the token ids that they share."""

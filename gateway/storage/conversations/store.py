@@ -20,6 +20,9 @@ from penstock.gateway.storage.conversations.records import Conversation, StoredT
 
 DEFAULT_TTL_S = 7 * 24 * 3600.0
 DEFAULT_LEASE_S = 30.0
+# Of what a conversation has of items without a response, which no engine's context bounds: whoever
+# reads the conversation decodes them all, and 8 MiB of small parts take 0.2 s and 80 MB.
+MAX_ADDED_BYTES = 8 << 20
 
 
 class NotFoundError(RequestRefusedError):
@@ -129,7 +132,13 @@ class ConversationStore(Protocol):
 
     async def add_items(self, turn: StoredTurn) -> None:
         """Store a finished turn without a response as the new head. Its `parent_id` becomes the
-        previous head. Raises as `begin_turn`."""
+        previous head.
+
+        Raises:
+            StoreLimitError: the conversation would have more than its tenant may store, or more
+                than `MAX_ADDED_BYTES` of such turns.
+            RequestRefusedError: as `begin_turn`.
+        """
         ...
 
     async def replace_items(self, turn: StoredTurn) -> None:

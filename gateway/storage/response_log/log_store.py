@@ -17,6 +17,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.response_log.codec import decode_log, encode_log
 from penstock.gateway.storage.response_log.log import InMemory, ResponseLog
 from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.tenant_shares import TenantShares
 
 DEFAULT_TTL_S = 3600.0
 _LOG_BYTES = 512  # an ended log's objects and dictionary slots, without its content
@@ -95,7 +96,8 @@ class _EndedLog:
 
 
 class MemoryLogStore(InMemory):
-    """Logs of this process, bounded in bytes and age: the oldest ended logs are dropped first.
+    """Logs of this process, bounded in bytes and age: the oldest ended logs are dropped first, of
+    the tenant that `tenant_shares` names.
 
     An ended log is kept as bytes (`codec`), a tenth of the size of its objects, and is decoded
     while it is read.
@@ -103,6 +105,7 @@ class MemoryLogStore(InMemory):
     Args:
         max_bytes: of ended logs.
         ttl_s: how long after its end a log can be read.
+        shares: of the tenants in all stores of this process; None: there is only this store.
         clock: monotonic seconds.
     """
 
@@ -111,15 +114,19 @@ class MemoryLogStore(InMemory):
         max_bytes: int,
         *,
         ttl_s: float = DEFAULT_TTL_S,
+        shares: TenantShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_bytes = max_bytes
+        self._shelf = (shares or TenantShares()).shelf(max_bytes, drop=self._drop)
         self._ttl_s = ttl_s
         self._clock = clock
         self._running: dict[str, ResponseLog] = {}
         self._ended: OrderedDict[str, _EndedLog] = OrderedDict()
         self._being_read: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._shelf.num_bytes
 
     async def start(
         self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
@@ -181,19 +188,19 @@ class MemoryLogStore(InMemory):
         del self._running[header.response_id]
         self._ended[header.response_id] = ended
         self._being_read[header.response_id] = log
-        self.num_bytes += ended.num_bytes
+        self._shelf.put(header.tenant, header.response_id, ended.num_bytes)
         self._drop_old()
 
     def _drop_old(self) -> None:
         horizon = self._clock() - self._ttl_s
         while self._ended:
             response_id, oldest = next(iter(self._ended.items()))
-            if self.num_bytes <= self._max_bytes and oldest.ended_s > horizon:
+            if oldest.ended_s > horizon:
                 return
             self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
-        self.num_bytes -= self._ended.pop(response_id).num_bytes
+        self._shelf.remove(self._ended.pop(response_id).tenant, response_id)
         self._being_read.pop(response_id, None)
 
 

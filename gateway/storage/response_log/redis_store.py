@@ -15,9 +15,13 @@ from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 
-from penstock.gateway.storage.conversations.store import store_unavailable
+from penstock.gateway.storage.conversations.store import (
+    StoreUnavailableError,
+    store_unavailable,
+)
 from penstock.gateway.storage.redis_errors import RedisAwayError
 from penstock.gateway.storage.redis_health import RedisHealth
+from penstock.gateway.storage.redis_shares import RedisShares
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import TakeOver, response_expired
 from penstock.gateway.storage.response_log.record import ResponseHeader
@@ -35,6 +39,7 @@ from penstock.gateway.storage.response_log.redis_stream import (
     header_of,
     load,
     log_key,
+    num_bytes_of,
     read_first,
     read_last,
     round_trip,
@@ -44,6 +49,7 @@ from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWri
 
 _LOG = logging.getLogger(__name__)
 _NUM_LOADS = 16  # at a time, so that they do not delay the writer and the lease
+_LOG_BYTES, _ENTRY_BYTES = 512, 32  # what Redis takes for a stream and an entry beside the content
 _LOOK_S = 0.1  # interval of checks whether somebody still reads
 
 
@@ -53,6 +59,7 @@ class RedisLogStore:
     Args:
         redis: a client with few retries and time-outs above half a second, used only by this store.
         health: notes errors and round trips.
+        shares: the account of what tenants keep in this Redis; None: nobody counts it.
         clock: monotonic seconds.
     """
 
@@ -62,12 +69,16 @@ class RedisLogStore:
         settings: RedisLogSettings | None = None,
         health: RedisHealth | None = None,
         *,
+        shares: RedisShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._health = health = health or RedisHealth()
         self._settings = settings = settings or RedisLogSettings()
         self._clock = clock
+        self._shares = shares
+        if shares is not None:
+            shares.add_kind("resp_", self._evict)
         self._ownership = Ownership(
             redis,
             settings,
@@ -136,7 +147,13 @@ class RedisLogStore:
         )
         if self._ownership.is_leaving:
             raise store_unavailable("this gateway is shutting down")
-        await self._opener.open(owned)
+        try:
+            await self._opener.open(owned)
+        except StoreUnavailableError as error:
+            if self._shares is not None:  # for the client's next attempt
+                await self._shares.make_room(header.tenant, owned.num_bytes, error.__cause__)
+            raise
+        self._tell(owned)
         self._live[response_id] = log
         self._writer.own(owned)
         return log
@@ -168,6 +185,8 @@ class RedisLogStore:
             with self._answering():
                 await ask(self._redis, "DEL", _key(response_id))
             self._ended.pop(response_id, None)
+            if self._shares is not None:
+                self._shares.forget_soon(tenant, response_id)
 
     async def hand_over(self) -> None:
         self._ownership.is_leaving = True
@@ -266,6 +285,14 @@ class RedisLogStore:
         except RedisAwayError as error:
             raise store_unavailable(self._health.describe(error)) from error
 
+    async def _evict(self, tenant: str, response_id: str) -> bool:
+        """Delete an ended log to make room; False: it has not ended."""
+        is_ended = await self._look(tenant, response_id)
+        if is_ended:
+            with self._answering():
+                await ask(self._redis, "DEL", _key(response_id))
+        return is_ended is not False
+
     # -- owning -------------------------------------------------------------------------------
 
     async def _adopt(self, claim: Claim) -> None:
@@ -285,8 +312,15 @@ class RedisLogStore:
         if self._ownership.is_leaving:
             return  # fence and note are this gateway's, so the next gateway takes it over
         assert self._take_over is not None
-        num_stored = len(log.entries)
-        self._writer.own(OwnedLog(log=log, key=claim.key, epoch=claim.epoch, num_stored=num_stored))
+        self._writer.own(
+            OwnedLog(
+                log=log,
+                key=claim.key,
+                epoch=claim.epoch,
+                num_stored=len(log.entries),
+                num_bytes=num_bytes_of(log),
+            )
+        )
         self._live[claim.response_id] = log
         self._take_over(log)
         if is_cancelled:
@@ -303,6 +337,8 @@ class RedisLogStore:
         if self._clock() >= self._refresh_s:
             self._refresh_s = self._clock() + self._settings.ttl_s / 4
             await round_trip(self._redis, [self._age(log.key) for log in owned])
+            for log in owned:
+                self._tell(log)
         await self._writer.repair()
         await self._follower.check()
 
@@ -330,7 +366,18 @@ class RedisLogStore:
             _LOG.warning("cannot forward the cancel of %s to its owner: %s", response_id, error)
 
     def _farewell(self, owned: OwnedLog) -> Sequence[Command]:
+        if owned.is_begun:
+            self._tell(owned)
         return self._age(owned.key), self._ownership.forget(owned.response_id, owned.epoch)
+
+    def _tell(self, owned: OwnedLog) -> None:
+        """Tell the account how large a log is by now."""
+        if self._shares is not None:
+            header, num = owned.log.header, len(owned.log.entries)
+            num_bytes = _LOG_BYTES + owned.num_bytes + num * _ENTRY_BYTES
+            self._shares.tell_soon(
+                header.tenant, header.response_id, num_bytes, ttl_s=self._settings.ttl_s
+            )
 
     def _age(self, key: str) -> Command:
         return "PEXPIRE", key, int(self._settings.ttl_s * 1000)

@@ -80,7 +80,7 @@ def read_key(response_id: str) -> str:
     return f"penstock:read:{{{tree_of(response_id)}}}:{response_id}"
 
 
-def add_header(key: str, header: ResponseHeader) -> Command:
+def add_header(key: str, header: ResponseHeader) -> tuple[str, str, str, bytes, bytes]:
     entry_id = f"1-{header.num_opening_events - 1}"
     return "XADD", key, entry_id, HEADER, encode_header(header)
 
@@ -98,6 +98,12 @@ def add_fence(key: str, epoch: int, gateway_id: str) -> Command:
 
 def add_broken(key: str, epoch: int) -> Command:
     return "XADD", key, "NOMKSTREAM", f"{epoch}-{LAST_NUMBER}", BROKEN, b""
+
+
+def num_bytes_of(log: ResponseLog) -> int:
+    """What a log's header and entries have in Redis."""
+    entries = sum(len(add_entry("", 0, entry)[-1]) for entry in log.entries)
+    return len(encode_header(log.header)) + entries
 
 
 def read_first(key: str) -> Command:

@@ -103,6 +103,7 @@ class LogOpener:
             LogExistsError: another response has this id.
         """
         header = add_header(owned.key, owned.log.header)
+        owned.num_bytes = len(header[-1])
         opening = _Opening(owned, header, asyncio.get_running_loop().create_future())
         self._waiting.append(opening)
         if self._sender is None:
@@ -210,7 +211,7 @@ class OwnedLog:
     Attributes:
         num_stored: entries that Redis has confirmed.
         confirmed: number of the last of them under this epoch; 0: only the fence.
-        num_bytes: of entries sent.
+        num_bytes: of header and entries sent.
         is_suspect: it is uncertain which entries Redis has.
         is_begun: Redis has this log's header, and not another's under its id.
         node: the cluster's node that confirmed the entries.

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.lora import files, patterns, slots
 from penstock.engine.lora.files import CONFIG_FILE, WEIGHTS_FILE, find_adapter, read_config
+from penstock.engine.request import Adapter
 from tests.engine.models.test_experts import VARIANTS as EXPERTS
 
 from .test_parity import engine
@@ -52,7 +57,6 @@ def copied(adapter_path, tmp_path) -> Path:
         ("r", 17, "r: the rank 17 is more than --max-lora-rank 16"),
         ("rank_pattern", {"q_proj": 64}, "the rank 64 is more than"),
         ("rank_pattern", {"q_proj": "8"}, "rank_pattern: expected positive numbers"),
-        ("alpha_pattern", {"(": 8}, "alpha_pattern: '\\(' is no regular expression"),
         ("target_modules", 3, "target_modules: expected a text or a list"),
         ("lora_alpha", "x", "lora_alpha: expected a number"),
     ],
@@ -62,6 +66,98 @@ def test_a_setting_is_refused_by_its_name(copied, field, value, message):
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
     with pytest.raises(ModelLoadError, match=message):
         read_config(copied, max_rank=16)
+
+
+BOMB = "([a-z._0-9]+)+X"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alpha_pattern": {"(": 8}}, "alpha_pattern: '\\(' is no regular expression"),
+        ({"target_modules": "(" * 5000}, "target_modules: .* is no regular expression"),
+        ({"target_modules": BOMB}, "target_modules: matching takes more than"),
+        ({"target_modules": ".*q_proj", "exclude_modules": BOMB}, "exclude_modules: matching"),
+        ({"rank_pattern": {BOMB: 8}}, "rank_pattern: matching"),
+        ({"alpha_pattern": {BOMB: 8}}, "alpha_pattern: matching"),
+        (
+            {"layers_to_transform": [0], "layers_pattern": BOMB},
+            "layers_pattern: matching",
+        ),
+        ({"rank_pattern": {str(n): 8 for n in range(5000)}}, "rank_pattern: 5000 patterns"),
+        ({"target_modules": "q" * 20000}, "target_modules: a pattern has more than"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_a_pattern_that_does_not_end_is_refused_before_anything_is_loaded(
+    copied, monkeypatch, fields, message
+):
+    monkeypatch.setattr(patterns, "MAX_CPU_S", 0.3)
+    file = copied / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    with pytest.raises(ModelLoadError, match=message):
+        find_adapter("mine", str(copied))
+
+
+MODULES = [
+    *(f"model.layers.{n}.self_attn.{each}_proj" for n in range(12) for each in "qkvo"),
+    *(f"model.layers.{n}.mlp.down_proj" for n in range(12)),
+    *(f"model.vision.blocks.{n}.self_attn.q_proj" for n in range(3)),
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r"^(?!.*vision).*\.(?:q|v)_proj$"},
+        {"target_modules": "q_proj"},
+        {"target_modules": ["q_proj", "layers.3.mlp.down_proj"]},
+        {"target_modules": ["q_proj"], "exclude_modules": r".*\.1[01]\..*"},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["self_attn.v_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1, 10]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "blocks"},
+        {
+            "target_modules": ["q_proj"],
+            "layers_to_transform": [0, 2],
+            "layers_pattern": ["layers", "blocks"],
+        },
+    ],
+    ids=str,
+)
+def test_patterns_mean_what_they_mean_in_peft(copied, fields):
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, **fields}
+    (copied / CONFIG_FILE).write_text(json.dumps(settings))
+    updates = read_config(copied).updates(dict.fromkeys(MODULES, True))
+    config = LoraConfig(**{**settings, "peft_type": None})
+    expected = [each for each in MODULES if check_target_module_exists(config, each) is True
+                or isinstance(check_target_module_exists(config, each), re.Match)]  # fmt: skip
+    assert [name for name, each in updates.items() if each.is_expected] == expected
+
+
+def test_the_first_pattern_that_matches_gives_rank_and_alpha(copied):
+    settings = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": "all-linear",
+        "rank_pattern": {"3.self_attn.q_proj": 2, r"layers\.\d\..*q_proj": 4},
+        "alpha_pattern": {"q_proj": 32},
+    }
+    (copied / CONFIG_FILE).write_text(json.dumps(settings))
+    updates = read_config(copied).updates(dict.fromkeys(MODULES, True))
+    found = [updates[f"model.layers.{n}.self_attn.q_proj"] for n in (3, 4, 11)]
+    assert [(each.rank, each.scale) for each in found] == [(2, 16.0), (4, 8.0), (8, 4.0)]
+
+
+def test_an_adapter_that_is_too_large_is_refused_before_it_is_read(copied, core, monkeypatch):
+    with (copied / WEIGHTS_FILE).open("r+b") as file:
+        file.truncate(30 << 30)  # sparse
+    monkeypatch.setattr(files, "content_digest", None)
+    with pytest.raises(ModelLoadError, match="has 32,212,254,720 bytes, more than"):
+        find_adapter("mine", str(copied), max_bytes=core.adapters.max_bytes)
+    monkeypatch.setattr(slots, "content_digest", None)
+    with pytest.raises(InvalidRequestError, match="bytes, more than"):
+        core.adapters.load(Adapter(name="mine", path=str(copied), digest="0" * 64))
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.lora.quarantine import Quarantine, mark_name
 from penstock.engine.lora.queue import MAX_OVERTAKING, AdapterQueue
 from penstock.engine.request import Adapter, FinishReason, Request, SamplingParams
 
@@ -265,3 +266,21 @@ def test_equal_contents_are_read_once(queue, memory):
     queue.load(first)
     memory.may_read.clear()  # reading again would not end
     queue.load(replace(first, name="other name"))
+
+
+def test_what_has_ended_engines_is_not_read(memory, running, tmp_path):
+    """Two marks that nobody holds: of engines that died while they read it."""
+    one = request("a", "killer")
+    for number in range(2):
+        (tmp_path / f"{mark_name(one.adapter)}-{number}").touch()
+    queue = AdapterQueue(
+        memory, running, max_loras=2, max_cpu_loras=3, quarantine=Quarantine(tmp_path)
+    )
+    queue.add(one)
+    assert not queue.admit()
+    queue.wait()
+    [output] = queue.admit()
+    assert output.is_refused
+    assert "has ended 2 engines" in output.error
+    assert not memory.held
+    queue.close()

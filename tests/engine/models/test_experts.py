@@ -148,7 +148,7 @@ def test_quantization_at_load(quantization, tiny_checkpoint):
     whole = logits(load(path, quantization))
     assert torch.equal(logits(load(path, quantization), (7, 1, 16, 4, 3, 14)), whole)
     in_torch = logits(load(path, quantization, in_torch=True))
-    assert relative_error(in_torch, whole) < 1e-3
+    assert relative_error(in_torch, whole) < 2e-3
     assert 1e-3 < relative_error(whole, logits(load(path, "none"))) < 0.8
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from msgspec.structs import force_setattr, replace
 
-from penstock.engine.request import Request, SamplingParams
+from penstock.engine.pooling import PoolingParams
+from penstock.engine.request import (
+    ImageInput,
+    Request,
+    Retention,
+    SamplingParams,
+    StructuredOutputs,
+)
 from penstock.engine.transport import sockets
 from penstock.engine.transport.frames import framed
 from penstock.engine.transport.messages import (
     MAX_SILENT_BEATS,
     PROTOCOL_VERSION,
+    Abort,
+    DropPrefix,
     Failure,
     Heartbeat,
     Hello,
@@ -163,3 +175,77 @@ def test_a_broken_wire_ends_the_engine(
     connect(says_hello=False).send(Hello())
     engine.thread.join(timeout=PATIENCE_S)
     assert isinstance(engine.error, TransportBrokenError)
+
+
+def _changed(**fields: Any) -> Request:
+    """A good request, apart from these fields of it or of its parameters."""
+    params = SamplingParams(max_tokens=5)
+    request = Request(request_id="bad", prompt_token_ids=(1,), sampling_params=params)
+    for name, value in fields.items():
+        if name in SamplingParams.__struct_fields__:
+            force_setattr(params, name, value)
+        else:
+            request = replace(request, **{name: value})
+    return request
+
+
+_IMAGE = ImageInput(digest="0" * 64, offset=0, num_tokens=1, num_features=1, data=b"another")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"prompt_token_ids": (1, token_id)} for token_id in (50, 10**9, -5, 1 << 62)),
+        {"prompt_token_ids": (1,), "output_token_ids": (10**9,)},
+        {"prediction_token_ids": (10**9,)},
+        {"allowed_token_ids": (10**9,)},
+        {"stop_token_ids": (-5,)},
+        {"bad_words_token_ids": ((1 << 62,),)},
+        {"logit_bias": {1 << 62: 1.0}},
+        {"structured_outputs": StructuredOutputs("regex", "a" * (4 << 20) + "b")},
+        {"temperature": math.nan},
+        {"max_tokens": -1},
+        {"arrival_s": math.nan},
+        {"arrival_s": math.inf},
+        {"retention": Retention(duration_s=math.nan)},
+        {"pooling": PoolingParams(task="embed", num_first_tokens=9)},
+        {"images": (_IMAGE,)},
+        {"images": (replace(_IMAGE, offset=-1),)},
+    ],
+    ids=lambda fields: str(fields)[:60],
+)
+def test_a_request_that_cannot_be_is_refused_and_disturbs_nobody(
+    engine: Engine, connect: Connect, fields: dict[str, Any]
+) -> None:
+    other, gateway = connect(), connect()
+    engine.device.hold()
+    other.submit("good", (2,), 20)
+    gateway.send(Submit(request=_changed(**fields)))
+    step = gateway.receive()
+    assert isinstance(step, Step)
+    [output] = step.outputs
+    assert (output.request_id, output.is_refused, output.is_last) == ("bad", True, True)
+    engine.device.set_free()
+    assert other.finish("good")[0] == expected_output([2], 20)
+
+
+def test_other_messages_that_cannot_be_are_ignored(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    gateway.send(DropPrefix(token_ids=(-5,)))
+    gateway.send(DropPrefix(token_ids=(1 << 62,)))
+    gateway.send(Abort(branches=(("a", 1 << 62),)))
+    gateway.submit("a", (1,), 5)
+    assert gateway.finish("a")[0] == expected_output([1], 5)
+
+
+def test_an_id_that_is_in_use_is_refused_whatever_the_name(
+    engine: Engine, connect: Connect
+) -> None:
+    other, gateway = connect(), connect()
+    other.submit("a", (2,), 1900, name="x")
+    engine.wait_for_step(1)
+    gateway.submit("a", (1,), 5, name="y")
+    step = gateway.receive()
+    assert isinstance(step, Step)
+    assert step.outputs[0].is_refused
+    assert other.finish("a")[0] == expected_output([2], 1900)

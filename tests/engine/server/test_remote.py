@@ -17,6 +17,7 @@ from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
 from penstock.engine.transport import sockets
 from penstock.engine.transport.frames import encode, framed
+from penstock.engine.transport.handshakes import MAX_HANDSHAKES
 from penstock.engine.transport.messages import CachedKeys, Draining, Failure, Hello, WantKeys
 from penstock.engine.transport.tls import CurrentContext, engine_context, gateway_context
 from penstock.gateway.engines.engine_link import EngineSocket, Tls
@@ -187,6 +188,24 @@ def test_a_peer_that_says_nothing_is_let_go(
     wait_until(lambda: _nobody_is_in(engine))
 
 
+@pytest.mark.parametrize("num_addresses", [1, 100])
+def test_idle_connections_keep_no_gateway_out(
+    remote: tuple[Engine, Port], files: TlsFiles, num_addresses: int
+) -> None:
+    engine, port = remote
+    with contextlib.ExitStack() as idle:
+        for number in range(300):
+            source = (f"127.0.1.{1 + number % num_addresses}", 0)
+            peer = socket.create_connection(("127.0.0.1", port), PATIENCE_S, source)
+            idle.enter_context(peer)
+        with contextlib.closing(_dial(port, gateway_context(files))) as connection:
+            gateway = Gateway(connection)
+            assert gateway.hello() == INFO
+            gateway.submit("r", (1,), max_tokens=5)
+            assert len(gateway.finish("r")[0]) == 5
+    assert engine.server.transport.num_connections <= MAX_HANDSHAKES + 1
+
+
 @pytest.mark.parametrize("who", ["another authority's", "another host's", "a gateway's"])
 async def test_a_gateway_tells_nothing_to_a_wrong_engine(
     tmp_path: Path, authority: Authority, stranger: Authority, files: TlsFiles, who: str
@@ -292,7 +311,7 @@ def test_who_asks_gets_the_keys_and_then_each_change(remote: tuple[Engine, Port]
         snapshot = gateway.receive()
     assert snapshot.is_snapshot
     assert len(snapshot.added) == 2 * 4
-    gateway.submit("b", tuple(range(100, 101 + size)), max_tokens=1)
+    gateway.submit("b", tuple(range(20, 21 + size)), max_tokens=1)
     change = gateway.receive()
     while not isinstance(change, CachedKeys):
         change = gateway.receive()

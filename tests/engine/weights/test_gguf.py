@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,6 +180,23 @@ def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: 
     assert weights_fingerprint(other) != first
 
 
+def test_what_was_made_for_a_file_that_is_gone_is_removed(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def write(file: Path, folder: Path) -> None:
+        (folder / "config.json").write_text(file.name)
+
+    monkeypatch.setattr("penstock.engine.gguf_directory._write", write)
+    files = [tmp_path / f"{name}.gguf" for name in ("gone", "stays", "new")]
+    for number, file in enumerate(files):
+        file.write_bytes(_declaring().ljust(4096 + number, b"\0"))
+    gone, stays = map(gguf_directory, files[:2])
+    files[0].unlink()
+    new = gguf_directory(files[2])
+    assert [each.exists() for each in (gone, stays, new)] == [False, True, True]
+    assert {each.parent for each in (gone, stays, new)} == {own_cache / "gguf"}
+
+
 def test_all_ends_that_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a document, of a turn, and of a message before a call."""
     add_template = gguf.GGUFWriter.add_chat_template
@@ -210,6 +229,65 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path):
     assert refusal(str(file)).startswith(f"{file} cannot be read: ")
 
 
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _declaring(*, keys: bytes = b"", num_keys: int = 0, tensor: bytes = b"") -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1 if tensor else 0, num_keys)
+    return (head + keys + tensor).ljust(4096, b"\0")
+
+
+_U8, _U32, _ARRAY = 0, 4, 9
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_declaring(num_keys=300_000), "it declares 300,000 keys, more than 4,096"),
+        (
+            _declaring(keys=_text("a") + struct.pack("<IIQ", _ARRAY, _U8, 9 << 20), num_keys=1),
+            "it declares 9,437,184 elements of arrays, more than 3,145,728",
+        ),
+        (
+            _declaring(keys=_text("a") + struct.pack("<IIQ", _ARRAY, _ARRAY, 1), num_keys=1),
+            "key 'a' has values of type 9",
+        ),
+        (_declaring(keys=struct.pack("<Q", 1 << 63), num_keys=1), "it ends within its metadata"),
+        (_declaring(keys=_text("a") + struct.pack("<II", 77, 1), num_keys=1), "values of type 77"),
+        (
+            _declaring(tensor=_text("t") + struct.pack("<I", 9)),
+            "it declares 9 dimensions of tensor",
+        ),
+        (
+            _declaring(tensor=_text("t") + struct.pack("<IQIQ", 1, 4, 0, 33)),
+            "tensor 't' begins at byte 33, which is no multiple of 32",
+        ),
+        (
+            _declaring(
+                keys=_text("general.alignment") + struct.pack("<II", _U32, 0),
+                num_keys=1,
+                tensor=_text("t") + struct.pack("<IQIQ", 1, 4, 0, 0),
+            ),
+            "no multiple of 0",
+        ),
+        (
+            _declaring(tensor=_text("t") + struct.pack("<IQIQ", 1, 4, 0, 1 << 40)),
+            "tensor 't' ends after the file",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_declares_too_much_is_refused_before_it_is_read(
+    content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("penstock.engine.gguf_directory._write", None)
+    file = tmp_path / "x.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=re.escape(message)):
+        gguf_directory(file)
+
+
 @pytest.mark.exhaustive
 def test_a_file_that_is_cut_off(demo_file: Path):
     directory = gguf_directory(demo_file)
@@ -224,6 +302,7 @@ def test_a_file_that_is_cut_off(demo_file: Path):
     ("change", "words"),
     [
         ({"type": "IQ2_XXS"}, ("is IQ2_XXS", "Q4_K")),
+        ({"offset": 4097}, ("begins at byte 4097, no multiple of 4",)),
         ({"shape": [256, 128]}, ("has shape [256, 128], expected [256, 256]",)),
         (None, ("has no tensor",)),
     ],

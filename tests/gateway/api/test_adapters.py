@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.engine.lora import patterns
 from penstock.engine.lora.files import CONFIG_FILE, WEIGHTS_FILE
 from penstock.engine.request import Adapter
 
@@ -58,6 +59,36 @@ async def names(http: httpx.AsyncClient, **headers: str) -> list[str]:
 def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
     error = response.json()["error"]
     return response.status_code, error["code"], error["param"]
+
+
+async def test_a_pattern_that_does_not_end_is_refused_in_the_answer(
+    serve: Serve, adapter_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "MAX_CPU_S", 0.3)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    header = json.dumps({name: {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}}).encode()
+    (adapter_path / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    config = json.loads((adapter_path / CONFIG_FILE).read_text())
+    config["target_modules"] = "([a-z._0-9]+)+X"
+    (adapter_path / CONFIG_FILE).write_text(json.dumps(config))
+    async with serve(enable_lora=True, **GIVEN) as served:
+        refused = await load(served.http, "mine", adapter_path)
+        assert error_of(refused) == (400, "invalid_value", "lora_path")
+        assert "target_modules: matching takes more than" in refused.json()["error"]["message"]
+        assert await names(served.http) == ["tiny", "given"]
+        assert not served.engine.submitted
+
+
+async def test_a_file_that_no_adapter_of_the_model_can_have_is_not_hashed(
+    serve: Serve, adapter_path: Path
+) -> None:
+    with (adapter_path / WEIGHTS_FILE).open("r+b") as file:
+        file.truncate(30 << 30)  # sparse
+    given = {"info": {**GIVEN["info"], "max_adapter_bytes": 1 << 20}}
+    async with serve(enable_lora=True, **given) as served:
+        refused = await load(served.http, "mine", adapter_path)
+        assert error_of(refused) == (400, "invalid_value", "lora_path")
+        assert "bytes, more than 1,048,576" in refused.json()["error"]["message"]
 
 
 async def test_an_adapter_is_a_model(serve: Serve, adapter_path: Path) -> None:

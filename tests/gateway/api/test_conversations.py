@@ -410,3 +410,74 @@ async def test_unknown_conversations(served: Served, conversation_id: str) -> No
         response = await served.http.request(method, url + path, json=body)
         assert (response.status_code, method + path) == (404, method + path)
         assert response.json()["error"]["message"]
+
+
+KEYS = (
+    '[[keys]]\nkey = "sk-a"\ntenant = "a"\n[[keys]]\nkey = "sk-b"\ntenant = "b"\n'
+    "[tenants.a]\n{}\n[tenants.b]\n"
+)
+
+
+def of(served: Served, key: str) -> openai.AsyncOpenAI:
+    return served.client.with_options(api_key=key)
+
+
+async def test_what_stores_counts_against_the_rate_limit(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS.format("requests_per_minute = 3"))
+    async with serve(api_keys_file=str(keys)) as served:
+        a = of(served, "sk-a").conversations
+        made = await a.create(items=[says("x")])
+        await a.items.create(made.id, items=[says("y")])
+        await a.update(made.id, metadata={"a": "b"})
+        for call in (
+            a.create(),
+            a.items.create(made.id, items=[says("z")]),
+            a.update(made.id, metadata={}),
+        ):
+            with pytest.raises(openai.RateLimitError) as caught:
+                await call
+            assert caught.value.code == "rate_limit_exceeded"
+            assert 0 < int(caught.value.response.headers["retry-after-ms"]) <= 120_000
+        assert (await a.retrieve(made.id)).metadata == {"a": "b"}, "what reads costs nothing"
+        await of(served, "sk-b").conversations.create()
+        await a.delete(made.id)
+
+
+@pytest.mark.parametrize("is_in_redis", [False, pytest.param(True, marks=pytest.mark.redis)])
+@pytest.mark.parametrize("is_of_file", [False, True])
+async def test_a_flood_of_one_tenant_takes_nothing_from_another(
+    serve: Serve,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    patient_logs: None,
+    is_in_redis: bool,
+    is_of_file: bool,
+) -> None:
+    """By whatever it stores: conversations, responses and their logs, keyed answers."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS.format("store_bytes = 100_000" if is_of_file else ""))
+    settings: dict[str, Any] = {"api_keys_file": str(keys)}
+    if not is_of_file:
+        settings["tenant_store_bytes"] = 100_000
+    if is_in_redis:
+        settings["redis_url"] = request.getfixturevalue("redis_server").patient_url
+    async with serve(**settings) as served:
+        a, b = of(served, "sk-a"), of(served, "sk-b")
+        kept = await b.conversations.create(items=[says("kept")])
+        said = await b.responses.create(model="tiny", input="kept")
+        made = [await a.conversations.create(items=[says("x" * 30_000)]) for _ in range(4)]
+        with pytest.raises(openai.NotFoundError):
+            await a.conversations.retrieve(made[0].id)
+        for number in range(60):
+            await a.responses.create(model="tiny", input="x")
+            await a.completions.create(
+                model="tiny", prompt="x", extra_headers={"Idempotency-Key": str(number)}
+            )
+        with pytest.raises(openai.NotFoundError):
+            await a.conversations.retrieve(made[3].id)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await a.conversations.create(items=[says("x" * 120_000)])
+        assert (caught.value.status_code, caught.value.code) == (413, "store_limit_exceeded")
+        assert await b.conversations.retrieve(kept.id) == kept
+        assert (await b.responses.retrieve(said.id)).output_text == said.output_text

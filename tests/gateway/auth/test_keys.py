@@ -16,6 +16,7 @@ from penstock.engine.transport.messages import EngineStats
 from penstock.gateway.auth.callers import ANYBODY, Caller, TenantLimits
 from penstock.gateway.auth.keys import KeyRing, read_key_file
 from penstock.gateway.auth.tickets import TICKET_TTL_S, MemoryTickets
+from penstock.gateway.storage.tenant_shares import StoreQuota
 
 from ..conftest import PATIENCE_S, Serve, until
 
@@ -156,6 +157,8 @@ def test_a_broken_file_leaves_everything_as_it_was(
         ("[tenants.a]\nweight = nan", "weight"),
         ("[tenants.a]\nmin_priority = 1", "max_priority"),
         ("[tenants.a]\nrequests_per_minute = true", "requests_per_minute"),
+        ("[tenants.a]\nstore_bytes = 1.5", "store_bytes"),
+        ("[tenants.a]\nstore_objects = 0", "store_objects"),
         ('[tenants.a]\ntokens_per_minute = "sk-secret"', "tokens_per_minute"),
         ('[tenants."a b"]', "tenant's name"),
         ('[[keys]]\nkey = "sk-secret"', "tenant"),
@@ -185,6 +188,21 @@ async def test_a_ticket_is_good_once_and_for_seconds() -> None:
     now_s = TICKET_TTL_S + 0.1
     assert await tickets.redeem(second) is None
     assert await tickets.redeem("tkt_none") is None
+
+
+async def test_a_flood_of_one_keys_tickets_takes_none_of_anothers() -> None:
+    tickets = MemoryTickets(clock=lambda: 0.0)
+    kept = await tickets.issue("phone")
+    flood = [await tickets.issue("laptop") for _ in range(100_001)]
+    assert await tickets.redeem(kept) == "phone"
+    assert [await tickets.redeem(flood[at]) for at in (-1001, -1000)] == [None, "laptop"]
+
+
+def test_a_file_says_what_a_tenant_may_store(file: Path) -> None:
+    changed(file, FILE.replace("[tenants.small]", "[tenants.small]\nstore_bytes = 1_000_000"))
+    ring = KeyRing((), file)
+    assert ring.store_quota("small") == StoreQuota(num_bytes=1_000_000)
+    assert ring.store_quota("acme") == ring.store_quota("nobody") == StoreQuota()
 
 
 async def test_a_ticket_opens_one_websocket(

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import uvloop
 
@@ -122,7 +123,8 @@ async def test_branches_merge_apart_and_notices_keep_their_place() -> None:
 
 
 async def test_prompt_logprobs_merge_in_order() -> None:
-    stream = EngineStream(request("r"))
+    prompted = msgspec.structs.replace(request("r"), prompt_token_ids=(9, 0, 1, 2, 3))
+    stream = EngineStream(prompted)
     entries = [TokenLogprobs(token_id=n, logprob=-1.0, rank=1) for n in range(4)]
     for entry in entries:
         stream.push(RequestOutput(request_id="r", prompt_logprobs=(entry,)))

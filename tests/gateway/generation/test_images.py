@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import os
+import socket
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,8 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.vision.image_file import open_image
 from penstock.engine.vision.image_tokens import ImageTokens
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.image_fetch import ImageFetcher, is_public
+from penstock.gateway.generation import image_fetch
+from penstock.gateway.generation.image_fetch import ImageFetcher
 from penstock.gateway.generation.images import ImageLoader, ImageSource
 from penstock.gateway.generation.local_images import LocalImages
 
@@ -281,6 +283,53 @@ async def test_a_hostile_answer_is_refused(answer: bytes, then: str, message: st
         assert any(message in str(error) for error in errors)
 
 
+async def test_a_host_that_sends_tiny_chunks_is_refused_at_once() -> None:
+    chunks = b"1\r\nx\r\n" * 200 + b"0\r\n\r\n"
+    async with host(http(chunks, "200 OK", "Transfer-Encoding: chunked"), then="silence") as (
+        address,
+        _,
+    ):
+        error = await refusal(loader(address, timeout_s=60), f"http://{address}/")
+        assert "chunks have less than 256 bytes" in str(error)
+    usual = b"".join(b"%x\r\n%b\r\n" % (each, bytes(each)) for each in (*[1] * 40, *[300] * 100))
+    async with host(http(usual + b"0\r\n\r\n", "200 OK", "Transfer-Encoding: chunked")) as (
+        address,
+        _,
+    ):
+        assert "not an image" in str(await refusal(loader(address), f"http://{address}/"))
+
+
+async def test_a_host_that_sends_too_little_a_second_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image_fetch, "_LENIENT_S", 0.05)
+    for headers in ((), ("Content-Length: 99",), ("Transfer-Encoding: chunked",)):
+        async with host(http(b"9", "200 OK", *headers), then="silence") as (address, _):
+            error = await refusal(loader(address, timeout_s=60), f"http://{address}/")
+            assert "less than 8192 bytes a second" in str(error)
+
+
+async def test_a_host_that_is_slow_takes_no_turns_from_another() -> None:
+    async with (
+        host(b"", then="silence") as (slow, asked),
+        host(http(file_of(small()))) as (other, _),
+    ):
+        images = loader(slow, other, timeout_s=60)
+        waiting = [
+            asyncio.create_task(images.load([ImageSource(url=f"http://{slow}/{at}", param="x")]))
+            for at in range(8)
+        ]
+        async with asyncio.timeout(30):
+            while len(asked) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            (found,) = await images.load([ImageSource(url=f"http://{other}/", param="x")])
+        assert found.data == file_of(small())
+        assert len(asked) == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_no_redirect_leaves_the_list() -> None:
     async with host(http(file_of(small()))) as (other, seen):
         for target in (
@@ -380,26 +429,12 @@ async def test_a_listed_name_must_have_public_addresses(monkeypatch: pytest.Monk
     while answers:
         assert "not public" in str(await refusal(images, "http://listed.example/"))
     answers.append(["93.184.216.34"])  # and no second answer
-    connected: list[str] = []
+    connected: list[tuple[str, int]] = []
 
-    async def connect(address: str, port: int, **_: Any) -> Any:
+    def connect(address: tuple[str, int], *_: Any) -> Any:
         connected.append(address)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(asyncio, "open_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     assert "connection failed" in str(await refusal(images, "http://listed.example/"))
-    assert connected == ["93.184.216.34"]
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
-        "0.0.0.0", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1",
-        "ff02::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:1::1",
-    ],
-)  # fmt: skip
-def test_private_addresses_are_not_public(address: str) -> None:
-    assert not is_public(address)
-    assert is_public("93.184.216.34")
-    assert is_public("2606:2800:220:1:248:1893:25c8:1946")
+    assert connected == [("93.184.216.34", 80)]

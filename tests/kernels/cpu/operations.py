@@ -17,6 +17,7 @@ from penstock.kernels.cpu.library import CpuLibrary, pair_of, unpack_keys, unpac
 from penstock.kernels.cpu.lora import CHUNK, pack_pair, set_pair, table_of_pairs
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.int8_cache import SCALE_BYTES
+from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
 from penstock.kernels.lora_reference import LoraRows
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -342,9 +343,18 @@ def rope_store(
 
 
 def quantize_blocks(
-    library: CpuLibrary, x: Tensor, *, columns_per_scale: int, code_bits: int
+    library: CpuLibrary,
+    x: Tensor,
+    *,
+    columns_per_scale: int,
+    code_bits: int,
+    outliers: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes, scales and sums of x."""
+    """Bytes, scales and sums of x.
+
+    Args:
+        outliers: where to put columns and values of its outliers; None: there are none.
+    """
     num_rows, size = x.shape
     line, blocks = 32 // code_bits, -(-size // columns_per_scale)
     values = torch.full((num_rows, -(-size // line) * line), 77, dtype=torch.int8)
@@ -355,6 +365,8 @@ def quantize_blocks(
         bytes=values,
         scales=scales,
         sums=sums,
+        outlier_columns=None if outliers is None else outliers[0],
+        outlier_values=None if outliers is None else outliers[1],
         x=x,
         num_rows=ctypes.c_int64(num_rows),
         size=size,
@@ -378,10 +390,16 @@ def linear_quantized(
     size = packed.columns_per_scale
     given: dict[str, Tensor] = {"x": x}
     if packed.in_bytes:
+        shape = (len(x), packed.num_blocks, MAX_OUTLIERS)
+        outliers = torch.full(shape, 77, dtype=torch.int32), torch.full(shape, torch.nan)
+        has_outliers = size <= MAX_OUTLIER_BLOCK
         values, scales, sums = quantize_blocks(
-            library, x, columns_per_scale=size, code_bits=packed.code_bits
-        )
+            library, x, columns_per_scale=size, code_bits=packed.code_bits,
+            outliers=outliers if has_outliers else None,
+        )  # fmt: skip
         given = {"x": values, "x_scales": scales, "x_sums": sums}
+        if has_outliers:
+            given |= dict(zip(("outlier_columns", "outlier_values"), outliers, strict=True))
     elif packed.has_offsets:
         given["x_float_sums"] = torch.full((len(x), packed.num_blocks), torch.nan)
         library.run(

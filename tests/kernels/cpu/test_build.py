@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shlex
@@ -103,6 +104,59 @@ def test_damaged_files_are_compiled_again(compilations):
         assert library is not None
         x = torch.ones(1, 4)
         assert operations.linear(library, x, torch.ones(3, 4)).tolist() == [[4.0] * 3]
+
+
+def _planted(path: Path) -> None:
+    """A library with its seal, which would say that it is whole."""
+    path.write_bytes(b"planted")
+    path.with_suffix(".sha256").write_text(hashlib.sha256(b"planted").hexdigest())
+
+
+@pytest.mark.parametrize(
+    "give_away",
+    [
+        lambda file: file.chmod(0o775),
+        pytest.param(
+            lambda file: os.chown(file, 12345, -1),
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
+        ),
+    ],
+)
+def test_a_library_that_others_may_have_written_is_compiled_again(compilations, give_away):
+    path = build_library(select_isa(), DEFINES)
+    path.unlink()
+    _planted(path)
+    give_away(path)
+    assert build_library(select_isa(), DEFINES) == path
+    assert path.read_bytes() != b"planted"
+    assert num_compilations(compilations) == 2
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_in_a_cache_that_others_may_write_to_it_is_in_a_folder_of_its_own(
+    compilations, cache, mode
+):
+    path = build_library(select_isa(), DEFINES)
+    path.unlink()
+    _planted(path)
+    cache.chmod(mode)
+    own = build_library(select_isa(), DEFINES)
+    assert own.parent.parent == cache
+    assert own.parent.stat().st_mode & 0o777 == 0o700
+    assert build_library(select_isa(), DEFINES) == own
+    assert num_compilations(compilations) == 2
+    own.parent.chmod(0o777)
+    with pytest.raises(BuildError, match=r"others may write to .*: set PENSTOCK_CACHE_DIR"):
+        build_library(select_isa(), DEFINES)
+
+
+def test_what_a_killed_process_left_is_removed(compilations, cache):
+    left = cache / "unfinished-old"
+    left.mkdir(parents=True)
+    (left / "kernels.so").touch()
+    os.utime(left, (0, 0))
+    build_library(select_isa(), DEFINES)
+    assert not left.exists()
 
 
 # Fills the memory that a process has for libraries' static thread-local variables with copies of

@@ -163,6 +163,29 @@ def test_products(
     assert_near(result, expected, dtype, beside=1e-6 * terms)
 
 
+@pytest.mark.parametrize(("kind", "bits"), [each[:2] for each in VARIANTS if each[2]])
+@pytest.mark.parametrize("num_outliers", [1, 4])
+def test_columns_a_hundred_times_the_rest_cost_the_others_nothing(
+    library, kind, bits, num_outliers
+):
+    """Nor do they move what the kernels and the reference agree on."""
+    codes = matrix(kind, 70, 160, bits=bits).with_byte_levels()
+    x, planted = random(9, 160), torch.zeros(160)
+    planted[torch.randperm(32, generator=torch.Generator().manual_seed(5))[:num_outliers] + 64] = 1
+    large = torch.where(planted > 0, 100 * (x.sign() + 0.1 * x), x).to(library.dtype)
+    packed = pack(library, codes, in_bytes=True)
+    codes = as_packed(codes, packed)
+    result = linear_quantized(library, large, packed)
+    expected = linear_quantized_reference(large.float(), codes, in_bytes=True)
+    terms = F.linear(large.float().abs(), magnitudes(codes)).max().item()
+    assert_near(result, expected, library.dtype, beside=1e-6 * terms)
+    exact = F.linear(large.double(), codes.dequantize().double())
+    rest = torch.where(planted > 0, 0.0, x).to(library.dtype)
+    without = linear_quantized_reference(rest.float(), codes, in_bytes=True).double()
+    usual = (without - F.linear(rest.double(), codes.dequantize().double())).norm()
+    assert (expected.double() - exact).norm() < 1.5 * usual
+
+
 @pytest.mark.parametrize(("kind", "bits", "in_bytes"), VARIANTS)
 def test_products_are_those_of_the_numbers(library, kind, bits, in_bytes):
     """As they are within rounding; with rows in bytes, about a hundredth beside it."""

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.gateway.storage.conversations.ids import new_turn_id
+from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.tenant_shares import StoreLimitError
 
 from .conftest import Bed
 from .making import TENANT, a_conversation, a_turn, finished, head_of, not_found, say
@@ -202,3 +205,29 @@ async def test_what_is_not_used_is_forgotten(bed: Bed) -> None:
     ):
         with not_found():
             await gone
+
+
+async def test_items_without_a_response_are_bounded(store: ConversationStore) -> None:
+    """Whoever reads a conversation decodes all of them, and no context bounds them."""
+    conversation = a_conversation()
+    await store.create(conversation)
+
+    def items() -> StoredTurn:
+        content = [{"text": "x" * 3_000_000}]
+        return a_turn(
+            conversation,
+            turn_id=new_turn_id(conversation.conversation_id),
+            items=({"id": "msg_1", "role": "user", "content": content},),
+        )
+
+    added = [items(), items()]
+    for turn in added:
+        await store.add_items(turn)
+    with pytest.raises(StoreLimitError, match="8388608 bytes") as caught:
+        await store.add_items(items())
+    assert (caught.value.status, caught.value.param) == (413, "items")
+    assert await head_of(store, conversation) == added[1].turn_id
+    answered = await say(store, conversation, added[1])  # a response is bounded by its context
+    await store.delete_turn(TENANT, added[0].turn_id)
+    await store.add_items(items())
+    assert (await store.turn(TENANT, answered.turn_id)).parent_id == added[1].turn_id

@@ -1,0 +1,192 @@
+"""Chooses a decoder's codes of 4 bits by what its layers read: one pass over a short text.
+
+Only one layer is in memory at a time, in float32, so a machine that cannot hold the model can
+convert it. What is chosen is kept (`ConvertedMatrices`), and loading finds it there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.linear import Linear
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.names import Names
+from penstock.engine.parallel.ranks import Alone
+from penstock.engine.weights.converted import ConvertedMatrices
+from penstock.engine.weights.matrix import split_rows
+from penstock.engine.weights.quantization import Quantizer, quantize_rows
+from penstock.kernels.paged_layout import PagedLayout
+
+_log = logging.getLogger(__name__)
+_TEXT = Path(__file__).parents[1] / "weights" / "calibration.txt"
+_MAX_TOKENS, _SEQUENCE_TOKENS = 4000, 512
+_NUM_RANDOM = 1024  # tokens for a model without a tokenizer
+_MAX_FEATURES = 16_384  # of inputs: their products are a matrix of so many rows and columns
+_BLOCK_SIZE = 16
+_REPORT_S = 10.0
+
+
+class _Between(Alone):
+    """What one layer sends and the next one receives."""
+
+    def __init__(self) -> None:
+        self.states = torch.empty(0)
+
+    def send(self, x: Tensor) -> None:
+        self.states = x
+
+    def receive(self, like: Tensor) -> Tensor:  # noqa: ARG002
+        return self.states
+
+
+def calibrate(
+    path: Path,
+    config: DecoderConfig,
+    names: Names,
+    quantize: Quantizer,
+    like: Tensor,
+    load_layer: Callable[[int], Decoder],
+) -> None:
+    """Choose the codes of all matrices that become `int4` and are not kept yet.
+
+    Args:
+        path: of the model, whose tokenizer splits the text.
+        names: of the decoder's modules in the checkpoint.
+        like: has the dtype to which numbers are rounded first.
+        load_layer: makes a stage of the decoder that has this layer only, in float32 on the CPU.
+    """  # fmt: skip
+    kept = quantize.kept
+    with torch.device("meta"):
+        whole = Decoder(config)
+    wanted = {
+        name: sources
+        for name, module in whole.named_modules()
+        if name.startswith("layers.") and isinstance(module, Linear)
+        and module.in_features <= _MAX_FEATURES
+        and (sources := [each for each in names(name) if quantize.kind(each) == "int4"])
+    }  # fmt: skip
+    if kept is None or not wanted:
+        return
+    chosen = {each for sources in wanted.values() for each in sources}
+    with kept.claimed("int4"):
+        missing = {each for each in chosen if not kept.has(each, "int4")}
+        if missing:
+            _run(path, config, names, missing, kept, like, load_layer)
+    quantize.calibrated |= chosen
+
+
+@torch.inference_mode()
+def _run(
+    path: Path, config: DecoderConfig, names: Names, missing: set[str], kept: ConvertedMatrices,
+    like: Tensor, load_layer: Callable[[int], Decoder],
+) -> None:  # fmt: skip
+    sequences = _sequences(path, config)
+    links = [_Between() for _ in sequences]
+    _log.info("choosing codes of 4 bits for %d matrices, once for this model", len(missing))
+    began_s = reported_s = time.monotonic()
+    for number in range(config.num_layers):
+        layer = load_layer(number)
+        linears = {
+            name: module
+            for name, module in layer.named_modules()
+            if isinstance(module, Linear) and missing.intersection(names(name))
+        }
+        with _second_moments(linears) as moments:
+            for sequence, link in zip(sequences, links, strict=True):
+                layer.ranks = link
+                layer(sequence, _context(layer, len(sequence)))
+        for name, module in linears.items():
+            _choose(module, names(name), moments[name], missing, kept, like)
+        now_s = time.monotonic()
+        if now_s - reported_s > _REPORT_S:
+            left_s = (now_s - began_s) / (number + 1) * (config.num_layers - number - 1)
+            _log.info(
+                "layer %d of %d has its codes, about %.0f s left",
+                number + 1, config.num_layers, left_s,
+            )  # fmt: skip
+            reported_s = now_s
+    _log.info("codes of 4 bits chosen in %.0f s", time.monotonic() - began_s)
+
+
+def _choose(
+    module: Linear,
+    sources: Sequence[str],
+    moments: Tensor,
+    missing: set[str],
+    kept: ConvertedMatrices,
+    like: Tensor,
+) -> None:
+    """The codes of the parts that are missing, which read the same, at once."""
+    sizes = module.part_sizes if len(sources) > 1 else (module.out_features,)
+    rows = torch.split(module.weight.data, list(sizes))
+    parts = {name: part for name, part in zip(sources, rows, strict=True) if name in missing}
+    whole = quantize_rows(torch.cat(list(parts.values())), "int4", like.cpu(), moments)
+    for name, matrix in zip(parts, split_rows(whole, map(len, parts.values())), strict=True):
+        kept.add_calibrated(name, "int4", matrix)
+
+
+@contextmanager
+def _second_moments(linears: dict[str, Linear]) -> Iterator[dict[str, Tensor]]:
+    """xᵀ · x, over all rows x that these modules read."""
+    sums: dict[str, Tensor] = {}
+
+    def watch(name: str, module: Linear) -> torch.utils.hooks.RemovableHandle:
+        def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            if name not in sums:
+                sums[name] = torch.zeros(module.in_features, module.in_features)
+            sums[name].addmm_(given[0].T, given[0])
+
+        return module.register_forward_pre_hook(add)
+
+    handles = [watch(*each) for each in linears.items()]
+    yield sums
+    for handle in handles:
+        handle.remove()
+
+
+def _sequences(path: Path, config: DecoderConfig) -> list[Tensor]:
+    """Token ids int64 of the text; random ones for a model without `tokenizer.json`."""
+    size = min(_SEQUENCE_TOKENS, config.context_len)
+    first: list[int] = []
+    if (path / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        text = _TEXT.read_text(encoding="utf-8")
+        ids = tokenizer.encode(text, add_special_tokens=False).ids[:_MAX_TOKENS]
+        ids = [each for each in ids if each < config.vocab_size]
+        first = tokenizer.encode("").ids[:1]  # of a sequence, if it has one
+    else:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (_NUM_RANDOM,), generator=generator).tolist()
+    size = max(1, size - len(first))
+    return [torch.tensor(first + ids[at : at + size]) for at in range(0, len(ids), size)]
+
+
+def _context(model: Decoder, num_tokens: int) -> ForwardContext:
+    """Of one sequence at once."""
+    spec, num_layers = model.kv_spec[0], len(model.kv_spec)
+    num_blocks = -(-num_tokens // _BLOCK_SIZE)
+    shape = (num_layers, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)
+    positions = torch.arange(num_tokens)
+    return ForwardContext(
+        kv_pool=torch.zeros(shape, dtype=spec.dtype),
+        layout=PagedLayout(
+            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
+            seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+            block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+            slot_mapping=positions,
+            max_query_len=num_tokens,
+            max_seq_len=num_tokens,
+        ),
+        positions=positions,
+        prompt_lens=torch.full_like(positions, num_tokens),
+    )
