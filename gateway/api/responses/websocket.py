@@ -159,7 +159,7 @@ class Connection:
         lane = self._lane(stream_id)
         lane.add(lambda: self._begin(lane, body))
 
-    async def _begin(self, lane: Lane, body: _Message) -> Subscriber:
+    async def _begin(self, lane: Lane, body: dict[str, Any]) -> Subscriber:
         continued = body.get("previous_response_id")
         memory = LaneMemory(self._remembered_turns, lane.stream_id, continued)
         try:
