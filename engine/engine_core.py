@@ -39,8 +39,11 @@ class Grammars(Protocol):
 
     def __contains__(self, grammar: StructuredOutputs) -> bool: ...
 
-    def compile(self, grammar: StructuredOutputs) -> None:
+    def compile(self, grammar: StructuredOutputs, *, tenant: str = "") -> None:
         """Compile a grammar, which may take a second, for the sequences that will have it.
+
+        Args:
+            tenant: in whose share of the memory it is kept.
 
         Raises:
             InvalidRequestError: it is invalid or too large.

@@ -276,7 +276,7 @@ class EngineServer:
         """In a thread, as the streams go on meanwhile."""
         error = None
         try:
-            self._core.grammars.compile(grammar)
+            self._core.grammars.compile(grammar, tenant=request.tenant)
         except InvalidRequestError as refusal:
             error = refusal
         except BaseException as failure:  # the thread's, which nobody waits for

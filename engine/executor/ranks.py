@@ -215,9 +215,9 @@ class RankGrammars:
     def __contains__(self, grammar: StructuredOutputs) -> bool:
         return grammar in self._own
 
-    def compile(self, grammar: StructuredOutputs) -> None:
-        self._tell(_COMPILE + msgspec.msgpack.encode(grammar))
-        self._own.compile(grammar)
+    def compile(self, grammar: StructuredOutputs, *, tenant: str = "") -> None:
+        self._tell(_COMPILE + msgspec.msgpack.encode((grammar, tenant)))
+        self._own.compile(grammar, tenant=tenant)
 
 
 class RanksExecutor:
@@ -608,7 +608,7 @@ class _OtherRank:
         self._compiling = ThreadPoolExecutor(1)
         self._steps = msgspec.msgpack.Decoder(_Step)
         self._adapters = msgspec.msgpack.Decoder(Adapter)
-        self._grammars = msgspec.msgpack.Decoder(StructuredOutputs)
+        self._grammars = msgspec.msgpack.Decoder(tuple[StructuredOutputs, str])
 
     def do(self, message: bytes) -> None:
         kind, data = message[:1], memoryview(message)[1:]
@@ -625,7 +625,8 @@ class _OtherRank:
         elif kind == _DROP:
             self._runner.adapters.drop(bytes(data).decode())
         else:
-            self._compiling.submit(self._runner.grammars.compile, self._grammars.decode(data))
+            grammar, tenant = self._grammars.decode(data)
+            self._compiling.submit(self._runner.grammars.compile, grammar, tenant=tenant)
 
     def _hand_out(self, result: BatchResult, fd: int) -> None:
         data = msgspec.msgpack.encode(result)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,13 +46,13 @@ class SequenceGrammar:
         "_compiler",
         "_early_token_ids",
         "_grammar",
+        "_kept",
         "_limits",
         "_matcher",
         "_never_token_ids",
         "_num_prompt",
         "_num_short",
         "_num_taken",
-        "_original",
         "_token_ids",
         "is_beam",
         "is_drafted",
@@ -73,18 +73,20 @@ class SequenceGrammar:
         limits: TokenLimits | None = None,
     ) -> None:
         self._compiler, self._grammar, self._limits = compiler, grammar, limits
-        self._original: LLMatcher | AnyText
-        if grammar is None:
-            self._original = AnyText(compiler.vocab_size)
-        else:
-            self._original = compiler.compiled(grammar)
-        self._matcher: LLMatcher | AnyText = self._original.deep_copy()
+        self._kept = None if grammar is None else compiler.compiled(grammar)
+        self._matcher = self._at_begin()
         self._token_ids = token_ids
         self._num_prompt = self._num_taken = num_prompt
         self._num_short = num_prompt + min_tokens
         self._early_token_ids = (*end_token_ids, *never_token_ids)
         self._never_token_ids = never_token_ids
         self.is_beam, self.is_drafted = is_beam, is_drafted
+
+    def _at_begin(self) -> LLMatcher | AnyText:
+        """A matcher at the beginning of an output."""
+        if self._kept is None:
+            return AnyText(self._compiler.vocab_size)
+        return self._kept.matcher.deep_copy()
 
     def fork(self, token_ids: Sequence[int]) -> SequenceGrammar:
         """For a sequence that begins with all tokens which this one's matcher has taken."""
@@ -142,7 +144,7 @@ class SequenceGrammar:
                 break
             self._restrict(mask, num_known + num_taken)
         if matcher.is_error() or not (num_taken == 0 or matcher.rollback(num_taken)):
-            self._matcher, self._num_taken = self._original.deep_copy(), self._num_prompt
+            self._matcher, self._num_taken = self._at_begin(), self._num_prompt
 
     def _advance(self, num_tokens: int) -> None:
         if num_tokens > self._num_taken:
@@ -151,6 +153,8 @@ class SequenceGrammar:
 
     def _compute(self, address: int, mask: npt.NDArray[np.uint32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(address, mask.nbytes)
+        if self._kept is not None:
+            self._kept.num_masks += 1
 
     def _restrict(self, mask: npt.NDArray[np.uint32], num_tokens: int) -> FinishReason | None:
         """Take out of a mask what its sequence of so many tokens may not have; why it has no next
@@ -175,10 +179,9 @@ class SequenceGrammar:
         """Matchers of a grammar share a lexer. What it has found so far counts for the limits of
         all of them, and helps all of them: so try it again, and then with another lexer."""
         assert self._grammar is not None
-        stales = cast("tuple[LLMatcher | None, ...]", (None, self._original))
-        for stale in stales:
-            self._original = self._compiler.compiled(self._grammar, stale=stale)
-            self._matcher, self._num_taken = self._original.deep_copy(), self._num_prompt
+        for stale in (None, self._kept):
+            self._kept = self._compiler.compiled(self._grammar, stale=stale)
+            self._matcher, self._num_taken = self._at_begin(), self._num_prompt
             self._advance(num_tokens)
             self._compute(address, mask)
             if not self._matcher.is_error():

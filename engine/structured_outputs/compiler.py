@@ -1,7 +1,7 @@
 """From a `StructuredOutputs` to a matcher, by llguidance, with limits.
 
 The library and the vocabulary are loaded when the first grammar comes. Compiled grammars are kept,
-by content; each sequence gets a copy.
+by content (`kept_grammars`); each sequence gets a copy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import threading
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,13 @@ from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.native_panics import is_panic
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
+from penstock.engine.structured_outputs.kept_grammars import KeptGrammar, KeptGrammars
 from penstock.engine.structured_outputs.lark import FORMS
 from penstock.engine.structured_outputs.patterns import check_lark, repetition_fault
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_KEPT = 256  # grammars
-_MAX_KEPT_CHARS = 8 << 20  # of all of them
 _MAX_MESSAGE_CHARS = 300
 _MAX_NAMED_PATHS = 3
 _MAX_SEARCHED = 64  # schemas, for the one that is at fault
@@ -49,27 +47,29 @@ class GrammarCompiler:
         self._file = directory / "tokenizer.json"
         self._library: Any = None
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
-        self._num_chars = 0
+        self.kept = KeptGrammars()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Number of grammars kept."""
-        return len(self._kept)
+        return len(self.kept)
 
     def __contains__(self, grammar: StructuredOutputs) -> bool:
-        return grammar in self._kept
+        return grammar in self.kept
 
-    def compile(self, grammar: StructuredOutputs) -> None:
+    def compile(self, grammar: StructuredOutputs, *, tenant: str = "") -> None:
         """Compile a grammar for later, the first mask included: it can take far longer than those
         that follow.
+
+        Args:
+            tenant: in whose share of the memory it is kept.
 
         Raises:
             InvalidRequestError: the grammar is invalid, not supported or too large, or the model's
                 tokenizer cannot be used. `param` begins with `structured_outputs`.
         """
         try:
-            self.matcher(grammar).compute_bitmask()
+            self.compiled(grammar, tenant=tenant)
         except InvalidRequestError as error:
             param = f"structured_outputs{error.param or ''}"
             raise InvalidRequestError(f"structured_outputs: {error}", param=param) from error
@@ -83,38 +83,37 @@ class GrammarCompiler:
 
     def matcher(self, grammar: StructuredOutputs) -> LLMatcher:
         """A matcher at the beginning of an output. Raises as `compiled`."""
-        return self.compiled(grammar).deep_copy()
+        return self.compiled(grammar).matcher.deep_copy()
 
-    def compiled(self, grammar: StructuredOutputs, *, stale: LLMatcher | None = None) -> LLMatcher:
-        """The matcher that others are copies of.
+    def compiled(
+        self, grammar: StructuredOutputs, *, stale: KeptGrammar | None = None, tenant: str = ""
+    ) -> KeptGrammar:
+        """The grammar with a matcher that others are copies of.
 
         Args:
             stale: not this one; its lexer has too many states.
+            tenant: as for `compile`.
 
         Raises:
             InvalidRequestError: the grammar is invalid, not supported or too large. `param` is the
                 path in its schema that is at fault, or empty.
             ModelLoadError: the tokenizer cannot be used.
         """
+        known = self.kept.get(grammar)
+        if known is not None and known is not stale:
+            return known
         with self._lock:
-            known = self._kept.get(grammar)
-            if known is not None and known is not stale:
-                self._kept.move_to_end(grammar)
-                return known
             if self._tokenizer is None:
                 self._library = importlib.import_module("llguidance")
                 self._tokenizer = self._read_tokenizer()
-        made = self._compile(grammar)
-        with self._lock:
-            if grammar not in self._kept:
-                self._num_chars += len(grammar.text)
-            self._kept[grammar] = made
-            while len(self._kept) > 1 and (
-                len(self._kept) > _MAX_KEPT or self._num_chars > _MAX_KEPT_CHARS
-            ):
-                oldest, _ = self._kept.popitem(last=False)
-                self._num_chars -= len(oldest.text)
-        return made
+
+        def compiled() -> LLMatcher:
+            matcher = self._compile(grammar)
+            matcher.deep_copy().compute_bitmask()
+            return matcher
+
+        tenant = tenant if stale is None else stale.tenant
+        return self.kept.made(grammar, compiled, tenant=tenant)
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:

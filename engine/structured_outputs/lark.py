@@ -27,6 +27,8 @@ _TOKEN = re.compile(
     |(?P<times>\{\s*\d*\s*(?:,\s*\d*\s*)?\}|[*+?])|(?P<other>[().|])""",
     re.VERBOSE | re.DOTALL,
 )
+# A text, a comment, a regular expression or a name; and what names tokens by their ids.
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<\s*\[[^\]>]*\]?\s*>?)')
 _ESCAPE = re.compile(
     r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|(.)", re.DOTALL
 )
@@ -49,14 +51,25 @@ def as_lark(grammar: str) -> str:
         grammar: Lark or GBNF.
 
     Raises:
-        InvalidRequestError: it is GBNF, and invalid.
+        InvalidRequestError: it is GBNF, and invalid; or it names tokens (`<[5]>`): a grammar is of
+            texts, and no special token is one.
     """
     if "::=" not in grammar or _IS_LARK.search(grammar):
+        _check_no_tokens(grammar)
         return grammar
     if len(grammar) > _MAX_GBNF_CHARS:
         raise InvalidRequestError(f"it has more than {_MAX_GBNF_CHARS:,} characters of GBNF")
     rules = _Parser(grammar).rules()
     return _Writer(rules).lark()
+
+
+def _check_no_tokens(grammar: str) -> None:
+    """Raises: InvalidRequestError."""
+    for found in _LARK_TOKEN.finditer(grammar):
+        if found[1] is not None:
+            raise InvalidRequestError(
+                f"{found[1][:40]!r} names tokens, which is not supported: write their text"
+            )
 
 
 def _fault(line: int, fault: str) -> InvalidRequestError:

@@ -5,9 +5,10 @@ client disconnects, and 426 for a WebSocket's path.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -17,10 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.api.schema.parsing import parse_json
 from penstock.gateway.errors import RequestRefusedError, refusal
+from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.http.content_encoding import codings_of, decoded
 from penstock.gateway.http.event_stream import wait_disconnect
 
 _Result = TypeVar("_Result")
+_Kind = TypeVar("_Kind")
 CLIENT_GONE = 499  # nginx's number; nobody receives it
 # Parsing several 4 MB bodies in a row on the event loop blocked it for 0.1 s. One thread parses
 # them instead, so the event loop gets its turn in between.
@@ -62,6 +65,26 @@ async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
         return parse_json(body)
 
     return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, parsed)
+
+
+async def parsed(
+    work: PacedWork,
+    kind: type[_Kind],
+    body: dict[str, Any],
+    parse: Callable[[type[_Kind], dict[str, Any]], _Kind],
+) -> _Kind:
+    """What `parse` makes of a body; off the event loop if it is large.
+
+    Args:
+        kind: of request.
+
+    Raises:
+        RequestRefusedError: as `parse`. 503: too many large ones are waiting.
+    """
+    size = work_of(body)
+    if size < LARGE:
+        return parse(kind, body)
+    return await work.run(partial(parse, kind, body), size=size)
 
 
 async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
-import orjson
 
 from penstock.engine.chat_formats import (
     ModelFormats,
@@ -41,7 +40,7 @@ from penstock.engine.request import (
 )
 from penstock.engine.text import OutputText, with_special_stops
 from penstock.engine.text.bad_words import bad_words_token_ids
-from penstock.engine.text.chat_template import ChatTemplate, SlowTemplateError
+from penstock.engine.text.chat_template import MAX_CPU_S, ChatTemplate, SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import MessageParts, with_parts
@@ -65,6 +64,7 @@ from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images import ImageLoader
+from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
@@ -73,7 +73,7 @@ from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 
 LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop
 _LONG_TEXT_TOKENS = 16 << 10
-_MANY_MESSAGES = 256  # a template may take quadratic time in the number of messages
+_MANY_MESSAGES = 64  # a template may take quadratic time in the number of messages
 _MAX_SHORT_S = 0.05  # of a template on the event loop; ordinary ones take a tenth of it at most
 NUM_CONTEXT_TOKENS = 64  # last tokens of a prompt on which the continuing text can depend
 _MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
@@ -122,6 +122,7 @@ class Generator:
         self.adapters = adapters
         self.images = images
         self.long_work = LongWork()
+        self.paced_work = PacedWork()
         self.grammars = GrammarCheck(model.directory, metrics)
         self.gaps = GapPrompts(
             model.fill_in_middle, self.tokenise, lambda: engine.info_for_running().max_model_len
@@ -151,6 +152,7 @@ class Generator:
     async def close(self) -> None:
         """Stop the threads and the processes."""
         self.long_work.close()
+        self.paced_work.close()
         self.images.close()
         await self.grammars.close()
         if self._templates is not None:
@@ -191,34 +193,18 @@ class Generator:
     async def _rendered(self, prompt: ChatPrompt) -> str:
         template = self.model.chat_template
         source = template.source_for(prompt.template, has_tools=bool(prompt.tools))
-        is_own = prompt.template is None or prompt.template in template.named
         documents = prompt.kwargs.get("documents")
         if documents and "documents" not in (source or ""):
             raise InvalidRequestError(_no_documents(template), param="documents")
-        reads = self._reads_part if prompt.template is None else names_parts_of(source)
-        messages, tools = self.model.formats.for_template(
-            as_read(prompt.messages, reads),
-            prompt.tools,
-            template=None if prompt.template is None else source,
-        )
-        variables = {**self.model.template_defaults, **prompt.kwargs}
-        arguments: dict[str, Any] = {
-            "messages": template_messages(
-                with_parts(messages, self.model.message_parts, self.model.images), source
-            ),
-            "add_generation_prompt": prompt.add_generation_prompt,
-            "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": tools, **template_variables(variables, source)},
-        }
+        is_own = prompt.template is None or prompt.template in template.named
         if is_own:
-            num_chars = sum(map(_num_chars, messages))
-            num_chars += sum(len(orjson.dumps(each)) for each in (tools, documents) if each)
-            is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
-            render = partial(template.render, template=source, **arguments)
-            if not is_long:
+            size = len(prompt.messages) + work_of({"tools": prompt.tools, "documents": documents})
+            num_chars = sum(map(_num_chars, prompt.messages))
+            if size < _MANY_MESSAGES and num_chars < LONG_TEXT_CHARS:
                 with contextlib.suppress(SlowTemplateError):  # then it counts as long
-                    return render(max_cpu_s=_MAX_SHORT_S)
-            return await self.long_work.run(render, is_long=True)
+                    return self._render(prompt, source, max_cpu_s=_MAX_SHORT_S)
+            render = partial(self._render, prompt, source, max_cpu_s=MAX_CPU_S)
+            return await self.paced_work.run(render, size=size)
         if self._templates is None:
             raise RequestRefusedError(
                 "chat_template is not enabled on this server; start it with "
@@ -227,7 +213,30 @@ class Generator:
                 param="chat_template",
             )
         assert source is not None
+        arguments = self._template_arguments(prompt, source)
         return await self._templates.render(source, template.special_tokens, arguments)
+
+    def _render(self, prompt: ChatPrompt, source: str | None, *, max_cpu_s: float) -> str:
+        arguments = self._template_arguments(prompt, source)
+        return self.model.chat_template.render(template=source, max_cpu_s=max_cpu_s, **arguments)
+
+    def _template_arguments(self, prompt: ChatPrompt, source: str | None) -> dict[str, Any]:
+        """Arguments of `ChatTemplate.render`, of which the template shows everything."""
+        reads = self._reads_part if prompt.template is None else names_parts_of(source)
+        messages, tools = self.model.formats.for_template(
+            as_read(prompt.messages, reads),
+            prompt.tools,
+            template=None if prompt.template is None else source,
+        )
+        variables = {**self.model.template_defaults, **prompt.kwargs}
+        return {
+            "messages": template_messages(
+                with_parts(messages, self.model.message_parts, self.model.images), source
+            ),
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+            "kwargs": {"tools": tools, **template_variables(variables, source)},
+        }
 
     async def tokenise(
         self,
@@ -321,7 +330,7 @@ class Generator:
         )
         try:
             for name, grammar in options.grammars:
-                await self.grammars.check(grammar, param=name, info=info)
+                await self.grammars.check(grammar, param=name, info=info, tenant=caller.tenant)
         except BaseException:
             reservation.release()
             raise
@@ -347,6 +356,22 @@ class Generator:
             output_format=options.output_format,
             has_end_logprobs=options.has_end_logprobs,
         )
+
+    async def constrained(
+        self, options: GenerationOptions, offered: OfferedTools, output_format: OutputFormat | None
+    ) -> GenerationOptions:
+        """The options with the output's format, and with the grammar that enforces calls.
+
+        Raises:
+            InvalidRequestError: a tool's schema cannot be enforced.
+            RequestRefusedError: 503: too many large ones are waiting.
+        """
+        if output_format is None:
+            return options
+        make = partial(_constrained, options, offered, output_format, self.model.formats)
+        tools = {tool.name: tool.parameters for tool in output_format.tools}
+        size = work_of({"tools": tools})
+        return make() if size < LARGE else await self.paced_work.run(make, size=size)
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the tokens of their `bad_words`."""
@@ -450,18 +475,15 @@ def _num_chars(message: Mapping[str, Any]) -> int:
     content = message["content"]
     if isinstance(content, str):
         return len(content)
-    return sum(len(part.get("text", "")) for part in content)
+    return sum(len(text) for part in content if isinstance(text := part.get("text", ""), str))
 
 
-def constrained(
+def _constrained(
     options: GenerationOptions,
     offered: OfferedTools,
-    output_format: OutputFormat | None,
+    output_format: OutputFormat,
     formats: ModelFormats,
 ) -> GenerationOptions:
-    """The options with the output's format, and with the grammar that enforces calls."""
-    if output_format is None:
-        return options
     params = options.sampling_params
     grammar = offered.grammar(output_format, formats, params.structured_outputs)
     if grammar == params.structured_outputs:

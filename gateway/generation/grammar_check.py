@@ -1,7 +1,8 @@
 """Checks what outputs must match before their request is submitted: compiled off the event loop, in
 a process that is killed when that takes too long (`penstock.engine.structured_outputs`), and once.
 
-The engine compiles what passes once more, for its own use.
+The engine compiles what passes once more, for its own use. Tenants with new grammars take
+turns, and of each the smallest comes first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from penstock.engine.sandbox import CPU_SIGNAL
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.sandbox import Sandbox, SandboxEndedError
+from penstock.gateway.generation.turns import NoTurnError, Turns
 from penstock.gateway.telemetry.metrics import Metrics
 
 MAX_CPU_S = 0.25  # of compiling; of 400 schemas as they are in use none took a third of it
@@ -58,6 +60,7 @@ class GrammarCheck:
         self._sandbox: Sandbox | None = None
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._turns = Turns(MAX_WAITING)
 
     def __len__(self) -> int:
         """Number of grammars whose verdict is known."""
@@ -71,16 +74,28 @@ class GrammarCheck:
         if self._sandbox is not None:
             await self._sandbox.close()
 
-    async def check(self, grammar: StructuredOutputs, *, param: str, info: EngineInfo) -> None:
+    async def check(
+        self, grammar: StructuredOutputs, *, param: str, info: EngineInfo, tenant: str = ""
+    ) -> None:
         """
         Args:
             param: the parameter that it came from.
+            tenant: whose turn it takes.
 
         Raises:
             RequestRefusedError: 400: the grammar is invalid, unsupported or takes too long to
-                compile. 503: too many new grammars are waiting.
+                compile. 503: too many new grammars are waiting, most of them this tenant's.
         """
-        verdict = await self._verdict(grammar, param=param, info=info)
+        try:
+            verdict = await self._verdict(grammar, info=info, tenant=tenant)
+        except NoTurnError as error:
+            self._metrics.count_grammar("overloaded")
+            raise RequestRefusedError(
+                f"{MAX_WAITING} new grammars are already being compiled",
+                code="server_overloaded",
+                param=param,
+                status=503,
+            ) from error
         self._metrics.count_grammar(verdict.kind)
         if verdict.message:
             is_schema = grammar.kind == "json_schema"
@@ -92,7 +107,7 @@ class GrammarCheck:
             )
 
     async def _verdict(
-        self, grammar: StructuredOutputs, *, param: str, info: EngineInfo
+        self, grammar: StructuredOutputs, *, info: EngineInfo, tenant: str
     ) -> Verdict:
         key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode()).digest()
         known = self._verdicts.get(key)
@@ -101,16 +116,8 @@ class GrammarCheck:
             return known
         task = self._running.get(key)
         if task is None:
-            if len(self._running) >= MAX_WAITING:
-                self._metrics.count_grammar("overloaded")
-                raise RequestRefusedError(
-                    f"{MAX_WAITING} new grammars are already being compiled",
-                    code="server_overloaded",
-                    param=param,
-                    status=503,
-                )
             # Others may want the same, so it goes on when this request's caller leaves.
-            task = asyncio.create_task(self._compile(key, grammar, info))
+            task = asyncio.create_task(self._compile(key, grammar, info, tenant))
             self._running[key] = task
             task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)
@@ -120,7 +127,18 @@ class GrammarCheck:
         if not task.cancelled():
             task.exception()  # all who wanted to know may have left
 
-    async def _compile(self, key: bytes, grammar: StructuredOutputs, info: EngineInfo) -> Verdict:
+    async def _compile(
+        self, key: bytes, grammar: StructuredOutputs, info: EngineInfo, tenant: str
+    ) -> Verdict:
+        async with self._turns.turn(tenant, len(grammar.text)):
+            verdict = await self._answered(grammar, info)
+        if verdict.status == 400:
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > _MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _answered(self, grammar: StructuredOutputs, info: EngineInfo) -> Verdict:
         if self._sandbox is None:
             self._sandbox = Sandbox(
                 _MODULE,
@@ -136,12 +154,7 @@ class GrammarCheck:
         except SandboxEndedError as error:
             answer = error
         self._metrics.grammar_check.observe(time.perf_counter() - begun_s)
-        verdict = _verdict_of(answer)
-        if verdict.status == 400:
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > _MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
-        return verdict
+        return _verdict_of(answer)
 
 
 def _verdict_of(answer: bytes | SandboxEndedError) -> Verdict:

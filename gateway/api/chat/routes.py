@@ -16,14 +16,20 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt, image_sources
 from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
-from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
+from penstock.gateway.api.json_api import (
+    CLIENT_GONE,
+    json_response,
+    parsed,
+    read_json,
+    unless_gone,
+)
 from penstock.gateway.api.logprobs import TokenObjects, prompt_dictionaries
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import DeltaSource, Generation, Output
-from penstock.gateway.generation.generator import Generator, constrained
+from penstock.gateway.generation.generator import Generator
 from penstock.gateway.http.event_stream import EventStream
 
 
@@ -59,7 +65,7 @@ class ChatCompletions:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        chat = parse_request(ChatRequest, body)
+        chat = await parsed(self._generator.paced_work, ChatRequest, body, parse_request)
         caller = caller_of(request.scope)
         model = await self._generator.adapters.require(chat.model, caller, task="generate")
         key = idempotency_key(request, body, caller)
@@ -105,8 +111,8 @@ class ChatCompletions:
         return await self._generator.plan(
             request_id,
             chat.kept(prompt_token_ids),
-            constrained(
-                chat.options(model.sampling_defaults()), chat.offered, output_format, model.formats
+            await self._generator.constrained(
+                chat.options(model.sampling_defaults()), chat.offered, output_format
             ),
             param="messages",
             caller=caller_of(request.scope),

@@ -15,7 +15,13 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
-from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
+from penstock.gateway.api.json_api import (
+    CLIENT_GONE,
+    json_response,
+    parsed,
+    read_json,
+    unless_gone,
+)
 from penstock.gateway.api.logprobs import Lists, TokenLists, joined, prompt_dictionaries
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
@@ -59,7 +65,9 @@ class Completions:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        completion = parse_request(CompletionRequest, body)
+        completion = await parsed(
+            self._generator.paced_work, CompletionRequest, body, parse_request
+        )
         caller = caller_of(request.scope)
         model = await self._generator.adapters.require(completion.model, caller, task="generate")
         key = idempotency_key(request, body, caller)

@@ -13,7 +13,13 @@ from starlette.responses import Response
 
 from penstock.engine.request import FinishReason
 from penstock.gateway.api.infill.schema import InfillRequest
-from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
+from penstock.gateway.api.json_api import (
+    CLIENT_GONE,
+    json_response,
+    parsed,
+    read_json,
+    unless_gone,
+)
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
@@ -49,7 +55,7 @@ class Infill:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        asked = parse_request(InfillRequest, body)
+        asked = await parsed(self._generator.paced_work, InfillRequest, body, parse_request)
         caller = caller_of(request.scope)
         model = await self._generator.adapters.require(asked.model, caller, task="generate")
         fills = self._generator.gaps.require(param="input_suffix")

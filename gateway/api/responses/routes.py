@@ -22,7 +22,13 @@ from penstock.gateway.api.idempotency import (
     refuse_with_key,
 )
 from penstock.gateway.api.items import ItemsQuery, item_page
-from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
+from penstock.gateway.api.json_api import (
+    CLIENT_GONE,
+    json_response,
+    parsed,
+    read_json,
+    unless_gone,
+)
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.responses.events import Event, response_object
 from penstock.gateway.api.responses.logged_generation import as_exception
@@ -78,7 +84,7 @@ class Responses:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        asked = parse_request(ResponsesRequest, body)
+        asked = await parsed(self._service.paced_work, ResponsesRequest, body, parse_request)
         key = idempotency_key(request, body, caller_of(request.scope))
         log, task = await self._started(request, asked, key)
         if asked.stream:
@@ -106,7 +112,7 @@ class Responses:
     )
     async def input_tokens(self, request: Request) -> Response:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        asked = parse_request(ResponsesRequest, body)
+        asked = await parsed(self._service.paced_work, ResponsesRequest, body, parse_request)
         count = self._service.num_input_tokens(asked, caller_of(request.scope))
         num_tokens = await unless_gone(request, count)
         if num_tokens is None:

@@ -28,7 +28,8 @@ from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generation import Generation
-from penstock.gateway.generation.generator import Generator, constrained
+from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.paced_work import PacedWork
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
@@ -98,6 +99,11 @@ class ResponseService:
 
     # -- new responses -----------------------------------------------------------------------
 
+    @property
+    def paced_work(self) -> PacedWork:
+        """Validates large requests."""
+        return self._generator.paced_work
+
     async def create(
         self,
         request: ResponsesRequest,
@@ -125,11 +131,10 @@ class ResponseService:
         generation = await self._generator.plan(
             response_id,
             prompt.token_ids,
-            constrained(
+            await self._generator.constrained(
                 request.options(self._generator.model.sampling_defaults()),
                 request.offered,
                 prompt.output_format,
-                self._generator.model.formats,
             ),
             param="input",
             caller=caller,

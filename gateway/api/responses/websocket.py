@@ -25,6 +25,7 @@ from typing import Any
 import orjson
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from penstock.gateway.api.json_api import parsed
 from penstock.gateway.api.responses.events import Event
 from penstock.gateway.api.responses.prompt import LaneMemory
 from penstock.gateway.api.responses.schema import SocketRequest
@@ -158,11 +159,11 @@ class Connection:
         lane = self._lane(stream_id)
         lane.add(lambda: self._begin(lane, body))
 
-    async def _begin(self, lane: Lane, body: _Message) -> Subscriber:
+    async def _begin(self, lane: Lane, body: dict[str, Any]) -> Subscriber:
         continued = body.get("previous_response_id")
         memory = LaneMemory(self._remembered_turns, lane.stream_id, continued)
         try:
-            request = parse_request(SocketRequest, body)
+            request = await parsed(self._service.paced_work, SocketRequest, body, parse_request)
             task = await self._service.create(request, self.caller, memory=memory)
         except Exception:
             memory.forget_continued()

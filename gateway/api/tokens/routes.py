@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.json_file import is_present, read_json
 from penstock.gateway.api.chat.schema import chat_prompt, image_sources
-from penstock.gateway.api.json_api import json_response, read_fields
+from penstock.gateway.api.json_api import json_response, parsed, read_fields
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
@@ -44,7 +44,7 @@ class Tokens:
         body = await self._body(request)
         asked: TokenizeChat | TokenizePrompt
         if "messages" in body:
-            asked = parse_fields(TokenizeChat, body)
+            asked = await parsed(self._generator.paced_work, TokenizeChat, body, parse_fields)
         else:
             asked = parse_fields(TokenizePrompt, body)
         await self._generator.adapters.require(asked.model, caller_of(request.scope))

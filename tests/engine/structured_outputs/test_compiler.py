@@ -9,7 +9,6 @@ import pytest
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.request import StructuredOutputs
-from penstock.engine.structured_outputs import compiler as module
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.text import Tokenizer
 
@@ -28,16 +27,6 @@ def test_a_grammar_is_compiled_once_and_its_matchers_are_apart(compiler: Grammar
     assert first.consume_token(token_id)
     assert second.validate_tokens([token_id]) == 1
     assert first.validate_tokens([token_id]) == 0
-
-
-def test_the_oldest_are_dropped(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_KEPT", 3)
-    for text in ("a", "b", "c", "a", "d"):
-        compiler.compile(regex(text))
-    assert [regex(text) in compiler for text in "abcd"] == [True, False, True, True]
-    monkeypatch.setattr(module, "_MAX_KEPT_CHARS", 30)
-    compiler.compile(regex("x" * 30))
-    assert len(compiler) == 1
 
 
 @pytest.mark.parametrize(

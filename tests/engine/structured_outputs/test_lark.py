@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.structured_outputs.lark import as_lark
@@ -166,3 +167,14 @@ def test_every_character_may_be_in_a_choice(
         assert matcher.is_accepting()
     with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
         structured_outputs(choice=["\ud83d"])
+
+
+@pytest.mark.parametrize("token", ["<[4]>", "<[*]>", "<[^4]>", "<[4-9,12]>"])
+def test_a_grammar_names_no_tokens(token: str) -> None:
+    with pytest.raises(InvalidRequestError, match="names tokens, which is not supported"):
+        structured_outputs(grammar=f'start: "a" {token}')
+
+
+def test_what_looks_like_a_token_in_a_text_is_a_text() -> None:
+    for grammar in ('start: "<[4]>"', "start: /<[4]>/", 'start: "a" // <[4]>'):
+        assert structured_outputs(grammar=grammar) == StructuredOutputs("lark", grammar)

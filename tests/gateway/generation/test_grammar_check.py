@@ -51,9 +51,11 @@ async def check(model_path: Path, metrics: Metrics) -> AsyncIterator[GrammarChec
     await check.close()
 
 
-async def refusal(check: GrammarCheck, grammar: StructuredOutputs) -> RequestRefusedError | None:
+async def refusal(
+    check: GrammarCheck, grammar: StructuredOutputs, tenant: str = ""
+) -> RequestRefusedError | None:
     try:
-        await check.check(grammar, param="p", info=INFO)
+        await check.check(grammar, param="p", info=INFO, tenant=tenant)
     except RequestRefusedError as error:
         return error
     return None
@@ -123,11 +125,41 @@ async def test_only_so_many_wait(check: GrammarCheck) -> None:
         asyncio.create_task(refusal(check, regex(f"a{number}"))) for number in range(MAX_WAITING)
     ]
     await asyncio.sleep(0)
-    error = await refusal(check, regex("b"))
+    error = await refusal(check, regex("large"))
     assert error is not None
     assert (error.status, error.code, error.param) == (503, "server_overloaded", "p")
     assert await asyncio.gather(*waiting) == [None] * MAX_WAITING
+    assert await refusal(check, regex("large")) is None
+
+
+async def test_a_small_one_takes_the_place_of_a_large_one(check: GrammarCheck) -> None:
+    texts = ["a" * number for number in range(1, MAX_WAITING + 1)]
+    waiting = [asyncio.create_task(refusal(check, regex(text))) for text in texts]
+    await asyncio.sleep(0)
     assert await refusal(check, regex("b")) is None
+    *others, largest = await asyncio.gather(*waiting)
+    assert others == [None] * (MAX_WAITING - 1)
+    assert largest is not None
+    assert largest.status == 503
+
+
+async def test_a_tenant_that_fills_the_queue_locks_out_nobody_else(check: GrammarCheck) -> None:
+    order = list[str]()
+
+    async def ask(tenant: str, text: str) -> RequestRefusedError | None:
+        error = await refusal(check, regex(text), tenant)
+        if error is None:
+            order.append(tenant)
+        return error
+
+    flood = [asyncio.create_task(ask("flood", f"a{number}")) for number in range(3 * MAX_WAITING)]
+    await asyncio.sleep(0)
+    large = [asyncio.create_task(ask("other", "b" * 500 + str(number))) for number in range(3)]
+    assert await asyncio.gather(*large) == [None] * 3
+    assert order.index("other") <= 2  # in turn with the flood, not after it
+    errors = await asyncio.gather(*flood)
+    assert len([error for error in errors if error is None]) >= MAX_WAITING - 3
+    assert {error.status for error in errors if error is not None} == {503}
 
 
 @pytest.mark.process_kills
