@@ -78,6 +78,8 @@ def linear_quantized_reference(
     size, dtype = matrix.columns_per_scale, x.dtype
     if matrix.order is not None:
         x = x[:, matrix.order]
+    if matrix.factors is not None:
+        x = x * matrix.factors.to(dtype)
     result = torch.zeros(len(x), matrix.out_features, device=x.device)
     blocks = (torch.split(each, size, dim=1) for each in (x, matrix.levels()))
     for block, (columns, levels) in enumerate(zip(*blocks, strict=True)):

@@ -12,7 +12,7 @@ BYTE = 127  # largest magnitude of a signed byte that is used
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedCodes:
-    """A matrix of numbers (table[code] or code - zero) · scale - offset.
+    """A matrix of numbers ((table[code] or code - zero) · scale - offset) · factor.
 
     Attributes:
         codes: uint8 [out_features, in_features], less than 16 if `bits` is 4.
@@ -23,6 +23,8 @@ class QuantizedCodes:
         table: float32 [16], what codes of 4 bits stand for; None: code - zero.
         is_float8: codes of 8 bits are E4M3 numbers.
         order: int64 [in_features], the input that each column multiplies; None: column j, input j.
+        factors: of each column, powers of two in float32 [in_features]; None: ones. Products have
+            their inputs multiplied by them instead. A matrix with an order has none.
     """
 
     codes: Tensor
@@ -34,6 +36,7 @@ class QuantizedCodes:
     table: Tensor | None = None
     is_float8: bool = False
     order: Tensor | None = None
+    factors: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -61,7 +64,8 @@ class QuantizedCodes:
     def dequantize(self) -> Tensor:
         """float32 [out_features, in_features], in the order of inputs."""
         size = self.columns_per_scale
-        return scale_blocks(self.levels(), self.scales, self.offsets, size, self.order)
+        numbers = scale_blocks(self.levels(), self.scales, self.offsets, size, self.order)
+        return numbers if self.factors is None else numbers.mul_(self.factors)
 
     def levels(self) -> Tensor:
         """float32 [out_features, in_features]: the numbers before scales and offsets."""

@@ -130,7 +130,9 @@ def _choose(
     sizes = module.part_sizes if len(sources) > 1 else (module.out_features,)
     rows = torch.split(module.weight.data, list(sizes))
     parts = {name: part for name, part in zip(sources, rows, strict=True) if name in missing}
-    whole = quantize_rows(torch.cat(list(parts.values())), "int4", like.cpu(), moments)
+    whole = quantize_rows(
+        torch.cat(list(parts.values())), "int4", like.cpu(), moments, may_scale_columns=True
+    )
     for name, matrix in zip(parts, split_rows(whole, map(len, parts.values())), strict=True):
         kept.add_calibrated(name, "int4", matrix)
 

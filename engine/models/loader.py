@@ -363,7 +363,12 @@ class _Weights:
     def hold(self, module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]) -> None:
         """Give a module the matrix that is made of these parts, in the checkpoint's names."""
         is_router = isinstance(module, Router)
-        matrix = stack(parts, self.like) if is_router else self.quantize(names, parts, self.like)
+        if is_router:
+            matrix = stack(parts, self.like)
+        else:
+            matrix = self.quantize(
+                names, parts, self.like, may_scale_columns=isinstance(module, Linear)
+            )
         matrix = _share(module, matrix, names)
         module.hold(matrix, rounds_inputs=self.rounds_inputs, like=self.like)
 

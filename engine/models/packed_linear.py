@@ -84,9 +84,13 @@ class PackedLinear:
 class QuantizedLinear:
     """A quantized matrix, and inputs rounded to bytes just before each product, or as they are."""
 
-    def __init__(self, packed: PackedCodes, order: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(
+        self, packed: PackedCodes, bias: Tensor | None, *, order: Tensor | None,
+        factors: Tensor | None,
+    ) -> None:  # fmt: skip
         self.out_features, self.in_features = packed.out_features, packed.in_features
-        self._packed, self._order, self._bias = packed, order, bias
+        self._packed, self._bias = packed, bias
+        self._order, self._factors = order, factors
 
     @property
     def num_bytes(self) -> int:
@@ -102,6 +106,13 @@ class QuantizedLinear:
                 **rows,
             )  # fmt: skip
             x = ordered
+        if self._factors is not None:
+            scaled = program.buffer("scaled", self.in_features)
+            program.add(
+                "scale_columns", y=scaled, x=x, factors=self._factors, size=self.in_features,
+                **rows,
+            )  # fmt: skip
+            x = scaled
         given: dict[str, Any] = {"x": x}
         blocks = {"size": self.in_features, "columns_per_scale": packed.columns_per_scale, **rows}
         if packed.in_bytes:
@@ -135,6 +146,7 @@ class QuantizedLinear:
 
     def write_lookup(self, program: Program, y: Buffer, **ids: int) -> None:
         assert self._order is None, "a table's columns are in the order of the hidden state"
+        assert self._factors is None, "a table's numbers are looked up"
         program.add("embed_quantized", y=y, **ids, **self._packed.embed_arguments())
 
 
@@ -362,4 +374,4 @@ def _pack_codes(
     if not can_pack(codes, in_bytes=in_bytes):
         return PackedLinear(library, codes.dequantize().to(library.dtype), bias)
     packed = PackedCodes(library, codes, in_bytes=in_bytes)
-    return QuantizedLinear(packed, codes.order, bias)
+    return QuantizedLinear(packed, bias, order=codes.order, factors=codes.factors)

@@ -100,11 +100,12 @@ def _columns_of(matrix: Matrix, columns: range, name: str) -> Matrix:
         )
     else:
         scales = slice(columns.start // block, columns.stop // block)
-    offsets = matrix.offsets
+    offsets, factors = matrix.offsets, matrix.column_factors
     return replace(
         matrix,
         codes=take_columns(matrix.codes, columns),
         scales=matrix.scales[:, scales].contiguous(),
         offsets=None if offsets is None else offsets[:, scales].contiguous(),
         columns_per_scale=block,
+        column_factors=None if factors is None else factors[columns.start : columns.stop],
     )

@@ -74,8 +74,9 @@ class ConvertedMatrices:
                     codes = unpack_nibbles(tensors["nibbles"])[:, : shape[1]]
                 scales, offsets = tensors["scales"], tensors.get("offsets")
             found = QuantizedMatrix(
-                codes=codes, scales=scales, offsets=offsets, columns_per_scale=columns
-            )
+                codes=codes, scales=scales, offsets=offsets, columns_per_scale=columns,
+                column_factors=tensors.get("column_factors"),
+            )  # fmt: skip
         except Exception as error:  # whatever a damaged file leads to
             _log.warning("%s is made again, as it cannot be read: %s", path, error)
             return None
@@ -134,6 +135,8 @@ class ConvertedMatrices:
         tensors = {"scales": matrix.scales, **_stored_codes(matrix.codes)}
         if matrix.offsets is not None:
             tensors["offsets"] = matrix.offsets
+        if matrix.column_factors is not None:
+            tensors["column_factors"] = matrix.column_factors
         columns = matrix.columns_per_scale
         metadata = {
             "columns_per_scale": str(columns),

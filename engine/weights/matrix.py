@@ -34,7 +34,7 @@ class DenseMatrix:
 class QuantizedMatrix:
     """Codes, with a scale and perhaps an offset for each block of them:
 
-        number = (codebook[code] or code) · scale - offset
+        number = ((codebook[code] or code) · scale - offset) · factor of the column
 
     Attributes:
         codes: [out_features, in_features] of int8, uint8, or float8_e4m3fn.
@@ -44,6 +44,7 @@ class QuantizedMatrix:
         rows_per_scale, columns_per_scale: the size of a block.
         permutation: int64 [in_features]: column j of all that is above belongs to this input. None:
             to input j.
+        column_factors: powers of two, float32 [in_features]; None: ones.
     """
 
     codes: Tensor
@@ -53,6 +54,7 @@ class QuantizedMatrix:
     rows_per_scale: int = 1
     columns_per_scale: int
     permutation: Tensor | None = None
+    column_factors: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -80,7 +82,7 @@ class QuantizedMatrix:
         codes, (scales, offsets) = self.codes, self.block_values()
         make = partial(
             QuantizedCodes, scales=scales, columns_per_scale=self.columns_per_scale,
-            order=self.permutation,
+            order=self.permutation, factors=self.column_factors,
         )  # fmt: skip
         if codes.dtype == torch.float8_e4m3fn:
             return make(codes=codes.view(torch.uint8), offsets=offsets, bits=8, is_float8=True)
@@ -110,7 +112,8 @@ class QuantizedMatrix:
         numbers = codes.float() if self.codebook is None else self.codebook[codes.long()]
         offsets = None if self.offsets is None else self.offsets[blocks]
         size = self.columns_per_scale
-        return scale_blocks(numbers, self.scales[blocks], offsets, size, self.permutation)
+        numbers = scale_blocks(numbers, self.scales[blocks], offsets, size, self.permutation)
+        return numbers if self.column_factors is None else numbers.mul_(self.column_factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ def stack(parts: Sequence[Matrix], like: Tensor) -> Matrix:
 
 def _layout(matrix: QuantizedMatrix) -> tuple[object, ...]:
     """The same for matrices that can be one."""
-    tables = (matrix.codebook, matrix.permutation)
+    tables = (matrix.codebook, matrix.permutation, matrix.column_factors)
     return (
         matrix.codes.dtype,
         matrix.columns_per_scale,
@@ -219,6 +222,7 @@ def join(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         codebook=first.codebook,
         columns_per_scale=first.columns_per_scale,
         permutation=first.permutation,
+        column_factors=first.column_factors,
     )
 
 

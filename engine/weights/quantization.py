@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,6 +25,7 @@ from penstock.kernels.quantized_codes import BYTE
 BLOCK = 32  # columns of a scale, of 4 and 8 bits
 _SCALE_BYTES = 4  # float32
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
+_SMALL_COLUMN = 32.0
 # Modules that `int4` gives 8 bits: errors in values and logits cost the most for their bytes.
 _EIGHT_BITS = ("*.v_proj", "lm_head", "embed_out")
 
@@ -118,13 +119,21 @@ class Quantizer:
         """Whether some codes are to be chosen by what the modules read."""
         return self.kept is not None and "int4" in (self.default, *self.rules.values())
 
-    def __call__(self, names: Sequence[str], parts: Sequence[Matrix], like: Tensor) -> Matrix:
+    def __call__(
+        self, names: Sequence[str], parts: Sequence[Matrix], like: Tensor, *,
+        may_scale_columns: bool = False,
+    ) -> Matrix:  # fmt: skip
         """
         Args:
+            may_scale_columns: as in `quantize_rows`.
             names: of the modules in the checkpoint that the parts are; matched by the patterns.
             like: has the device and the dtype of the model.
         """
-        return stack([self._part(*each, like) for each in zip(names, parts, strict=True)], like)
+        made = [
+            self._part(name, part, like, may_scale_columns=may_scale_columns)
+            for name, part in zip(names, parts, strict=True)
+        ]
+        return stack(made, like)
 
     def kind(self, name: str) -> Quantization:
         """What a module becomes; the pattern that says so has been used."""
@@ -149,18 +158,18 @@ class Quantizer:
             flag = "exclude" if is_excluded else "override"
             raise ConfigError(f"--quantization-{flag} {pattern} matches no module")
 
-    def _part(self, name: str, part: Matrix, like: Tensor) -> Matrix:
+    def _part(self, name: str, part: Matrix, like: Tensor, *, may_scale_columns: bool) -> Matrix:
         kind = self.kind(name)
         if kind == "none" or not isinstance(part, DenseMatrix):
             return part
         if self.kept is None:
-            return quantize_rows(part.values, kind, like)
+            return quantize_rows(part.values, kind, like, may_scale_columns=may_scale_columns)
         found = self.kept.find(name, kind, part.values.shape)
         if found is None and name in self.calibrated:
             self.kept.forget(kind)
             raise LostCodesError(name)
         if found is None:
-            found = quantize_rows(part.values, kind, like)
+            found = quantize_rows(part.values, kind, like, may_scale_columns=may_scale_columns)
             self.kept.add(name, kind, found)
         return found
 
@@ -180,13 +189,32 @@ def num_bytes(kind: Quantization, out_features: int, in_features: int, dtype: to
 
 
 def quantize_rows(
-    values: Tensor, kind: Quantization, like: Tensor, second_moments: Tensor | None = None
+    values: Tensor,
+    kind: Quantization,
+    like: Tensor,
+    second_moments: Tensor | None = None,
+    *,
+    may_scale_columns: bool = False,
 ) -> QuantizedMatrix:
     """values [out_features, in_features], rounded to the dtype of `like` first.
 
     Args:
         second_moments: of the inputs, as in `round_columns`; 4 bits are chosen by them.
+        may_scale_columns: give columns that are far smaller than the others a factor, so that they
+            keep their bits: what they multiply may be as much larger.
     """
+    factors = _column_factors(values) if may_scale_columns and kind != "fp8" else None
+    if factors is not None:
+        values = values / factors.to(values)
+        if second_moments is not None:
+            second_moments = second_moments * factors * factors[:, None]
+    matrix = _rounded(values, kind, like, second_moments)
+    return matrix if factors is None else replace(matrix, column_factors=factors)
+
+
+def _rounded(
+    values: Tensor, kind: Quantization, like: Tensor, second_moments: Tensor | None
+) -> QuantizedMatrix:
     if kind == "int4" and second_moments is not None:
         exact = values.to(like.dtype).float()
         if exact.isfinite().all() and second_moments.isfinite().all():
@@ -200,3 +228,14 @@ def quantize_rows(
         for rows in torch.split(values, max(1, _NUM_VALUES // size))
     ]
     return join(parts)
+
+
+def _column_factors(values: Tensor) -> Tensor | None:
+    """Powers of two, float32 [in_features], that bring columns to the median of all; ones for
+    those that are not `_SMALL_COLUMN` times smaller. None: all are ones."""
+    largest = values.abs().amax(0).float()
+    ratio = largest / largest.median()
+    is_small = (ratio > 0) & (ratio < 1 / _SMALL_COLUMN)
+    if not is_small.any():
+        return None
+    return torch.where(is_small, torch.exp2(ratio.log2().round_()).clamp_(min=2.0**-14), 1.0)

@@ -232,6 +232,18 @@ struct job NAME(permute_columns)(const void *args) {
     return (struct job){NAME(permute_columns_row), args, *((const struct permute_columns_args *)args)->num_rows, 0};
 }
 
+/* y[r, i] = x[r, i] · factors[i] */
+static void NAME(scale_columns_row)(const void *args, long row) {
+    const struct scale_columns_args *a = args;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
+    DTYPE *y = (DTYPE *)a->y + row * a->size;
+    for (long i = 0; i < a->size; i++) PUT(y + i, GET(x + i) * a->factors[i]);
+}
+
+struct job NAME(scale_columns)(const void *args) {
+    return (struct job){NAME(scale_columns_row), args, *((const struct scale_columns_args *)args)->num_rows, 0};
+}
+
 /* --- products -------------------------------------------------------------------------------- */
 
 /* table[code] of each byte, or the codes themselves */

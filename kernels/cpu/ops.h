@@ -81,6 +81,15 @@ struct permute_columns_args {
     int64_t size;
 };
 
+/* y[r, i] = x[r, i] · factors[i] */
+struct scale_columns_args {
+    void *y;
+    const void *x; /* [rows, size] */
+    const int64_t *num_rows;
+    const float *factors;
+    int64_t size;
+};
+
 /* linear, of weights that pack_quantized packed. x_scales null: x as it is, with x_float_sums if there are
  * offsets. Otherwise x is what quantize_blocks wrote. */
 struct linear_quantized_args {

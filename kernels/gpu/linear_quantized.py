@@ -395,6 +395,8 @@ def linear_quantized_triton(
     """
     if matrix.order is not None:
         x = x[:, matrix.order]
+    if matrix.factors is not None:
+        x = x * matrix.factors.to(x.dtype)
     x = x.contiguous()
     if not len(x):
         return x.new_empty(0, matrix.out_features)

@@ -33,6 +33,7 @@ class GpuCodes:
         zero: subtracted from a code of 4 bits.
         table: float32 [16], the levels of codes of 4 bits; None: code - zero.
         order: int64 [in_features], the input that each column multiplies; None: column j, input j.
+        factors: of each column, as in `QuantizedCodes`.
         has_library: torch can multiply its bytes with rows of bytes on this device.
     """
 
@@ -44,6 +45,7 @@ class GpuCodes:
     zero: int = 0
     table: Tensor | None = None
     order: Tensor | None = None
+    factors: Tensor | None = None
     has_library: bool = False
 
     @property
@@ -64,7 +66,9 @@ class GpuCodes:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.codes, self.scales, self.offsets, self.table, self.order)
+        tensors = (
+            self.codes, self.scales, self.offsets, self.table, self.order, self.factors
+        )  # fmt: skip
         return sum(each.nbytes for each in tensors if each is not None)
 
     def dequantize(self) -> Tensor:
@@ -78,7 +82,8 @@ class GpuCodes:
             None if each is None else each.T.float() for each in (self.scales, self.offsets)
         )
         assert scales is not None
-        return scale_blocks(levels, scales, offsets, self.columns_per_scale, self.order)
+        numbers = scale_blocks(levels, scales, offsets, self.columns_per_scale, self.order)
+        return numbers if self.factors is None else numbers.mul_(self.factors)
 
 
 def pack_codes(matrix: QuantizedCodes, like: Tensor) -> GpuCodes:
@@ -106,6 +111,7 @@ def pack_codes(matrix: QuantizedCodes, like: Tensor) -> GpuCodes:
         zero=matrix.zero if matrix.bits == 4 else 0,
         table=matrix.table,
         order=matrix.order,
+        factors=matrix.factors,
     )
     return replace(packed, has_library=_has_library(packed, like))
 
@@ -158,7 +164,7 @@ def _has_library(matrix: GpuCodes, like: Tensor) -> bool:
 
 
 def _on_device(matrix: QuantizedCodes, device: torch.device) -> QuantizedCodes:
-    names = ("codes", "scales", "offsets", "table", "order")
+    names = ("codes", "scales", "offsets", "table", "order", "factors")
     tensors = {name: getattr(matrix, name) for name in names}
     return replace(
         matrix, **{key: each.to(device) for key, each in tensors.items() if each is not None}

@@ -89,6 +89,43 @@ def test_inputs_as_they_are_are_nearer(
     assert 1e-3 < relative_error(logits(load(path, quantization)), expected) < 0.05
 
 
+@pytest.mark.parametrize("num_planted", [1, 5])
+@pytest.mark.parametrize("in_torch", [False, True])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_columns_of_inputs_a_hundred_times_the_rest(
+    quantization: Quantization, in_torch: bool, num_planted: int,
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path,
+):  # fmt: skip
+    """They do not cost the others their bits: the divergence is at most twice as large."""
+    path = tiny_checkpoint(hidden_size=128)
+    planted = tmp_path / "planted"
+    shutil.copytree(path, planted)
+    tensors = load_file(path / "model.safetensors")
+    columns = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:num_planted]
+    readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"),
+               "post_attention_layernorm": ("gate_proj", "up_proj")}  # fmt: skip
+    for name, values in tensors.items():
+        kind = name.split(".")[-2]
+        if kind in readers:
+            values[columns] *= 100
+        elif any(kind in kinds for kinds in readers.values()):
+            values[:, columns] /= 100
+    save_file(tensors, planted / "model.safetensors", {"format": "pt"})
+    exact = [logits(load(each, "none")) for each in (path, planted)]
+    assert relative_error(exact[1], exact[0]) < 1e-4
+    divergences = [
+        _divergence(logits(load(each, quantization, in_torch=in_torch)), exact[0])
+        for each in (path, planted)
+    ]
+    assert 0 < divergences[1] < 2 * divergences[0]
+
+
+def _divergence(found: Tensor, exact: Tensor) -> float:
+    """KL of the logits from the exact ones, in nats."""
+    p, q = (each.float().log_softmax(-1) for each in (exact, found))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
 @pytest.mark.parametrize("quantization", MOVED)
 def test_chunks_do_not_change_a_bit(
     quantization: Quantization, tiny_checkpoint: Callable[..., Path]

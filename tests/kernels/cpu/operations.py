@@ -436,6 +436,13 @@ def permute_columns(library: CpuLibrary, x: Tensor, indices: Tensor) -> Tensor:
     return y
 
 
+def scale_columns(library: CpuLibrary, x: Tensor, factors: Tensor) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    rows = ctypes.c_int64(len(x))
+    library.run("scale_columns", y=y, x=x, num_rows=rows, factors=factors, size=x.shape[1])
+    return y
+
+
 def add_lora(
     library: CpuLibrary,
     y: Tensor,

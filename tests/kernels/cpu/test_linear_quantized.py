@@ -26,7 +26,13 @@ from penstock.kernels.linear_quantized_reference import (
 )
 from penstock.kernels.quantized_codes import QuantizedCodes, scale_blocks
 
-from .operations import embed_quantized, linear_quantized, permute_columns, quantize_blocks
+from .operations import (
+    embed_quantized,
+    linear_quantized,
+    permute_columns,
+    quantize_blocks,
+    scale_columns,
+)
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # One library serves all examples of a test; examples do not change it. A dozen libraries each have
@@ -300,6 +306,12 @@ def test_the_order_of_columns(library):
     indices = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     x = random(3, 40, dtype=library.dtype)
     assert torch.equal(permute_columns(library, x, indices), x[:, indices])
+
+
+def test_factors_of_columns(library):
+    factors = torch.exp2(torch.randint(-9, 1, (41,), generator=torch.Generator().manual_seed(0)))
+    x = random(3, 41, dtype=library.dtype)
+    assert torch.equal(scale_columns(library, x, factors), x * factors.to(library.dtype))
 
 
 def test_a_cpu_with_avx512_and_no_vnni(monkeypatch):
