@@ -10,7 +10,7 @@ import { make } from "./dom.js";
 /** @typedef {[before: string, number: string, after: string]} Figure */
 
 /** Tokens per second between the first and the last piece; null when there is nothing to measure. */
-export function rateOf(/** @type {Answer} */ answer, /** @type {number} */ numTokens) {
+function rateOf(/** @type {Answer} */ answer, /** @type {number} */ numTokens) {
   const { firstDeltaAt, lastDeltaAt } = answer;
   if (firstDeltaAt === null || lastDeltaAt === null || numTokens < 2) return null;
   const seconds = (lastDeltaAt - firstDeltaAt) / 1000;

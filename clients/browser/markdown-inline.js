@@ -31,10 +31,6 @@ export class InlineText {
     this.#lexer = lexer;
   }
 
-  get text() {
-    return this.#text;
-  }
-
   update(/** @type {string} */ text) {
     if (text === this.#text || this.#goesOn(text)) return;
     this.#text = text;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import os
 import shutil
 import subprocess
@@ -108,6 +109,7 @@ def test_every_file_is_in_one_wheel(wheels: Wheels) -> None:
     in_client, in_server = _in(wheels.client), _in(wheels.server)
     assert max(Counter([*in_client, *in_server]).values()) == 1
     python = {name for name in in_client if name.startswith("penstock/clients/python/")}
+    assert "penstock/clients/python/py.typed" in python  # its annotations are for its users
     assert {*in_client} - python == {
         "penstock/clients/__init__.py",
         "penstock/clients/command_line.py",
@@ -122,6 +124,25 @@ def test_every_file_is_in_one_wheel(wheels: Wheels) -> None:
     page = {name for name in in_server if name.startswith("penstock/clients/")}
     assert {"penstock/clients/browser/index.html"} <= page
     assert all(name.startswith("penstock/clients/browser/") for name in page)
+
+
+def test_the_wheels_name_the_licences_of_what_is_in_them(wheels: Wheels) -> None:
+    assert _licences(wheels.client) == ("Apache-2.0", ["LICENSE"])
+    assert _licences(wheels.server) == (
+        "Apache-2.0 AND MIT AND BSD-3-Clause",
+        ["LICENSE", "clients/browser/vendor/marked.LICENSE.md"],
+    )
+
+
+def _licences(wheel: Path) -> tuple[str, list[str]]:
+    """What its metadata says; the files it names are there."""
+    with ZipFile(wheel) as files:
+        [name] = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(files.read(name))
+        named: list[str] = metadata.get_all("License-File", [])
+        folder = name.removesuffix("METADATA")
+        assert all(files.read(f"{folder}licenses/{each}") for each in named)
+    return metadata["License-Expression"], named
 
 
 def test_the_client_alone_is_small(alone: Environment) -> None:

@@ -102,14 +102,14 @@ export class BlocksPicture {
 }
 
 /** 1, 2, 5, 10, 20, …: so many that the squares stay large enough to see. */
-export function blocksPerCell(/** @type {number} */ num) {
+function blocksPerCell(/** @type {number} */ num) {
   for (let power = 1; ; power *= 10) {
     for (const step of [1, 2, 5]) if (num <= MAX_CELLS * step * power) return step * power;
   }
 }
 
 /** Squares of each state; rounded so that their sum is right. @returns {Record<State, number>} */
-export function cellsOf(/** @type {Record<State, number>} */ blocks, /** @type {number} */ perCell) {
+function cellsOf(/** @type {Record<State, number>} */ blocks, /** @type {number} */ perCell) {
   const cells = { used: 0, empty: 0, cached: 0, free: 0 };
   let upTo = 0;
   let numBefore = 0;

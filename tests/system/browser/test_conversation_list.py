@@ -72,20 +72,20 @@ async def test_the_conversation_that_is_used_moves_up(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
     """At once, and as the server lists them afterwards."""
-    old = await make_conversation(api, [("user", "Hello")], title="An old one")
-    new = await make_conversation(api, [("user", "Hello")], title="A new one")
-    await open_page(page, f"{demo_server.base_url}/#{old}", max_output_tokens=5)
-    await expect(page.locator(f"a[data-id={old}]")).to_be_visible()
-    ids = await listed(page)
-    assert {old, new} <= set(ids[:2])
-    # Those that are used within one second are in the order of their ids.
-    created = (await api.get(f"conversations/{new}")).json()["created_at"]
+    made = {await make_conversation(api, [("user", "Hello")], title=title) for title in "AB"}
+    # Those of one second are in the order of their ids: the one to use is the one listed below.
+    top, used = [one["id"] for one in (await api.get("conversations?limit=2")).json()["data"]]
+    assert {top, used} == made
+    await open_page(page, f"{demo_server.base_url}/#{used}", max_output_tokens=5)
+    await expect(page.locator(f"a[data-id={used}]")).to_be_visible()
+    assert (await listed(page))[:2] == [top, used]
+    created = (await api.get(f"conversations/{top}")).json()["created_at"]
     await page.wait_for_function("second => Date.now() / 1000 >= second + 1", arg=created)
     await ask(page, "Hello!")
-    assert (await listed(page))[:2] == [old, new]
+    assert (await listed(page))[:2] == [used, top]
     await page.reload()
-    await expect(page.locator(f"a[data-id={old}]")).to_be_visible()
-    assert (await listed(page))[:2] == [old, new]
+    await expect(page.locator(f"a[data-id={used}]")).to_be_visible()
+    assert (await listed(page))[:2] == [used, top]
 
 
 async def test_the_oldest_of_many_is_reached_by_scrolling(page: Page, demo_server: Served) -> None:

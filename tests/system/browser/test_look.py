@@ -220,6 +220,8 @@ async def test_the_message_box_is_as_wide_as_the_text(
     await expect(latest).to_be_visible()
     for width in (700, 1024, 1400):
         await page.set_viewport_size({"width": width, "height": 640})
+        # The page hears of the new width after it has been laid out in it.
+        await expect(page.locator("#sidebar")).to_be_visible(visible=width > 860)
         assert await page.evaluate("scroller.offsetWidth - scroller.clientWidth") > 0
         text, box, button = [
             await part.bounding_box()
@@ -238,6 +240,7 @@ async def test_a_quotation_from_right_to_left_has_its_bar_on_the_right(
 ) -> None:
     conversation = await make_conversation(api, [("assistant", "> שלום עולם\n\ntext\n\n> Hello")])
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await expect(page.locator(".prose blockquote")).to_have_count(2)
     bars = await page.locator(".prose blockquote").evaluate_all(
         """(quotes) => quotes.map(getComputedStyle)
           .map((style) => [style.borderLeftWidth, style.borderRightWidth])"""

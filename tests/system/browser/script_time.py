@@ -1,0 +1,168 @@
+"""Script time of the chat page while an answer comes.
+
+`python -m tests.system.browser.script_time` has a gateway with a fake engine say a long answer in
+Markdown to the page in the system's Chromium, and prints the processor time of the page's scripts
+(`ScriptDuration`, by its thread's clock, so that a busy machine changes little) from the message to
+the answer's end. A token has about four characters. `--page DIR` measures another version of
+`clients/browser/` in turns with this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import shutil
+import statistics
+import tempfile
+import time
+import unittest.mock
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from playwright.async_api import Browser, async_playwright
+
+from penstock.engine.config import DEMO_MODEL, ModelConfig
+from penstock.engine.model_files import resolve_model
+from penstock.engine.request import Request, RequestOutput
+from penstock.engine.text import Tokenizer
+from penstock.gateway import app as gateway_app
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.http.page import PAGE_DIRECTORY
+from tests.gateway.conftest import listen
+from tests.gateway.fake_engine import INFO, FakeEngine
+from tests.system.browser.page_flow import CHROMIUM_ARGS, open_page, say
+
+_CHARS_PER_TOKEN = 4
+# Looks only when the answer ends: what `expect` does in the page meanwhile would be counted too.
+_END = """(answer) => new Promise((resolve) => {
+  const look = () => { if (answer.ariaBusy === "false") resolve(answer.textContent.length); };
+  new MutationObserver(look).observe(answer, { attributes: true });
+  look();
+})"""
+_SECTION = """## How a queue is bounded
+
+A queue bounded by *tokens*, not by requests, is **fair to short prompts**: a request is admitted
+when what it may need at most still fits, and what is refused is told when to come back. The
+estimate is `num_tokens` divided by the rate of the last minute, as [they say](https://example.com/q),
+and errs rather on the long side. What is admitted is never dropped, however long it takes.
+
+- **Short prompts** pass while a long one waits, as long as it has not waited for too long itself.
+- What is refused is told *when to come back*, in seconds, rounded up:
+  1. from the rate of the last minute,
+  2. or from that of the hour before.
+- [x] The server's own `Retry-After` is kept.
+
+```python
+class Backlog:
+    def __init__(self, max_tokens: int) -> None:
+        self._free = max_tokens
+
+    def admit(self, num_tokens: int) -> bool:
+        if num_tokens > self._free:
+            return False
+        self._free -= num_tokens
+        return True
+```
+
+| policy | waits | refuses |
+|---|---:|---|
+| first come | as long as the longest | what exceeds the queue |
+| shortest first | **least** on average | nothing that is short |
+
+> What has been admitted is answered, whatever comes after it.
+
+"""
+
+
+class _Engine(FakeEngine):
+    """Says so many of its script's tokens at once that they have about as many characters as one of
+    a large model's."""
+
+    num_at_once = 1
+
+    def _outputs(self, request: Request, index: int) -> Iterator[RequestOutput]:
+        outputs = super()._outputs(request, index)
+        while several := list(itertools.islice(outputs, self.num_at_once)):
+            token_ids = tuple(itertools.chain.from_iterable(one.token_ids for one in several))
+            yield msgspec.structs.replace(several[-1], token_ids=token_ids)
+
+
+@asynccontextmanager
+async def _gateway(page: Path, num_chars: int, tokens_per_s: float) -> AsyncIterator[str]:
+    """The address of one with another page; it says `_SECTION` over and over."""
+    path = resolve_model(ModelConfig(model=DEMO_MODEL), weights=False)
+    text = (_SECTION * (num_chars // len(_SECTION) + 1))[:num_chars]
+    script = Tokenizer.from_directory(path).encode(text, add_special_tokens=False)
+    info = msgspec.structs.replace(INFO, max_model_len=1 << 16, vocab_size=1 << 20)
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"{folder}/engine.sock"
+        config = GatewayConfig(
+            engine_address=address,
+            model=ModelConfig(model=DEMO_MODEL),
+            served_model_names=("fake",),
+        )
+        engine = _Engine(address, script, step_s=1 / tokens_per_s, info=info)
+        engine.num_at_once = round(_CHARS_PER_TOKEN * len(script) / len(text))
+        chat_page = partial(gateway_app.ChatPage, page)
+        with unittest.mock.patch.object(gateway_app, "ChatPage", chat_page):
+            app = gateway_app.create_app(config)
+        async with engine, listen(app, config) as port:
+            yield f"http://127.0.0.1:{port}"
+
+
+async def _measure(browser: Browser, url: str) -> tuple[float, int, float]:
+    """Seconds of script, characters drawn, seconds from the message to the answer's end."""
+    page = await browser.new_page(viewport={"width": 1000, "height": 640})
+    await open_page(page, url, max_output_tokens="")
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    async def script_s() -> float:
+        figures = (await session.send("Performance.getMetrics"))["metrics"]
+        return float(next(one["value"] for one in figures if one["name"] == "ScriptDuration"))
+
+    before, start_s = await script_s(), time.monotonic()
+    turn = await say(page, "Tell me about queues.")
+    num_chars: int = await turn.locator("> .assistant").evaluate(_END)
+    seconds = await script_s() - before
+    lasted_s = time.monotonic() - start_s
+    await page.close()
+    return seconds, num_chars, lasted_s
+
+
+async def _run(parsed: argparse.Namespace) -> None:
+    pages = [PAGE_DIRECTORY, *parsed.page]
+    found: dict[Path, list[float]] = {page: [] for page in pages}
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=CHROMIUM_ARGS
+        )
+        for _ in range(parsed.rounds):
+            for page in pages:
+                async with _gateway(page, parsed.num_chars, parsed.tokens_per_s) as url:
+                    seconds, num_chars, lasted_s = await _measure(browser, url)
+                found[page].append(seconds)
+                print(
+                    f"{seconds:.2f} s of {lasted_s:.1f} s, {num_chars:,} characters: {page}",
+                    flush=True,
+                )
+        await browser.close()
+    for page, times in found.items():
+        print(f"median {statistics.median(times):.2f} s of script: {page}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--page", type=Path, nargs="+", default=[], help="other versions of it")
+    parser.add_argument("--num-chars", type=int, default=16_000)
+    parser.add_argument("--tokens-per-s", type=float, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    asyncio.run(_run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
