@@ -17,7 +17,7 @@ local MAX_NAMED, MAX_EXPIRED = 64, 256
 local max_bytes, room, asker = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local first_change = 5 + 3 * tonumber(ARGV[4])
 local time = redis.call('TIME')
-local now_us = string.format('%010d%06d', time[1], time[2])
+local now_us = time[1] * 1000000 + time[2]
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function known(name)
@@ -67,6 +67,8 @@ end
 
 local function note(tenant, object, bytes, ttl_ms)
   local name = tenant .. '|' .. object
+  now_us = now_us + 1 -- changes are told in the order of use
+  local now = string.format('%016.0f', now_us)
   local before, used = known(name)
   if bytes < 0 then
     if not before then
@@ -77,11 +79,11 @@ local function note(tenant, object, bytes, ttl_ms)
   if before then
     redis.call('ZREM', ORDER, ordered(tenant, used, object))
   end
-  redis.call('HSET', OBJECTS, name, string.format('%.0f|%s', bytes, now_us))
+  redis.call('HSET', OBJECTS, name, string.format('%.0f|%s', bytes, now))
   if ttl_ms > 0 then
     redis.call('ZADD', ENDS, now_ms + ttl_ms, name)
   end
-  redis.call('ZADD', ORDER, 0, ordered(tenant, now_us, object))
+  redis.call('ZADD', ORDER, 0, ordered(tenant, now, object))
   add(tenant, bytes - (before or 0))
 end
 

@@ -261,7 +261,7 @@ async def test_a_deadline_without_sense_is_refused(serve: Serve, deadline: str) 
 async def test_a_deadline_that_cannot_be_met_is_refused(serve: Serve) -> None:
     async with serve() as served:
         served.engine.stats = EngineStats(
-            num_requests_waiting=1, num_tokens_waiting=60_000, queue_tokens_per_s=1000.0
+            num_requests_waiting=60, num_tokens_waiting=60_000, queue_tokens_per_s=1000.0
         )
         await until(lambda: served.app.state.engine.stats.num_tokens_waiting == 60_000)
         for deadline_ms, status in (("1000", 503), ("600000", 200)):

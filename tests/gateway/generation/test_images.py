@@ -230,6 +230,8 @@ async def host(answer: bytes, *, then: str = "close") -> AsyncIterator[tuple[str
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+    for _ in range(5):  # a connection that was accepted last begins to be served
+        await asyncio.sleep(0)
     await asyncio.gather(*serving)  # their sockets are closed with the loop still open
 
 
