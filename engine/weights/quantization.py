@@ -25,7 +25,7 @@ from penstock.kernels.quantized_codes import BYTE
 BLOCK = 32  # columns of a scale, of 4 and 8 bits
 _SCALE_BYTES = 4  # float32
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
-_SMALL_COLUMN = 32.0
+_SMALL_COLUMN = 32.0  # times smaller than the median: its codes would be zeros beside the others
 # Modules that `int4` gives 8 bits: errors in values and logits cost the most for their bytes.
 _EIGHT_BITS = ("*.v_proj", "lm_head", "embed_out")
 

@@ -17,6 +17,7 @@ from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, Mode
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import resolve_model
 from penstock.engine.text import Tokenizer
+from penstock.load.bench.off_grid_twin import turned
 from penstock.load.bench.quality import (
     CORPUS,
     LoadedModel,
@@ -223,3 +224,26 @@ def test_a_corpus_of_ones_own(penstock: Penstock, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"demo: {3 * 31} tokens of 3 texts" in done.stdout
     assert "tok/s |" not in done.stdout
+
+
+def test_a_twin_has_the_same_function_and_other_weights() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double()
+    for name, values in model.named_parameters():
+        if "norm" in name:
+            values.data.uniform_(0.5, 1.5)
+    weights = model.state_dict()
+    made = turned(weights, 32)
+    twin = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**config.to_dict() | {"tie_word_embeddings": False})
+    )
+    twin.double().load_state_dict(made)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(twin(ids).logits, model(ids).logits)
+    changed = [name for name, values in weights.items() if not torch.equal(made[name], values)]
+    assert len(changed) == len(weights)
