@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "sinks": ("granite_swa", 1, {}, {}),
     "an embedding of its own kind": ("gemma2", 1, {}, {}),
     "fewer keys than ranks": ("granite", 1, {"num_key_value_heads": 1}, {}),
-    "int8": ("smollm3", 1, {}, {"quantization": "int8"}),
+    "int8": ("smollm3", 1, {"intermediate_size": 128}, {"quantization": "int8"}),
     "stages": ("granite", 2, {"num_hidden_layers": 4}, {}),
     "stages with other layers": ("glm4_moe", 2, {}, {}),
 }
