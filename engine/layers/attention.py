@@ -86,6 +86,25 @@ class ForwardContext:
     images: StepImages | None = None
     attend: Attend = paged_attention
 
+    @classmethod
+    def of_sequence(cls, kv_pool: Tensor, num_tokens: int) -> ForwardContext:
+        """Of one sequence that is computed at once, in the first blocks of a pool."""
+        device, num_blocks = kv_pool.device, kv_pool.shape[2]
+        positions = torch.arange(num_tokens, device=device)
+        return cls(
+            kv_pool=kv_pool,
+            layout=PagedLayout(
+                query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+                seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+                block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
+                slot_mapping=positions,
+                max_query_len=num_tokens,
+                max_seq_len=num_tokens,
+            ),
+            positions=positions,
+            prompt_lens=torch.full_like(positions, num_tokens),
+        )
+
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [num_blocks, block_size, num_kv_heads, head_size]."""
         keys, values = self.kv_pool[layer].unbind(0)

@@ -23,9 +23,8 @@ from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.names import Names
 from penstock.engine.parallel.ranks import Alone
 from penstock.engine.weights.converted import ConvertedMatrices
-from penstock.engine.weights.matrix import split_rows
+from penstock.engine.weights.matrix import QuantizedMatrix, rows_of
 from penstock.engine.weights.quantization import Quantizer, quantize_rows
-from penstock.kernels.paged_layout import PagedLayout
 
 _log = logging.getLogger(__name__)
 _TEXT = Path(__file__).parents[1] / "weights" / "calibration.txt"
@@ -64,20 +63,20 @@ def calibrate(
         names: of the decoder's modules in the checkpoint.
         like: has the dtype to which numbers are rounded first.
         load_layer: makes a stage of the decoder that has this layer only, in float32 on the CPU.
-    """  # fmt: skip
+    """
     kept = quantize.kept
     with torch.device("meta"):
         whole = Decoder(config)
-    wanted = {
-        name: sources
+    chosen = {
+        source
         for name, module in whole.named_modules()
         if name.startswith("layers.") and isinstance(module, Linear)
         and module.in_features <= _MAX_FEATURES
-        and (sources := [each for each in names(name) if quantize.kind(each) == "int4"])
+        for source in names(name)
+        if quantize.kind(source) == "int4"
     }  # fmt: skip
-    if kept is None or not wanted:
+    if kept is None or not chosen:
         return
-    chosen = {each for sources in wanted.values() for each in sources}
     with kept.claimed("int4"):
         missing = {each for each in chosen if not kept.has(each, "int4")}
         if missing:
@@ -133,7 +132,11 @@ def _choose(
     whole = quantize_rows(
         torch.cat(list(parts.values())), "int4", like.cpu(), moments, may_scale_columns=True
     )
-    for name, matrix in zip(parts, split_rows(whole, map(len, parts.values())), strict=True):
+    end = 0
+    for name, part in parts.items():
+        start, end = end, end + len(part)
+        matrix = rows_of(whole, slice(start, end))
+        assert isinstance(matrix, QuantizedMatrix)
         kept.add_calibrated(name, "int4", matrix)
 
 
@@ -178,17 +181,4 @@ def _context(model: Decoder, num_tokens: int) -> ForwardContext:
     spec, num_layers = model.kv_spec[0], len(model.kv_spec)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     shape = (num_layers, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)
-    positions = torch.arange(num_tokens)
-    return ForwardContext(
-        kv_pool=torch.zeros(shape, dtype=spec.dtype),
-        layout=PagedLayout(
-            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
-            seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-            block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-            slot_mapping=positions,
-            max_query_len=num_tokens,
-            max_seq_len=num_tokens,
-        ),
-        positions=positions,
-        prompt_lens=torch.full_like(positions, num_tokens),
-    )
+    return ForwardContext.of_sequence(torch.zeros(shape, dtype=spec.dtype), num_tokens)

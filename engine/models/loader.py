@@ -134,8 +134,9 @@ def load_decoder(
         path, max_model_len=config.wanted_max_model_len
     )
     _check_stored(config, path, has_weights=True)
-    own_config = rank_config(decoder_config, ranks)
-    if only is not None:
+    if only is None:
+        own_config = rank_config(decoder_config, ranks)
+    else:
         own_config = replace(decoder_config, own_layers=only)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))

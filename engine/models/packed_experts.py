@@ -11,13 +11,12 @@ import torch
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
-from penstock.engine.models.packed_linear import CpuLinear, RankSums
+from penstock.engine.models.packed_linear import CpuLinear, RankSums, write_rounding
 from penstock.kernels.cpu.build import BuildError, cache_dir
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
 from penstock.kernels.cpu.weight_memory import WeightMemory
-from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
 from penstock.kernels.quantized_codes import QuantizedCodes
 
 _log = logging.getLogger(__name__)
@@ -185,24 +184,12 @@ class PackedExperts:
         blocks: dict[str, Any], is_gathered: bool,
     ) -> dict[str, Buffer]:  # fmt: skip
         """Add the rounding of x to bytes: of the tokens', whose bytes are then gathered."""
-        sizes = {
-            "x": (codes.row_bytes, torch.uint8),
-            "x_scales": (codes.num_blocks, torch.float32),
-            "x_sums": (codes.num_blocks, torch.int32),
-        }
-        if codes.columns_per_scale <= MAX_OUTLIER_BLOCK:
-            num_outliers = codes.num_blocks * MAX_OUTLIERS
-            sizes["outlier_columns"] = (num_outliers, torch.int32)
-            sizes["outlier_values"] = (num_outliers, torch.float32)
+        sizes = codes.rounded_rows
         given = {name: slots.buffer(program, f"slot_{name}", *size) for name, size in sizes.items()}
         rounded = given if is_gathered else {
             name: program.buffer(f"token_{name}", *size) for name, size in sizes.items()
         }  # fmt: skip
-        program.add(
-            "quantize_blocks", bytes=rounded["x"], scales=rounded["x_scales"],
-            sums=rounded["x_sums"], outlier_columns=rounded.get("outlier_columns"),
-            outlier_values=rounded.get("outlier_values"), x=x, code_bits=codes.code_bits, **blocks,
-        )  # fmt: skip
+        write_rounding(program, x, codes, rounded, **blocks)
         if not is_gathered:
             for name, (size, dtype) in sizes.items():
                 slots.write_gather(program, given[name], rounded[name], size * dtype.itemsize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Structure
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
 from penstock.kernels.linear_quantized import PackedMatrix
-from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
 from penstock.kernels.quantized_codes import QuantizedCodes
 
 
@@ -117,24 +116,10 @@ class QuantizedLinear:
         blocks = {"size": self.in_features, "columns_per_scale": packed.columns_per_scale, **rows}
         if packed.in_bytes:
             given = {
-                "x": program.buffer("input_bytes", packed.row_bytes, torch.uint8),
-                "x_scales": program.buffer("input_scales", packed.num_blocks, torch.float32),
-                "x_sums": program.buffer("input_sums", packed.num_blocks, torch.int32),
+                name: program.buffer(f"input_{name}", *size)
+                for name, size in packed.rounded_rows.items()
             }
-            if packed.columns_per_scale <= MAX_OUTLIER_BLOCK:
-                num_outliers = packed.num_blocks * MAX_OUTLIERS
-                given["outlier_columns"] = program.buffer(
-                    "outlier_columns", num_outliers, torch.int32
-                )
-                given["outlier_values"] = program.buffer(
-                    "outlier_values", num_outliers, torch.float32
-                )
-            program.add(
-                "quantize_blocks", bytes=given["x"], scales=given["x_scales"],
-                sums=given["x_sums"], outlier_columns=given.get("outlier_columns"),
-                outlier_values=given.get("outlier_values"), x=x, code_bits=packed.code_bits,
-                **blocks,
-            )  # fmt: skip
+            write_rounding(program, x, packed, given, **blocks)
         elif packed.has_offsets:
             sums = program.buffer("input_float_sums", packed.num_blocks, torch.float32)
             program.add("sum_blocks", sums=sums, x=x, **blocks)
@@ -148,6 +133,22 @@ class QuantizedLinear:
         assert self._order is None, "a table's columns are in the order of the hidden state"
         assert self._factors is None, "a table's numbers are looked up"
         program.add("embed_quantized", y=y, **ids, **self._packed.embed_arguments())
+
+
+def write_rounding(
+    program: Program, x: Buffer, packed: PackedCodes, rounded: Mapping[str, Buffer], **blocks: Any
+) -> None:
+    """Add the rounding of x to bytes, block by block.
+
+    Args:
+        rounded: where they go, by the names of `PackedCodes.rounded_rows`.
+        blocks: other arguments of `quantize_blocks`.
+    """
+    program.add(
+        "quantize_blocks", bytes=rounded["x"], scales=rounded["x_scales"], sums=rounded["x_sums"],
+        outlier_columns=rounded.get("outlier_columns"),
+        outlier_values=rounded.get("outlier_values"), x=x, code_bits=packed.code_bits, **blocks,
+    )  # fmt: skip
 
 
 class StackedLinear:

@@ -30,7 +30,6 @@ from penstock.engine.runner.kv_cache import (
     uses_host_tier,
 )
 from penstock.engine.runner.kv_swap import CUDA_STAGING, HostTier, NoHostTier
-from penstock.kernels.paged_layout import PagedLayout
 
 _MAX_CPU_BYTES = 2 << 30
 _CPU_SHARE = 4  # a quarter of what is available
@@ -125,26 +124,11 @@ def _profile_peak_bytes(config: EngineConfig, model: TorchModel, shape: KVShape)
     """Peak memory of a full step's forward pass, besides weights and KV pool."""
     device = model.device
     num_tokens = min(config.scheduler.max_num_batched_tokens, model.context_len)
-    num_blocks = shape.num_blocks_for(num_tokens)
-    positions = torch.arange(num_tokens, device=device)
-    layout = PagedLayout(
-        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
-        slot_mapping=positions,
-        max_query_len=num_tokens,
-        max_seq_len=num_tokens,
-    )
-    pool = shape.allocate(num_blocks, device)
-    context = ForwardContext(
-        kv_pool=pool,
-        layout=layout,
-        positions=positions,
-        prompt_lens=torch.full_like(positions, num_tokens),
-    )
+    pool = shape.allocate(shape.num_blocks_for(num_tokens), device)
+    context = ForwardContext.of_sequence(pool, num_tokens)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = model(torch.zeros_like(positions), context)
+    hidden = model(torch.zeros_like(context.positions), context)
     # Sampling holds a few float64 copies of the logits.
     rows = min(config.scheduler.max_num_seqs, num_tokens)
     logits = model.logits(hidden[:rows]).double()

@@ -137,17 +137,20 @@ class KeptGrammars:
 
     def _fit(self) -> None:
         while self.num_bytes > self._max_bytes and len(self._kept) > 1:
-            *older, _ = self._kept.items()  # never the newest
-            tenants = Counter[str]()
-            for kept in self._kept.values():
-                tenants[kept.tenant] += kept.num_bytes
-            most, _ = tenants.most_common(1)[0]
-            self._drop(next((each for each, kept in older if kept.tenant == most), older[0][0]))
-            older = []
+            self._drop(self._next_to_go())
         self._freed_bytes()
         if self._trimmable_bytes >= _TRIMMED_BYTES and self._trimming.acquire(blocking=False):
             self._trimmable_bytes = 0
             threading.Thread(target=self._trim, daemon=True).start()
+
+    def _next_to_go(self) -> StructuredOutputs:
+        """The least recently used one of the tenant with the most, but never the newest."""
+        tenants = Counter[str]()
+        for kept in self._kept.values():
+            tenants[kept.tenant] += kept.num_bytes
+        most, _ = tenants.most_common(1)[0]
+        *older, _ = self._kept.items()
+        return next((each for each, kept in older if kept.tenant == most), older[0][0])
 
     def _drop(self, grammar: StructuredOutputs) -> None:
         dropped = self._kept.pop(grammar, None)

@@ -29,6 +29,7 @@ from penstock.engine.weights.matrix import (
     QuantizedMatrix,
     StackedMatrix,
     concatenate,
+    rows_of,
     stack,
 )
 
@@ -128,17 +129,7 @@ class CheckpointExperts:
         """One expert's."""
         start = expert * size
         rows = slice(start, start + size) if self._order is None else self._order + start
-        if isinstance(whole, DenseMatrix):
-            return DenseMatrix(whole.values[rows])
-        assert isinstance(whole, QuantizedMatrix), "one tensor has one layout"
-        scales, offsets = whole.block_values()
-        return replace(
-            whole,
-            codes=whole.codes[rows],
-            scales=scales[rows],
-            offsets=None if offsets is None else offsets[rows],
-            rows_per_scale=1,
-        )
+        return rows_of(whole, rows)
 
     def read_bias(self) -> Tensor:
         """[num_experts, outputs]"""

@@ -6,7 +6,7 @@ each pack them for themselves. So a format knows no backend, and a backend knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -129,11 +129,12 @@ class StackedMatrix:
 Matrix: TypeAlias = DenseMatrix | QuantizedMatrix | StackedMatrix
 
 
-def rows_of(matrix: Matrix, order: Tensor) -> Matrix:
-    """The matrix with row order[i] as row i; order int64 [out_features]."""
+def rows_of(matrix: Matrix, order: Tensor | slice) -> Matrix:
+    """The matrix with row order[i] as row i, order int64 [num_rows]; or of these rows."""
     if isinstance(matrix, DenseMatrix):
         return DenseMatrix(matrix.values[order])
     if isinstance(matrix, StackedMatrix):
+        assert isinstance(order, Tensor), "rows of several parts are numbered"
         return _rows_of_parts(matrix.parts, order)
     scales, offsets = matrix.block_values()
     return replace(
@@ -143,21 +144,6 @@ def rows_of(matrix: Matrix, order: Tensor) -> Matrix:
         offsets=None if offsets is None else offsets[order],
         rows_per_scale=1,
     )
-
-
-def split_rows(matrix: QuantizedMatrix, sizes: Iterable[int]) -> Iterator[QuantizedMatrix]:
-    """Matrices of so many rows each, from the top to the bottom."""
-    (scales, offsets), start = matrix.block_values(), 0
-    for size in sizes:
-        rows = slice(start, start + size)
-        start += size
-        yield replace(
-            matrix,
-            codes=matrix.codes[rows],
-            scales=scales[rows],
-            offsets=None if offsets is None else offsets[rows],
-            rows_per_scale=1,
-        )
 
 
 def _rows_of_parts(parts: Sequence[QuantizedMatrix], order: Tensor) -> StackedMatrix:
@@ -173,7 +159,7 @@ def _rows_of_parts(parts: Sequence[QuantizedMatrix], order: Tensor) -> StackedMa
     return StackedMatrix(tuple(each for each in found if len(each.codes)))
 
 
-def take_rows(codes: Tensor, order: Tensor) -> Tensor:
+def take_rows(codes: Tensor, order: Tensor | slice) -> Tensor:
     """codes[order], of any dtype: torch does not index E4M3."""
     if codes.dtype == torch.float8_e4m3fn:
         return codes.view(torch.uint8)[order].view(codes.dtype)

@@ -162,16 +162,17 @@ class Quantizer:
         kind = self.kind(name)
         if kind == "none" or not isinstance(part, DenseMatrix):
             return part
-        if self.kept is None:
-            return quantize_rows(part.values, kind, like, may_scale_columns=may_scale_columns)
-        found = self.kept.find(name, kind, part.values.shape)
-        if found is None and name in self.calibrated:
-            self.kept.forget(kind)
+        kept = self.kept
+        found = None if kept is None else kept.find(name, kind, part.values.shape)
+        if found is not None:
+            return found
+        if kept is not None and name in self.calibrated:
+            kept.forget(kind)
             raise LostCodesError(name)
-        if found is None:
-            found = quantize_rows(part.values, kind, like, may_scale_columns=may_scale_columns)
-            self.kept.add(name, kind, found)
-        return found
+        made = quantize_rows(part.values, kind, like, may_scale_columns=may_scale_columns)
+        if kept is not None:
+            kept.add(name, kind, made)
+        return made
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.api.schema.parsing import parse_json
 from penstock.gateway.errors import RequestRefusedError, refusal
-from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
+from penstock.gateway.generation.paced_work import PacedWork, work_of
 from penstock.gateway.http.content_encoding import codings_of, decoded
 from penstock.gateway.http.event_stream import wait_disconnect
 
@@ -81,10 +81,7 @@ async def parsed(
     Raises:
         RequestRefusedError: as `parse`. 503: too many large ones are waiting.
     """
-    size = work_of(body)
-    if size < LARGE:
-        return parse(kind, body)
-    return await work.run(partial(parse, kind, body), size=size)
+    return await work.run_if_large(partial(parse, kind, body), size=work_of(body))
 
 
 async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images import ImageLoader
-from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
+from penstock.gateway.generation.paced_work import PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
@@ -370,8 +370,7 @@ class Generator:
             return options
         make = partial(_constrained, options, offered, output_format, self.model.formats)
         tools = {tool.name: tool.parameters for tool in output_format.tools}
-        size = work_of({"tools": tools})
-        return make() if size < LARGE else await self.paced_work.run(make, size=size)
+        return await self.paced_work.run_if_large(make, size=work_of({"tools": tools}))
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the tokens of their `bad_words`."""

@@ -72,6 +72,14 @@ class PacedWork:
             ) from error
         return result
 
+    async def run_if_large(self, work: Callable[[], _Result], *, size: int) -> _Result:
+        """`run`; but what is small is done at once.
+
+        Args:
+            size: by `work_of`.
+        """
+        return work() if size < LARGE else await self.run(work, size=size)
+
     def rest_s(self, spent_s: float) -> float:
         """How long to rest after work that took so long."""
         now_s = self._clock()
@@ -94,19 +102,23 @@ class PacedWork:
                 if done.done():  # who wanted it has left
                     return
                 loop = asyncio.get_running_loop()
-                begin_s = await loop.run_in_executor(self._thread, time.thread_time)
-                try:
-                    result = await loop.run_in_executor(self._thread, work)
-                except Exception as error:
-                    _settle(done, error=error)
-                else:
-                    _settle(done, result)
-                end_s = await loop.run_in_executor(self._thread, time.thread_time)
-                await asyncio.sleep(self.rest_s(end_s - begin_s))
+                *outcome, spent_s = await loop.run_in_executor(self._thread, _timed, work)
+                _settle(done, *outcome)
+                await asyncio.sleep(self.rest_s(spent_s))
         except NoTurnError as error:
             _settle(done, error=error)
         finally:
             done.cancel()  # does nothing if it is done
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, Exception | None, float]:
+    """The result, or the error, and the seconds of this thread's time that it took."""
+    begin_s, result, failure = time.thread_time(), None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    return result, failure, time.thread_time() - begin_s
 
 
 def _settle(

@@ -122,12 +122,12 @@ INLINE bvec order_as_nibbles(bvec bytes) {
     return __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
 }
 
-enum { MAX_OUTLIERS = 4, MAX_OUTLIER_BLOCK = 128 };
+enum { MAX_OUTLIERS = 4, MAX_OUTLIER_BLOCK = 128 }; /* as in kernels/linear_quantized_reference.py */
 
 /* Copies a block without its outliers to `rest`; their number. Slow: few blocks look as if they had some. */
 static __attribute__((noinline)) int NAME(take_outliers)(
     DTYPE *rest, int32_t *columns, float *values, const DTYPE *x, long size, float total) {
-    float magnitudes[MAX_OUTLIER_BLOCK], threshold = 0.0f;
+    float magnitudes[MAX_OUTLIER_BLOCK];
     int32_t found[MAX_OUTLIERS];
     for (long i = 0; i < size; i++) magnitudes[i] = fabsf(GET(x + i));
     for (int n = 0; n < MAX_OUTLIERS; n++) {
@@ -138,7 +138,7 @@ static __attribute__((noinline)) int NAME(take_outliers)(
         magnitudes[largest] = -1.0f;
         total -= fabsf(GET(x + largest));
     }
-    threshold = 16.0f * total / (float)(size - MAX_OUTLIERS);
+    const float threshold = 16.0f * total / (float)(size - MAX_OUTLIERS);
     memcpy(rest, x, size * sizeof(DTYPE));
     int count = 0;
     for (int n = 0; n < MAX_OUTLIERS; n++) {

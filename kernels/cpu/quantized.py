@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import LANES, CpuLibrary
+from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
 from penstock.kernels.quantized_codes import QuantizedCodes
 
 # 127 · 128 · so many stays below 2³¹, where sums end.
@@ -74,6 +75,21 @@ class PackedCodes:
         """Those of `embed_quantized` that do not depend on the tokens."""
         sizes = {"size": self.in_features}
         return {"weight": self.weight, "table": self.float_table, **sizes, **self._format}
+
+    @property
+    def rounded_rows(self) -> dict[str, tuple[int, torch.dtype]]:
+        """What `linear_quantized` takes of rows that are rounded to bytes, by argument: how many
+        numbers for each row, and their dtype."""
+        sizes = {
+            "x": (self.row_bytes, torch.uint8),
+            "x_scales": (self.num_blocks, torch.float32),
+            "x_sums": (self.num_blocks, torch.int32),
+        }
+        if self.columns_per_scale <= MAX_OUTLIER_BLOCK:
+            num_outliers = self.num_blocks * MAX_OUTLIERS
+            sizes["outlier_columns"] = (num_outliers, torch.int32)
+            sizes["outlier_values"] = (num_outliers, torch.float32)
+        return sizes
 
     @property
     def row_bytes(self) -> int:

@@ -52,7 +52,6 @@ from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.gateway.launch.arguments import nearest
 from penstock.gateway.launch.cli import engine_config, resolve_settings
 from penstock.gateway.launch.flags import FLAGS
-from penstock.kernels.paged_layout import PagedLayout
 from penstock.load.engine_runs import Lengths, Run, make_requests, run_requests
 from penstock.load.machine import frozen_garbage
 from penstock.load.report.options import add_out, positive
@@ -245,20 +244,7 @@ class LoadedModel:
         num_tokens = len(token_ids)
         if (num_blocks := self._shape.num_blocks_for(num_tokens)) > self._pool.shape[2]:
             self._pool = self._shape.allocate(num_blocks, _CPU)
-        positions = torch.arange(num_tokens)
-        context = ForwardContext(
-            kv_pool=self._pool,
-            layout=PagedLayout(
-                query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
-                seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-                block_tables=torch.arange(self._pool.shape[2], dtype=torch.int32)[None],
-                slot_mapping=positions,
-                max_query_len=num_tokens,
-                max_seq_len=num_tokens,
-            ),
-            positions=positions,
-            prompt_lens=torch.full_like(positions, num_tokens),
-        )
+        context = ForwardContext.of_sequence(self._pool, num_tokens)
         return self._model(torch.tensor(token_ids), context).clone()
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:

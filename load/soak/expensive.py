@@ -35,9 +35,7 @@ NUM_CONNECTIONS = 3
 FOR_S = 8.0  # of each kind
 NUM_GRAMMARS = 60
 NUM_STORED, STORED_BYTES = 60, 3_800_000
-STORE_MEMORY_BYTES = (
-    100_000_000  # that Redis may take for them: the tenant's quota, and what is sent
-)
+STORE_MEMORY_BYTES = 100_000_000  # in Redis, at most: the tenant's quota, and what is sent
 NUM_IDLE, NUM_GATEWAYS, GATEWAY_WITHIN_S = 100, 5, 10.0
 _ANSWER_S = 60.0
 _REFUSALS = (*range(400, 500), 503)

@@ -29,6 +29,7 @@ from penstock.gateway.storage.conversations.store import (
     no_turn,
 )
 from penstock.gateway.storage.conversations.turn_codec import (
+    Packed,
     TreeNode,
     chunk_names,
     node_of,
@@ -166,7 +167,8 @@ class MemoryConversationStore:
             if turn.parent_id != tree.conversation.head or self._is_held(tree):
                 raise head_locked(turn.conversation_id)
             tree.conversation = replace(tree.conversation, running=turn.turn_id)
-        self._add(tree, replace(turn, status="in_progress"), self._clock() + self._lease_s)
+        until_s = self._clock() + self._lease_s
+        self._add(tree, replace(turn, status="in_progress"), pack(turn), until_s)
 
     async def touch_turn(self, tenant: str, turn_id: str) -> None:
         tree = self._tree(tenant, conversation_of(turn_id))
@@ -188,7 +190,7 @@ class MemoryConversationStore:
             tree.conversation = replace(tree.conversation, head=head, running=None)
         self._use(turn.tenant, turn.conversation_id)
         node.info = replace(node.info, status=turn.status)
-        self._write(tree, node, turn)
+        self._write(tree, node, pack(turn))
 
     async def add_items(self, turn: StoredTurn) -> None:
         tree = self._use(turn.tenant, turn.conversation_id)
@@ -196,15 +198,16 @@ class MemoryConversationStore:
             return
         if self._is_held(tree):
             raise head_locked(turn.conversation_id)
-        self._check_size(tree, len(pack(turn).body))
+        packed = pack(turn)
+        self._check_size(tree, len(packed.body))
         tree.last_turn_at = max(tree.last_turn_at, turn.created_at)
         parent_id = tree.conversation.head
         tree.conversation = replace(tree.conversation, head=turn.turn_id, running=None)
-        self._add(tree, replace(turn, parent_id=parent_id, status="completed"))
+        self._add(tree, replace(turn, parent_id=parent_id, status="completed"), packed)
 
     async def replace_items(self, turn: StoredTurn) -> None:
         tree, node = self._find(turn.tenant, turn.turn_id)
-        self._write(tree, node, turn)
+        self._write(tree, node, pack(turn))
 
     async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
         tree, node = self._find(tenant, turn_id)
@@ -313,12 +316,11 @@ class MemoryConversationStore:
 
     # -- storage -----------------------------------------------------------------------------
 
-    def _add(self, tree: _Tree, turn: StoredTurn, lease_s: float = 0.0) -> None:
+    def _add(self, tree: _Tree, turn: StoredTurn, packed: Packed, lease_s: float = 0.0) -> None:
         node = tree.nodes[turn.turn_id] = _Node(node_of(turn), b"", lease_s)
-        self._write(tree, node, turn, num_more=_TURN_BYTES)
+        self._write(tree, node, packed, num_more=_TURN_BYTES)
 
-    def _write(self, tree: _Tree, node: _Node, turn: StoredTurn, num_more: int = 0) -> None:
-        packed = pack(turn)
+    def _write(self, tree: _Tree, node: _Node, packed: Packed, num_more: int = 0) -> None:
         num_more += len(packed.body) - len(node.body)
         node.body = packed.body
         for name, chunk in packed.chunks.items():
