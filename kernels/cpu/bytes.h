@@ -80,12 +80,18 @@ INLINE vec_part float_of_ints(uvec_part x) {
 #endif
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 /* sum + Σ x[4i + j] · w[4i + j] over j in lane i, bytes of x unsigned, those of w signed. Exact modulo
  * 2^32. */
 INLINE uvec_part dot_quads(uvec_part sum, uvec_part x, uvec_part w) {
+#if defined(__AVX512VNNI__)
     return (uvec_part)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+#else
+    return (uvec_part)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
+#endif
 }
+
+INLINE uvec_part dot_small_quads(uvec_part sum, uvec_part x, uvec_part w) { return dot_quads(sum, x, w); }
 #else
 /* sum + a[2i] · b[2i] + a[2i + 1] · b[2i + 1] in lane i */
 INLINE uvec_part add_pairs(uvec_part sum, short_part a, short_part b) {
@@ -105,6 +111,18 @@ INLINE uvec_part dot_quads(uvec_part sum, uvec_part x, uvec_part w) {
     short_part w_even = (short_part)(w << 8) >> 8, w_odd = (short_part)w >> 8;
     sum = add_pairs(sum, (short_part)(x & 0x00ff00ff), w_even);
     return add_pairs(sum, (short_part)(x >> 8 & 0x00ff00ff), w_odd);
+}
+
+/* The same of x that are at most 128: their pairs do not saturate. */
+INLINE uvec_part dot_small_quads(uvec_part sum, uvec_part x, uvec_part w) {
+    const short_part ones = (short_part){0} + 1;
+#if defined(__AVX512BW__)
+    return add_pairs(sum, (short_part)_mm512_maddubs_epi16((__m512i)x, (__m512i)w), ones);
+#elif defined(__AVX2__)
+    return add_pairs(sum, (short_part)_mm256_maddubs_epi16((__m256i)x, (__m256i)w), ones);
+#else
+    return (void)ones, dot_quads(sum, x, w);
+#endif
 }
 #endif
 

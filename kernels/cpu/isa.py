@@ -16,7 +16,8 @@ _NEEDS = {
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
 }
-_EXTRAS = {"avx512": ("avx512_bf16", "avx512_vnni")}  # used if present
+# Used if present.
+_EXTRAS = {"avx512": ("avx512_bf16", "avx512_vnni"), "avx2": ("avx_vnni",)}
 ISAS = tuple(_NEEDS)
 
 

@@ -13,11 +13,11 @@
  * rows by GROUP panels, those with quantized weights QUANTIZED_ROWS, adapters LORA_ROWS by two sums;
  * attention up to MAX_PANELS panels with half as many rows. */
 #if defined(__AVX512F__)
-enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4, QUANTIZED_ROWS = 8, LORA_ROWS = 8 };
+enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4, QUANTIZED_ROWS = 8, BYTE_ROWS = 4, LORA_ROWS = 8 };
 #elif defined(__AVX2__)
-enum { MAX_ROWS = 6, GROUP = 1, MAX_PANELS = 2, QUANTIZED_ROWS = 4, LORA_ROWS = 3 };
+enum { MAX_ROWS = 6, GROUP = 1, MAX_PANELS = 2, QUANTIZED_ROWS = 4, BYTE_ROWS = 4, LORA_ROWS = 3 };
 #else
-enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, LORA_ROWS = 1 };
+enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, BYTE_ROWS = 2, LORA_ROWS = 1 };
 #endif
 
 /* Without instructions that multiply b16, or read f16 while they multiply, it is faster to widen weights first
@@ -29,7 +29,7 @@ enum { WIDE_ROWS = 24 };
 
 enum { ROWS_PER_ITEM = 128 };
 /* How far ahead quantized weights are prefetched. */
-enum { AHEAD_BYTES = 512 };
+enum { AHEAD_BYTES = 4096, MAX_AHEAD_BYTES = 384 << 10 };
 /* How many positions ahead keys of a byte each are prefetched. */
 enum { KEYS_AHEAD = 128 };
 /* Other products prefetch the group of weights that their thread takes next: full tiles all of it

@@ -124,29 +124,38 @@ INLINE bvec order_as_nibbles(bvec bytes) {
 
 enum { MAX_OUTLIERS = 4, MAX_OUTLIER_BLOCK = 128 }; /* as in kernels/linear_quantized_reference.py */
 
-/* Copies a block without its outliers to `rest`; their number. Slow: few blocks look as if they had some. */
+/* Copies a block without its outliers to `rest`; their number. Few blocks look as if they had some. */
 static __attribute__((noinline)) int NAME(take_outliers)(
     DTYPE *rest, int32_t *columns, float *values, const DTYPE *x, long size, float total) {
-    float magnitudes[MAX_OUTLIER_BLOCK];
+    vec magnitudes[MAX_OUTLIER_BLOCK / LANES];
+    float top[MAX_OUTLIERS];
     int32_t found[MAX_OUTLIERS];
-    for (long i = 0; i < size; i++) magnitudes[i] = fabsf(GET(x + i));
+    const float times = 16.0f / (float)(size - MAX_OUTLIERS);
+    for (long v = 0; v * LANES < size; v++)
+        magnitudes[v] = (vec)((ivec)NAME(load_up_to)(x + v * LANES, size - v * LANES) & 0x7fffffff);
     for (int n = 0; n < MAX_OUTLIERS; n++) {
-        long largest = 0;
-        for (long i = 1; i < size; i++)
-            if (magnitudes[i] > magnitudes[largest]) largest = i;
-        found[n] = (int32_t)largest;
-        magnitudes[largest] = -1.0f;
-        total -= fabsf(GET(x + largest));
+        ivec largest = {0};
+        for (long v = 0; v * LANES < size; v++) largest = imax(largest, (ivec)magnitudes[v]);
+        const int32_t bits = imax_lanes(largest);
+        memcpy(&top[n], &bits, sizeof bits);
+        long v = 0;
+        uint32_t places;
+        while (!(places = at_least(magnitudes[v], splat(top[n])))) v++;
+        const int lane = __builtin_ctz(places);
+        magnitudes[v] = (vec)((ivec)magnitudes[v] | (LANE_NUMBERS == lane)); /* below all others */
+        found[n] = (int32_t)(v * LANES + lane);
+        total -= top[n];
+        /* The mean is at least what it is if those that follow are as large. */
+        if (top[0] * 1.001f < (total - (float)(MAX_OUTLIERS - 1 - n) * top[n]) * times) return 0;
     }
     const float threshold = 16.0f * total / (float)(size - MAX_OUTLIERS);
+    if (top[0] <= threshold) return 0;
     memcpy(rest, x, size * sizeof(DTYPE));
     int count = 0;
-    for (int n = 0; n < MAX_OUTLIERS; n++) {
-        const float value = GET(x + found[n]);
-        if (fabsf(value) <= threshold) break;
-        columns[count] = found[n];
-        values[count++] = value;
-        PUT(rest + found[n], 0.0f);
+    for (; count < MAX_OUTLIERS && top[count] > threshold; count++) {
+        columns[count] = found[count];
+        values[count] = GET(x + found[count]);
+        PUT(rest + found[count], 0.0f);
     }
     return count;
 }
@@ -165,6 +174,10 @@ static void NAME(quantize_row)(const void *args, long row) {
     const long padded = round_up(a->size, k_per_line(a->code_bits));
     const DTYPE *x = (const DTYPE *)a->x + row * a->size;
     uint8_t *bytes = a->bytes + row * padded;
+    const long most_outliers = num_blocks * MAX_OUTLIERS;
+    int32_t *outlier_columns = a->outlier_columns + row * most_outliers;
+    float *outlier_values = a->outlier_values + row * most_outliers;
+    long num_outliers = 0;
     for (long block = 0; block < num_blocks; block++) {
         const long start = block * a->columns_per_scale;
         const long end = start + a->columns_per_scale < a->size ? start + a->columns_per_scale : a->size;
@@ -172,16 +185,15 @@ static void NAME(quantize_row)(const void *args, long row) {
         DTYPE rest[MAX_OUTLIER_BLOCK];
         float largest = NAME(largest_magnitude)(from, end - start);
         if (a->outlier_columns) {
-            const long at = (row * num_blocks + block) * MAX_OUTLIERS, size = end - start;
+            const long size = end - start;
             const float total = NAME(total_magnitude)(from, size);
             int count = 0;
-            if (size > MAX_OUTLIERS && largest * (float)size > 5.0f * total && largest <= 3.0e38f) {
-                count = NAME(take_outliers)(
-                    rest, a->outlier_columns + at, a->outlier_values + at, from, size, total);
-                if (count) from = rest;
-                if (count) largest = NAME(largest_magnitude)(rest, size);
-            }
-            for (; count < MAX_OUTLIERS; count++) a->outlier_columns[at + count] = -1;
+            if (size > MAX_OUTLIERS && largest * (float)size > 5.0f * total && largest <= 3.0e38f)
+                count = NAME(take_outliers)(rest, outlier_columns + num_outliers, outlier_values + num_outliers,
+                                            from, size, total);
+            for (const long last = num_outliers + count; num_outliers < last; num_outliers++)
+                outlier_columns[num_outliers] += start;
+            if (count) from = rest, largest = NAME(largest_magnitude)(rest, size);
         }
         const vec inverse = splat(inverse_scale(largest));
         ivec sum = {0};
@@ -193,9 +205,13 @@ static void NAME(quantize_row)(const void *args, long row) {
             else memcpy(bytes + i, &ordered, padded - i);
             sum += rounded;
         }
-        a->scales[row * num_blocks + block] = largest / 127.0f;
-        a->sums[row * num_blocks + block] = isum_lanes(sum);
+        const float scale = largest / 127.0f;
+        const int32_t total = isum_lanes(sum);
+        a->scales[row * num_blocks + block] = scale;
+        if (a->sums) a->sums[row * num_blocks + block] = total;
+        if (a->float_sums) a->float_sums[row * num_blocks + block] = scale * (float)total;
     }
+    if (a->outlier_columns && num_outliers < most_outliers) outlier_columns[num_outliers] = -1;
 }
 
 struct job NAME(quantize_blocks)(const void *args) {
@@ -262,17 +278,36 @@ INLINE uvec_part codes_or_entries(uvec_part codes, bvec table, int has_table) {
 #endif
 }
 
+/* What is prefetched while a group is multiplied: `lines` with each step, a block or a line of one. */
+struct ahead {
+    const char *at, *end;
+    int lines;
+};
+
+/* The tiles of a group share the lines of the next one; a single one reads ahead of itself. */
+INLINE struct ahead read_ahead(
+    const struct linear_quantized_args *a, long group, long num_tiles, long step_bytes, long group_bytes) {
+    const char *start = (const char *)a->linear.weight + group * group_bytes, *end = start + 2 * group_bytes;
+    const long lines = ceil_div(step_bytes, LINE_BYTES);
+    if (num_tiles == 1) return (struct ahead){start + AHEAD_BYTES, end, (int)lines};
+    return (struct ahead){start + group_bytes, end, (int)ceil_div(lines, num_tiles)};
+}
+
+INLINE void prefetch_step(struct ahead *ahead) {
+    for (int i = 0; i < ahead->lines; i++, ahead->at += LINE_BYTES) __builtin_prefetch(ahead->at, 0, 2);
+}
+
 /* sums += the products of a block, in integers */
 INLINE const char *NAME(add_byte_products)(
-    uvec_part *sums, const uint8_t *x, long stride, const char *w, long num_lines, bvec table,
-    const int has_table, const int rows, const int code_bits) {
+    uvec_part *sums, const uint8_t *x, long stride, const char *w, long num_lines, struct ahead *ahead,
+    bvec table, const int has_table, const int rows, const int code_bits) {
     enum { PARTS = GROUP * NUM_PARTS };
+#pragma GCC unroll 8
     for (long k = 0; k < num_lines; k++, w += GROUP * LINE_BYTES) {
         uvec_part lines[PARTS];
 #pragma GCC unroll 8
         for (int i = 0; i < PARTS; i++) memcpy(&lines[i], w + i * PART_BYTES, PART_BYTES);
-#pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + v * LINE_BYTES + AHEAD_BYTES, 0, 2);
+        if (ahead) prefetch_step(ahead);
 #pragma GCC unroll 2
         for (int half = 0; half < 8 / code_bits; half++) {
             uvec_part codes[PARTS];
@@ -285,8 +320,11 @@ INLINE const char *NAME(add_byte_products)(
                 uint32_t quad;
                 memcpy(&quad, x + r * stride + k * k_per_line(code_bits) + half * QUAD, sizeof quad);
 #pragma GCC unroll 8
-                for (int i = 0; i < PARTS; i++)
-                    sums[r * PARTS + i] = dot_quads(sums[r * PARTS + i], codes[i], quad - (uvec_part){0});
+                for (int i = 0; i < PARTS; i++) {
+                    const uvec_part sum = sums[r * PARTS + i], quads = quad - (uvec_part){0};
+                    sums[r * PARTS + i] = code_bits == 4 && !has_table ? dot_small_quads(sum, codes[i], quads)
+                                                                       : dot_quads(sum, codes[i], quads);
+                }
             }
         }
     }
@@ -296,15 +334,14 @@ INLINE const char *NAME(add_byte_products)(
 /* sums += the products of a block, in float */
 INLINE const char *NAME(add_float_products)(
     vec_part *sums, const struct quantized_format *f, const DTYPE *x, long stride, const char *w, long num_lines,
-    const nibble_table *table, const int rows, const int code_bits) {
+    struct ahead *ahead, const nibble_table *table, const int rows, const int code_bits) {
     enum { PARTS = GROUP * NUM_PARTS };
     const int num_k = 32 / code_bits;
     for (long line = 0; line < num_lines; line++, w += GROUP * LINE_BYTES) {
         uvec_part lines[PARTS];
 #pragma GCC unroll 8
         for (int i = 0; i < PARTS; i++) memcpy(&lines[i], w + i * PART_BYTES, PART_BYTES);
-#pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + v * LINE_BYTES + AHEAD_BYTES, 0, 2);
+        if (ahead) prefetch_step(ahead);
 #pragma GCC unroll 8
         for (int step = 0; step < num_k / PAIR; step++) {
             NAME(weights) weights[PARTS];
@@ -332,10 +369,10 @@ static __attribute__((noinline)) void NAME(write_quantized_tile)(
 
 /* totals += the products of a block times its scales, from the registers that hold them. */
 INLINE void NAME(add_block)(
-    const struct linear_quantized_args *a, union parts *totals, const uvec_part *sums, const vec_part *float_sums,
-    long row, const int rows, long block, long num_blocks, const char *scales, const int is_exact) {
+    const struct linear_quantized_args *a, const struct quantized_format *f, vec_part *totals,
+    const uvec_part *sums, const vec_part *float_sums, long row, const int rows, long block, long num_blocks,
+    const char *scales, const int is_exact) {
     enum { PARTS = GROUP * NUM_PARTS };
-    const struct quantized_format *f = &a->format;
     const char *offsets = scales + GROUP_LANES * (f->is_half ? 2 : 4);
     vec_part factors[PARTS];
 #pragma GCC unroll 8
@@ -347,127 +384,158 @@ INLINE void NAME(add_block)(
 #pragma GCC unroll 8
         for (int i = 0; i < PARTS; i++) {
             const int at = r * PARTS + i;
-            vec_part *total = &totals[at / NUM_PARTS].part[at % NUM_PARTS];
-            if (is_exact) *total += float_sums[at] * factors[i];
-            else *total += float_of_ints(sums[at]) * (x_scale * factors[i]);
+            if (is_exact) totals[at] += float_sums[at] * factors[i];
+            else totals[at] += float_of_ints(sums[at]) * (x_scale * factors[i]);
         }
     }
     if (!f->has_offsets) return;
-    for (int r = 0; r < rows; r++) {
-        const long at = (row + r) * num_blocks + block;
-        const vec_part x_sum =
-            splat_part(is_exact ? a->x_float_sums[at] : a->x_scales[at] * (float)a->x_sums[at]);
 #pragma GCC unroll 8
-        for (int i = 0; i < PARTS; i++)
-            totals[r * GROUP + i / NUM_PARTS].part[i % NUM_PARTS] -= x_sum * load_scales(offsets, i, f->is_half);
+    for (int i = 0; i < PARTS; i++) factors[i] = load_scales(offsets, i, f->is_half);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        const vec_part x_sum = splat_part(a->x_float_sums[(row + r) * num_blocks + block]);
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) totals[r * PARTS + i] -= x_sum * factors[i];
     }
 }
 
-/* totals += a row's outliers times their columns of the block whose scales and lines are given. */
+/* totals += a row's outliers times their columns of the group whose blocks are given. */
 static __attribute__((noinline)) void NAME(add_outliers)(
-    const struct quantized_format *f, union parts *totals, const int32_t *columns, const float *values,
-    const char *scales, const char *lines, bvec table, const int code_bits) {
+    const struct quantized_format *f, const struct quantized_layout *layout, union parts *totals,
+    const int32_t *columns, const float *values, const char *blocks, bvec table, const int code_bits) {
     enum { PARTS = GROUP * NUM_PARTS };
-    const char *offsets = scales + GROUP_LANES * (f->is_half ? 2 : 4);
-    const long per_line = k_per_line(code_bits);
-    for (int n = 0; n < MAX_OUTLIERS && columns[n] >= 0; n++) {
-        const char *line = lines + columns[n] / per_line * GROUP * LINE_BYTES;
-        const int k = columns[n] % per_line;
-        const int shift = code_bits == 4 ? nibble_shift(k) : 8 * k;
+    const long per_line = k_per_line(code_bits), scales_size = layout->scales * (f->has_offsets ? 2 : 1);
+    for (long n = 0; n < layout->num_blocks * MAX_OUTLIERS && columns[n] >= 0; n++) {
+        const long block = columns[n] / f->columns_per_scale, line = columns[n] / per_line;
+        const char *scales = blocks + block * (scales_size + f->columns_per_scale / per_line * GROUP * LINE_BYTES);
+        const char *w = blocks + (block + 1) * scales_size + line * GROUP * LINE_BYTES;
+        const int k = columns[n] % per_line, shift = code_bits == 4 ? nibble_shift(k) : 8 * k;
+#pragma GCC unroll 8
         for (int i = 0; i < PARTS; i++) {
             uvec_part codes;
-            memcpy(&codes, line + i * PART_BYTES, PART_BYTES);
+            memcpy(&codes, w + i * PART_BYTES, PART_BYTES);
             codes = codes >> shift & (code_bits == 4 ? 0xf : 0xff);
             if (code_bits == 4) codes = codes_or_entries(codes, table, f->table != NULL) & 0xff;
             vec_part number = float_of_ints(codes - (uint32_t)f->zero) * load_scales(scales, i, f->is_half);
-            if (f->has_offsets) number -= load_scales(offsets, i, f->is_half);
+            if (f->has_offsets) number -= load_scales(scales + layout->scales, i, f->is_half);
             totals[i / NUM_PARTS].part[i % NUM_PARTS] += number * splat_part(values[n]);
         }
     }
 }
 
-/* `rows` rows, in bytes or exact, against a group */
+/* `rows` rows, in bytes or exact, against a group; is_common: blocks are of 32 with scales in half precision, and
+ * bytes need no table, as in most files and in penstock's own rounding. */
 INLINE void NAME(quantized_tile)(
-    const struct linear_quantized_args *a, long row, long group, const int rows, const int code_bits,
-    const int is_exact) {
+    const struct linear_quantized_args *a, long row, long group, struct ahead *rest, const int rows,
+    const int code_bits, const int is_exact, const int is_common) {
+    struct ahead ahead = *rest;
     enum { PARTS = GROUP * NUM_PARTS };
-    const struct quantized_format *f = &a->format;
+    struct quantized_format f = a->format;
+    if (is_common) f.columns_per_scale = 32, f.is_half = 1;
+    if (is_common && !is_exact) f.table = NULL;
     const long in = a->linear.in_features;
-    const struct quantized_layout layout = quantized_layout(f, in, code_bits);
+    const struct quantized_layout layout = quantized_layout(&f, in, code_bits);
     const long stride = is_exact ? in : round_up(in, layout.k_per_line);
     const char *start = (const char *)a->linear.weight + group * layout.group, *w = start + GROUP_LANES * 4;
     bvec byte_table = {0};
     vec float_table = {0};
-    if (!is_exact && f->table) memcpy(&byte_table, f->table, sizeof byte_table);
-    if (is_exact && f->table) memcpy(&float_table, f->table, sizeof float_table);
+    if (!is_exact && f.table) memcpy(&byte_table, f.table, sizeof byte_table);
+    if (is_exact && f.table) memcpy(&float_table, f.table, sizeof float_table);
     const nibble_table table = make_nibble_table(float_table);
-    union parts totals[QUANTIZED_ROWS * GROUP];
-    for (int i = 0; i < rows * GROUP; i++) totals[i].all = (vec){0};
-    for (long block = 0, k = 0; block < layout.num_blocks; block++, k += f->columns_per_scale) {
-        const long size = in - k < f->columns_per_scale ? in - k : f->columns_per_scale;
+    vec_part totals[QUANTIZED_ROWS * PARTS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * PARTS; i++) totals[i] = (vec_part){0};
+    for (long block = 0, k = 0; block < layout.num_blocks; block++, k += f.columns_per_scale) {
+        const long size = in - k < f.columns_per_scale ? in - k : f.columns_per_scale;
         const long num_lines = ceil_div(size, layout.k_per_line);
         const char *scales = w;
-        w += layout.scales * (f->has_offsets ? 2 : 1);
+        w += layout.scales * (f.has_offsets ? 2 : 1);
         if (is_exact) {
             vec_part sums[QUANTIZED_ROWS * PARTS];
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) sums[i] = (vec_part){0};
-            w = NAME(add_float_products)(
-                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, &table, rows, code_bits);
+            const DTYPE *x = (const DTYPE *)a->linear.x + row * in + k;
+            if (is_common && size == 32) {
+                prefetch_step(&ahead);
+                w = NAME(add_float_products)(sums, &f, x, in, w, code_bits, NULL, &table, rows, code_bits);
+            } else
+                w = NAME(add_float_products)(
+                    sums, &f, x, in, w, num_lines, is_common ? NULL : &ahead, &table, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) KEEP_IN_REGISTER(sums[i]);
-            NAME(add_block)(a, totals, NULL, sums, row, rows, block, layout.num_blocks, scales, 1);
+            NAME(add_block)(a, &f, totals, NULL, sums, row, rows, block, layout.num_blocks, scales, 1);
         } else {
             uvec_part sums[QUANTIZED_ROWS * PARTS];
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                const uint32_t x_sum = (uint32_t)a->x_sums[(row + r) * layout.num_blocks + block];
+                const long at = (row + r) * layout.num_blocks + block;
+                const uint32_t x_sum = f.zero ? (uint32_t)a->x_sums[at] : 0;
 #pragma GCC unroll 8
                 for (int i = 0; i < PARTS; i++) {
-                    sums[r * PARTS + i] = -(uint32_t)f->zero * x_sum - (uvec_part){0};
+                    sums[r * PARTS + i] = -(uint32_t)f.zero * x_sum - (uvec_part){0};
                     KEEP_IN_REGISTER(sums[r * PARTS + i]);
                 }
             }
-            const char *lines = w;
-            w = NAME(add_byte_products)(
-                sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, byte_table,
-                f->table != NULL, rows, code_bits);
+            const uint8_t *x = (const uint8_t *)a->linear.x + row * stride + k;
+            if (is_common && size == 32) {
+                prefetch_step(&ahead);
+                w = NAME(add_byte_products)(sums, x, stride, w, code_bits, NULL, byte_table, 0, rows, code_bits);
+            } else if (f.table)
+                w = NAME(add_byte_products)(
+                    sums, x, stride, w, num_lines, &ahead, byte_table, 1, rows, code_bits);
+            else
+                w = NAME(add_byte_products)(
+                    sums, x, stride, w, num_lines, is_common ? NULL : &ahead, byte_table, 0, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) KEEP_IN_REGISTER(sums[i]);
-            NAME(add_block)(a, totals, sums, NULL, row, rows, block, layout.num_blocks, scales, 0);
-            if (a->outlier_columns)
-                for (int r = 0; r < rows; r++) {
-                    const long at = ((row + r) * layout.num_blocks + block) * MAX_OUTLIERS;
-                    if (__builtin_expect(a->outlier_columns[at] >= 0, 0))
-                        NAME(add_outliers)(
-                            f, totals + r * GROUP, a->outlier_columns + at, a->outlier_values + at, scales, lines,
-                            byte_table, code_bits);
-                }
+            NAME(add_block)(a, &f, totals, sums, NULL, row, rows, block, layout.num_blocks, scales, 0);
         }
     }
-    NAME(write_quantized_tile)(a, row, group, totals, rows, (const float *)start);
+    *rest = ahead;
+    union parts results[QUANTIZED_ROWS * GROUP];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * PARTS; i++) results[i / NUM_PARTS].part[i % NUM_PARTS] = totals[i];
+    if (!is_exact && a->outlier_columns)
+        for (int r = 0; r < rows; r++) {
+            const long at = (row + r) * layout.num_blocks * MAX_OUTLIERS;
+            if (a->outlier_columns[at] >= 0)
+                NAME(add_outliers)(
+                    &f, &layout, results + r * GROUP, a->outlier_columns + at, a->outlier_values + at,
+                    start + GROUP_LANES * 4, byte_table, code_bits);
+        }
+    NAME(write_quantized_tile)(a, row, group, results, rows, (const float *)start);
 }
 
 INLINE void NAME(quantized_rows_of_group)(
     const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
-    const int is_exact) {
-    for (; row + QUANTIZED_ROWS <= end; row += QUANTIZED_ROWS)
-        NAME(quantized_tile)(a, row, group, QUANTIZED_ROWS, code_bits, is_exact);
-#define TILE(n) NAME(quantized_tile)(a, row, group, n, code_bits, is_exact)
-    FEW_ROWS(end - row, QUANTIZED_ROWS)
+    const int is_exact, const int is_common) {
+    const int most = is_exact ? QUANTIZED_ROWS : BYTE_ROWS;
+    const struct quantized_layout layout = quantized_layout(&a->format, a->linear.in_features, code_bits);
+    const long num_tiles = layout.group <= MAX_AHEAD_BYTES ? ceil_div(end - row, most) : 1;
+    const long step_bytes = is_common ? layout.group / layout.num_blocks : GROUP * LINE_BYTES;
+    struct ahead ahead = read_ahead(a, group, num_tiles, step_bytes, layout.group);
+    for (; row + most <= end; row += most) {
+        NAME(quantized_tile)(a, row, group, &ahead, most, code_bits, is_exact, is_common);
+        if (num_tiles == 1) ahead = read_ahead(a, group, 1, step_bytes, layout.group);
+        else if (ahead.at >= ahead.end) ahead.lines = 0;
+    }
+#define TILE(n) NAME(quantized_tile)(a, row, group, &ahead, n, code_bits, is_exact, is_common)
+    FEW_ROWS(end - row, most)
 #undef TILE
 }
 
 /* The same of any codes and rows. */
 static __attribute__((noinline)) void NAME(quantized_rows)(
     const struct linear_quantized_args *a, long row, long end, long group) {
-    if (a->x_scales) {
-        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 0);
-        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 0);
-    } else {
-        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 1);
-        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 1);
-    }
+    const struct quantized_format *f = &a->format;
+    const int is_exact = !a->x_scales;
+    const int is_common = f->columns_per_scale == 32 && f->is_half && (is_exact || !f->table);
+#define ROWS(bits, exact, common) \
+    if (f->code_bits == bits && is_exact == exact && is_common == common) \
+        NAME(quantized_rows_of_group)(a, row, end, group, bits, exact, common);
+    ROWS(4, 0, 0) ROWS(4, 0, 1) ROWS(4, 1, 0) ROWS(4, 1, 1)
+    ROWS(8, 0, 0) ROWS(8, 0, 1) ROWS(8, 1, 0) ROWS(8, 1, 1)
+#undef ROWS
 }
 
 static void NAME(linear_quantized_item)(const void *args, long item) {

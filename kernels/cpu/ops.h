@@ -52,14 +52,16 @@ struct pack_quantized_args {
 };
 
 /* Each block of a row of x as signed bytes: x / scale, rounded, where scale = its largest magnitude / 127;
- * and the sum of these bytes. Outliers, by split_outliers of kernels/linear_quantized_reference.py, become
- * zeros there: their columns in the block, ascending by rank, -1 past the last, and their values. */
+ * and the sum of these bytes, also times the scale. Outliers, by split_outliers of
+ * kernels/linear_quantized_reference.py, become zeros there: a row's are listed by block and rank, with -1 for
+ * a column past the last. */
 struct quantize_blocks_args {
     uint8_t *bytes; /* [rows, size rounded up to a line], in the order of a line of code_bits */
     float *scales;  /* [rows, blocks] */
-    int32_t *sums;  /* [rows, blocks] */
-    int32_t *outlier_columns; /* [rows, blocks, 4]; null: there are no outliers */
-    float *outlier_values;    /* [rows, blocks, 4] */
+    int32_t *sums;            /* [rows, blocks]; null: not needed */
+    float *float_sums;        /* likewise */
+    int32_t *outlier_columns; /* [rows, 4 · blocks]; null: there are no outliers */
+    float *outlier_values;    /* [rows, 4 · blocks] */
     const void *x;  /* [rows, size] */
     const int64_t *num_rows;
     int64_t size, columns_per_scale, code_bits;
@@ -90,8 +92,9 @@ struct scale_columns_args {
     int64_t size;
 };
 
-/* linear, of weights that pack_quantized packed. x_scales null: x as it is, with x_float_sums if there are
- * offsets. Otherwise x is what quantize_blocks wrote. */
+/* linear, of weights that pack_quantized packed. x_scales null: x as it is, with sums by sum_blocks if there
+ * are offsets. Otherwise x is what quantize_blocks wrote, with sums if `zero` is not 0 and float sums if there
+ * are offsets. */
 struct linear_quantized_args {
     struct linear_args linear;
     const float *x_scales;     /* [rows, blocks] */

@@ -83,8 +83,11 @@ class PackedCodes:
         sizes = {
             "x": (self.row_bytes, torch.uint8),
             "x_scales": (self.num_blocks, torch.float32),
-            "x_sums": (self.num_blocks, torch.int32),
         }
+        if self._format["zero"]:
+            sizes["x_sums"] = (self.num_blocks, torch.int32)
+        if self.has_offsets:
+            sizes["x_float_sums"] = (self.num_blocks, torch.float32)
         if self.columns_per_scale <= MAX_OUTLIER_BLOCK:
             num_outliers = self.num_blocks * MAX_OUTLIERS
             sizes["outlier_columns"] = (num_outliers, torch.int32)

@@ -349,8 +349,8 @@ def quantize_blocks(
     columns_per_scale: int,
     code_bits: int,
     outliers: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes, scales and sums of x.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bytes, scales and sums of x, and the scales times the sums.
 
     Args:
         outliers: where to put columns and values of its outliers; None: there are none.
@@ -358,13 +358,14 @@ def quantize_blocks(
     num_rows, size = x.shape
     line, blocks = 32 // code_bits, -(-size // columns_per_scale)
     values = torch.full((num_rows, -(-size // line) * line), 77, dtype=torch.int8)
-    scales = torch.full((num_rows, blocks), torch.nan)
+    scales, float_sums = torch.full((2, num_rows, blocks), torch.nan)
     sums = torch.full((num_rows, blocks), 77, dtype=torch.int32)
     library.run(
         "quantize_blocks",
         bytes=values,
         scales=scales,
         sums=sums,
+        float_sums=float_sums,
         outlier_columns=None if outliers is None else outliers[0],
         outlier_values=None if outliers is None else outliers[1],
         x=x,
@@ -373,7 +374,7 @@ def quantize_blocks(
         columns_per_scale=columns_per_scale,
         code_bits=code_bits,
     )
-    return values, scales, sums
+    return values, scales, sums, float_sums
 
 
 def linear_quantized(
@@ -393,11 +394,11 @@ def linear_quantized(
         shape = (len(x), packed.num_blocks, MAX_OUTLIERS)
         outliers = torch.full(shape, 77, dtype=torch.int32), torch.full(shape, torch.nan)
         has_outliers = size <= MAX_OUTLIER_BLOCK
-        values, scales, sums = quantize_blocks(
+        values, scales, sums, float_sums = quantize_blocks(
             library, x, columns_per_scale=size, code_bits=packed.code_bits,
             outliers=outliers if has_outliers else None,
         )  # fmt: skip
-        given = {"x": values, "x_scales": scales, "x_sums": sums}
+        given = {"x": values, "x_scales": scales, "x_sums": sums, "x_float_sums": float_sums}
         if has_outliers:
             given |= dict(zip(("outlier_columns", "outlier_values"), outliers, strict=True))
     elif packed.has_offsets:

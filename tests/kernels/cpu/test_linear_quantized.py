@@ -125,7 +125,9 @@ def assert_near(
 )
 def test_rows_of_bytes(library, num_rows, size, block, bits, exponent, seed):
     x = (random(num_rows, size, seed=seed) * 10.0**exponent).to(library.dtype)
-    rows, scales, sums = quantize_blocks(library, x, columns_per_scale=block, code_bits=bits)
+    rows, scales, sums, float_sums = quantize_blocks(
+        library, x, columns_per_scale=block, code_bits=bits
+    )
     if bits == 4:  # in the order of the nibbles of a line
         order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
         lines = rows.unflatten(1, (-1, 8))
@@ -137,6 +139,7 @@ def test_rows_of_bytes(library, num_rows, size, block, bits, exponent, seed):
         assert torch.equal(found, values)
         assert torch.equal(scales[:, index], expected_scales)
         assert torch.equal(sums[:, index], values.int().sum(1, dtype=torch.int32))
+    assert torch.equal(float_sums, scales * sums)
 
 
 @pytest.mark.parametrize(("kind", "bits", "in_bytes"), VARIANTS)
