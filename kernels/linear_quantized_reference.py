@@ -14,7 +14,6 @@ from penstock.kernels.quantized_codes import BYTE, QuantizedCodes
 
 # 127 · 255 · 512 < 2²⁴: float32 holds every sum of so many products exactly.
 _EXACT_FEATURES = 512
-MAX_OUTLIERS = 4  # of a block of a row
 MAX_OUTLIER_BLOCK = 128  # columns; longer blocks have none
 
 
@@ -38,7 +37,8 @@ def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Up to `MAX_OUTLIERS` numbers of each row that are 16 times larger than the rest's mean.
+    """The numbers of each row that are 5 times larger than its mean, and 16 times than that of the
+    others: fewer than a fifth.
 
     Args:
         x: float32 [num_rows, size], a block of columns
@@ -47,18 +47,15 @@ def split_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
         x with zeros in their places, and only them: both float32 [num_rows, size].
     """
     size, nothing = x.shape[1], torch.zeros_like(x)
-    if not MAX_OUTLIERS < size <= MAX_OUTLIER_BLOCK:
+    if size > MAX_OUTLIER_BLOCK:
         return x, nothing
     magnitudes = x.abs()
-    total = magnitudes.sum(1, keepdim=True)
-    top = magnitudes.topk(MAX_OUTLIERS, dim=1)
-    largest = top.values[:, :1]
-    mean = (total - top.values.sum(1, keepdim=True)) / (size - MAX_OUTLIERS)
-    is_outlier = (top.values > 16.0 * mean) & (largest * size > 5.0 * total) & (largest <= 3.0e38)
-    outliers = nothing.scatter(
-        1, top.indices, torch.where(is_outlier, x.gather(1, top.indices), 0.0)
-    )
-    return torch.where(outliers == 0, x, 0.0), outliers
+    large = 5.0 * magnitudes.sum(1, keepdim=True) / size
+    is_large = magnitudes > large
+    others = torch.where(is_large, 0.0, magnitudes).sum(1, keepdim=True)
+    threshold = 16.0 * others / (size - is_large.sum(1, keepdim=True))
+    is_outlier = is_large & (magnitudes > threshold)
+    return torch.where(is_outlier, 0.0, x), torch.where(is_outlier, x, nothing)
 
 
 def linear_quantized_reference(

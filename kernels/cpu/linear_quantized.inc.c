@@ -122,96 +122,87 @@ INLINE bvec order_as_nibbles(bvec bytes) {
     return __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
 }
 
-enum { MAX_OUTLIERS = 4, MAX_OUTLIER_BLOCK = 128 }; /* as in kernels/linear_quantized_reference.py */
+enum { MAX_OUTLIER_BLOCK = 128 }; /* as in kernels/linear_quantized_reference.py */
 
-/* Copies a block without its outliers to `rest`; their number. Few blocks look as if they had some. */
-static __attribute__((noinline)) int NAME(take_outliers)(
-    DTYPE *rest, int32_t *columns, float *values, const DTYPE *x, long size, float total) {
-    vec magnitudes[MAX_OUTLIER_BLOCK / LANES];
-    float top[MAX_OUTLIERS];
-    int32_t found[MAX_OUTLIERS];
-    const float times = 16.0f / (float)(size - MAX_OUTLIERS);
-    for (long v = 0; v * LANES < size; v++)
-        magnitudes[v] = (vec)((ivec)NAME(load_up_to)(x + v * LANES, size - v * LANES) & 0x7fffffff);
-    for (int n = 0; n < MAX_OUTLIERS; n++) {
-        ivec largest = {0};
-        for (long v = 0; v * LANES < size; v++) largest = imax(largest, (ivec)magnitudes[v]);
-        const int32_t bits = imax_lanes(largest);
-        memcpy(&top[n], &bits, sizeof bits);
-        long v = 0;
-        uint32_t places;
-        while (!(places = at_least(magnitudes[v], splat(top[n])))) v++;
-        const int lane = __builtin_ctz(places);
-        magnitudes[v] = (vec)((ivec)magnitudes[v] | (LANE_NUMBERS == lane)); /* below all others */
-        found[n] = (int32_t)(v * LANES + lane);
-        total -= top[n];
-        /* The mean is at least what it is if those that follow are as large. */
-        if (top[0] * 1.001f < (total - (float)(MAX_OUTLIERS - 1 - n) * top[n]) * times) return 0;
-    }
-    const float threshold = 16.0f * total / (float)(size - MAX_OUTLIERS);
-    if (top[0] <= threshold) return 0;
-    memcpy(rest, x, size * sizeof(DTYPE));
-    int count = 0;
-    for (; count < MAX_OUTLIERS && top[count] > threshold; count++) {
-        columns[count] = found[count];
-        values[count] = GET(x + found[count]);
-        PUT(rest + found[count], 0.0f);
-    }
-    return count;
+INLINE vec NAME(magnitudes)(const DTYPE *x, long size) {
+    return (vec)((ivec)NAME(load_up_to)(x, size) & 0x7fffffff);
 }
 
-/* The sum of magnitudes. */
-INLINE float NAME(total_magnitude)(const DTYPE *x, long size) {
+/* Copies a block to `rest` without its outliers, and lists them from `found` on; the number after the last. Few
+ * blocks have a number as `large` as to be one. */
+static __attribute__((noinline)) long NAME(take_outliers)(
+    DTYPE *rest, const struct quantize_blocks_args *a, long found, const DTYPE *x, long start, long size, float large) {
     vec total = {0};
-    for (long i = 0; i < size; i += LANES)
-        total += (vec)((ivec)NAME(load_up_to)(x + i, size - i) & 0x7fffffff);
-    return sum_lanes(total);
+    ivec num_large = {0};
+    for (long i = 0; i < size; i += LANES) {
+        const vec each = NAME(magnitudes)(x + i, size - i);
+        const ivec is_large = is_above(each, splat(large));
+        total += (vec)(~is_large & (ivec)each);
+        num_large -= is_large;
+    }
+    const float threshold = 16.0f * sum_lanes(total) / (float)(size - isum_lanes(num_large));
+    if (threshold > large) large = threshold;
+    memcpy(rest, x, size * sizeof(DTYPE));
+    for (long i = 0; i < size; i += LANES) {
+        const ivec is_outlier = is_above(NAME(magnitudes)(x + i, size - i), splat(large));
+        if (!isum_lanes(is_outlier)) continue;
+        for (int lane = 0; lane < LANES; lane++) {
+            if (!is_outlier[lane]) continue;
+            a->outlier_columns[found] = (int32_t)(start + i + lane);
+            a->outlier_values[found++] = GET(x + i + lane);
+            PUT(rest + i + lane, 0.0f);
+        }
+    }
+    return found;
+}
+
+/* Block `at` of all, whose `size` values are at x; returns the place after its outliers in their list. */
+INLINE long NAME(quantize_block)(
+    const struct quantize_blocks_args *a, long at, const DTYPE *x, long start, const long size, uint8_t *bytes,
+    long found) {
+    DTYPE rest[MAX_OUTLIER_BLOCK];
+    float largest = NAME(largest_magnitude)(x, size);
+    if (a->outlier_columns) {
+        vec total = {0};
+        for (long i = 0; i < size; i += LANES) total += NAME(magnitudes)(x + i, size - i);
+        const float large = 5.0f * sum_lanes(total) / (float)size;
+        if (largest > large) {
+            const long last = NAME(take_outliers)(rest, a, found, x, start, size, large);
+            if (last > found) x = rest, largest = NAME(largest_magnitude)(rest, size);
+            found = last;
+        }
+    }
+    const vec inverse = splat(inverse_scale(largest));
+    const long padded = round_up(size, k_per_line(a->code_bits));
+    ivec sum = {0};
+    for (long i = 0; i < size; i += LANES) {
+        const ivec rounded = round_to_int(NAME(load_up_to)(x + i, size - i) * inverse);
+        bvec ordered = to_bytes(rounded);
+        if (a->code_bits == 4) ordered = order_as_nibbles(ordered);
+        memcpy(bytes + i, &ordered, padded - i >= LANES ? LANES : padded - i);
+        sum += rounded;
+    }
+    const float scale = largest / 127.0f;
+    const int32_t total = isum_lanes(sum);
+    a->scales[at] = scale;
+    if (a->sums) a->sums[at] = total;
+    if (a->float_sums) a->float_sums[at] = scale * (float)total;
+    return found;
 }
 
 static void NAME(quantize_row)(const void *args, long row) {
     const struct quantize_blocks_args *a = args;
     const long num_blocks = ceil_div(a->size, a->columns_per_scale);
-    const long padded = round_up(a->size, k_per_line(a->code_bits));
     const DTYPE *x = (const DTYPE *)a->x + row * a->size;
-    uint8_t *bytes = a->bytes + row * padded;
-    const long most_outliers = num_blocks * MAX_OUTLIERS;
-    int32_t *outlier_columns = a->outlier_columns + row * most_outliers;
-    float *outlier_values = a->outlier_values + row * most_outliers;
-    long num_outliers = 0;
+    uint8_t *bytes = a->bytes + row * round_up(a->size, k_per_line(a->code_bits));
+    long found = row * a->most_outliers;
     for (long block = 0; block < num_blocks; block++) {
-        const long start = block * a->columns_per_scale;
-        const long end = start + a->columns_per_scale < a->size ? start + a->columns_per_scale : a->size;
-        const DTYPE *from = x + start;
-        DTYPE rest[MAX_OUTLIER_BLOCK];
-        float largest = NAME(largest_magnitude)(from, end - start);
-        if (a->outlier_columns) {
-            const long size = end - start;
-            const float total = NAME(total_magnitude)(from, size);
-            int count = 0;
-            if (size > MAX_OUTLIERS && largest * (float)size > 5.0f * total && largest <= 3.0e38f)
-                count = NAME(take_outliers)(rest, outlier_columns + num_outliers, outlier_values + num_outliers,
-                                            from, size, total);
-            for (const long last = num_outliers + count; num_outliers < last; num_outliers++)
-                outlier_columns[num_outliers] += start;
-            if (count) from = rest, largest = NAME(largest_magnitude)(rest, size);
-        }
-        const vec inverse = splat(inverse_scale(largest));
-        ivec sum = {0};
-        for (long i = start; i < end; i += LANES) {
-            const ivec rounded = round_to_int(NAME(load_up_to)(from + i - start, end - i) * inverse);
-            bvec ordered = to_bytes(rounded);
-            if (a->code_bits == 4) ordered = order_as_nibbles(ordered);
-            if (padded - i >= LANES) memcpy(bytes + i, &ordered, LANES);
-            else memcpy(bytes + i, &ordered, padded - i);
-            sum += rounded;
-        }
-        const float scale = largest / 127.0f;
-        const int32_t total = isum_lanes(sum);
-        a->scales[row * num_blocks + block] = scale;
-        if (a->sums) a->sums[row * num_blocks + block] = total;
-        if (a->float_sums) a->float_sums[row * num_blocks + block] = scale * (float)total;
+        const long start = block * a->columns_per_scale, at = row * num_blocks + block;
+        const long size = a->size - start < a->columns_per_scale ? a->size - start : a->columns_per_scale;
+        if (size == 32) found = NAME(quantize_block)(a, at, x + start, start, 32, bytes + start, found);
+        else found = NAME(quantize_block)(a, at, x + start, start, size, bytes + start, found);
     }
-    if (a->outlier_columns && num_outliers < most_outliers) outlier_columns[num_outliers] = -1;
+    if (a->outlier_columns) a->outlier_columns[found] = -1;
 }
 
 struct job NAME(quantize_blocks)(const void *args) {
@@ -405,7 +396,7 @@ static __attribute__((noinline)) void NAME(add_outliers)(
     const int32_t *columns, const float *values, const char *blocks, bvec table, const int code_bits) {
     enum { PARTS = GROUP * NUM_PARTS };
     const long per_line = k_per_line(code_bits), scales_size = layout->scales * (f->has_offsets ? 2 : 1);
-    for (long n = 0; n < layout->num_blocks * MAX_OUTLIERS && columns[n] >= 0; n++) {
+    for (long n = 0; columns[n] >= 0; n++) {
         const long block = columns[n] / f->columns_per_scale, line = columns[n] / per_line;
         const char *scales = blocks + block * (scales_size + f->columns_per_scale / per_line * GROUP * LINE_BYTES);
         const char *w = blocks + (block + 1) * scales_size + line * GROUP * LINE_BYTES;
@@ -497,7 +488,7 @@ INLINE void NAME(quantized_tile)(
     for (int i = 0; i < rows * PARTS; i++) results[i / NUM_PARTS].part[i % NUM_PARTS] = totals[i];
     if (!is_exact && a->outlier_columns)
         for (int r = 0; r < rows; r++) {
-            const long at = (row + r) * layout.num_blocks * MAX_OUTLIERS;
+            const long at = (row + r) * a->most_outliers;
             if (a->outlier_columns[at] >= 0)
                 NAME(add_outliers)(
                     &f, &layout, results + r * GROUP, a->outlier_columns + at, a->outlier_values + at,

@@ -53,18 +53,19 @@ struct pack_quantized_args {
 
 /* Each block of a row of x as signed bytes: x / scale, rounded, where scale = its largest magnitude / 127;
  * and the sum of these bytes, also times the scale. Outliers, by split_outliers of
- * kernels/linear_quantized_reference.py, become zeros there: a row's are listed by block and rank, with -1 for
- * a column past the last. */
+ * kernels/linear_quantized_reference.py, become zeros there: a row's are listed, and after the last a column of
+ * -1. */
 struct quantize_blocks_args {
     uint8_t *bytes; /* [rows, size rounded up to a line], in the order of a line of code_bits */
     float *scales;  /* [rows, blocks] */
     int32_t *sums;            /* [rows, blocks]; null: not needed */
     float *float_sums;        /* likewise */
-    int32_t *outlier_columns; /* [rows, 4 · blocks]; null: there are no outliers */
-    float *outlier_values;    /* [rows, 4 · blocks] */
+    int32_t *outlier_columns; /* [rows, most_outliers]; null: there are no outliers */
+    float *outlier_values;    /* [rows, most_outliers] */
     const void *x;  /* [rows, size] */
     const int64_t *num_rows;
     int64_t size, columns_per_scale, code_bits;
+    int64_t most_outliers; /* more than a fifth of `size` */
 };
 
 /* The sum of each block of a row of x. */
@@ -102,6 +103,7 @@ struct linear_quantized_args {
     const float *x_float_sums; /* [rows, blocks] */
     const int32_t *outlier_columns; /* as in quantize_blocks_args */
     const float *outlier_values;
+    int64_t most_outliers;
     struct quantized_format format;
 };
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import LANES, CpuLibrary
-from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
+from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK
 from penstock.kernels.quantized_codes import QuantizedCodes
 
 # 127 · 128 · so many stays below 2³¹, where sums end.
@@ -69,7 +69,15 @@ class PackedCodes:
     def arguments(self) -> dict[str, Any]:
         """Those of `linear_quantized` that do not depend on the rows."""
         sizes = {"in_features": self.in_features, "out_features": self.out_features}
-        return {"weight": self.weight, "table": self.table, **sizes, **self._format}
+        return {
+            "weight": self.weight, "table": self.table, "most_outliers": self.most_outliers,
+            **sizes, **self._format,
+        }  # fmt: skip
+
+    @property
+    def most_outliers(self) -> int:
+        """Room for a row's, and for the end of their list."""
+        return self.in_features // 5 + 1
 
     def embed_arguments(self) -> dict[str, Any]:
         """Those of `embed_quantized` that do not depend on the tokens."""
@@ -89,9 +97,8 @@ class PackedCodes:
         if self.has_offsets:
             sizes["x_float_sums"] = (self.num_blocks, torch.float32)
         if self.columns_per_scale <= MAX_OUTLIER_BLOCK:
-            num_outliers = self.num_blocks * MAX_OUTLIERS
-            sizes["outlier_columns"] = (num_outliers, torch.int32)
-            sizes["outlier_values"] = (num_outliers, torch.float32)
+            sizes["outlier_columns"] = (self.most_outliers, torch.int32)
+            sizes["outlier_values"] = (self.most_outliers, torch.float32)
         return sizes
 
     @property

@@ -143,12 +143,14 @@ def test_experts_in_one_tensor_are_the_same(architecture, tiny_checkpoint, refer
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 def test_quantization_at_load(quantization, tiny_checkpoint):
-    """Chunks change no bit; rounding changes some tokens' experts; torch computes the same."""
+    """Chunks change no bit; rounding changes some tokens' experts; torch computes the same, but
+    where it rounds an input to the neighbouring byte."""
     path = tiny_checkpoint(QWEN2, **SHARED)
     whole = logits(load(path, quantization))
     assert torch.equal(logits(load(path, quantization), (7, 1, 16, 4, 3, 14)), whole)
     in_torch = logits(load(path, quantization, in_torch=True))
-    assert relative_error(in_torch, whole) < 2e-3
+    assert (in_torch - whole).abs().amax(-1).quantile(0.75) < 1e-4
+    assert relative_error(in_torch, whole) < 0.02
     assert 1e-3 < relative_error(whole, logits(load(path, "none"))) < 0.8
 
 

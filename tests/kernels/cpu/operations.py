@@ -17,7 +17,7 @@ from penstock.kernels.cpu.library import CpuLibrary, pair_of, unpack_keys, unpac
 from penstock.kernels.cpu.lora import CHUNK, pack_pair, set_pair, table_of_pairs
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.int8_cache import SCALE_BYTES
-from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK, MAX_OUTLIERS
+from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK
 from penstock.kernels.lora_reference import LoraRows
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -368,6 +368,7 @@ def quantize_blocks(
         float_sums=float_sums,
         outlier_columns=None if outliers is None else outliers[0],
         outlier_values=None if outliers is None else outliers[1],
+        most_outliers=0 if outliers is None else outliers[0].shape[1],
         x=x,
         num_rows=ctypes.c_int64(num_rows),
         size=size,
@@ -391,7 +392,7 @@ def linear_quantized(
     size = packed.columns_per_scale
     given: dict[str, Tensor] = {"x": x}
     if packed.in_bytes:
-        shape = (len(x), packed.num_blocks, MAX_OUTLIERS)
+        shape = (len(x), packed.most_outliers)
         outliers = torch.full(shape, 77, dtype=torch.int32), torch.full(shape, torch.nan)
         has_outliers = size <= MAX_OUTLIER_BLOCK
         values, scales, sums, float_sums = quantize_blocks(
