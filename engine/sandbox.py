@@ -38,10 +38,8 @@ def refusal(message: str, *, param: str | None = None, **more: str) -> bytes:
 
 
 def limit_process(parent_pid: int, *, max_memory_bytes: int) -> None:
-    """Die with the parent, leave no core, use no more address space than that, and give way to
-    streams."""
+    """Die with the parent, leave no core, and use no more address space than that."""
     die_with_parent(parent_pid)
-    give_way()
     # Some systems lack some of these limits; CPU time is limited everywhere.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -65,6 +63,7 @@ def serve(answer: Callable[[Any], bytes], *, max_cpu_s: float, forks: bool = Fal
         forks: do each job in a fork of this process, which survives it; otherwise a job that
             exceeds its limit ends this process.
     """
+    give_way()  # not before: a start takes seconds of CPU time
     do = _do_in_fork if forks else _do
     while (job := _next_job(sys.stdin.buffer)) is not None:
         do(answer, job, max_cpu_s)

@@ -119,11 +119,7 @@ class EngineServer:
         self._fetching: set[GatewayId] = set()  # gateways that still want blocks
         self.transport = Transport(address, info, remote=remote)
         core.wake_by(self.transport.interrupt)
-        self._compiling = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="penstock-grammar",
-            initializer=lambda: give_way(threading.get_native_id()),
-        )
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         # Gateways of this machine have checked their grammars; others need not have.
         self._grammar_sandbox = (
             None
@@ -298,6 +294,8 @@ class EngineServer:
             error = InvalidRequestError(message, param="structured_outputs")
         self._compiled.append((request, error))
         self.transport.interrupt()
+        # The first one reads the vocabulary, for which it holds Python's lock: at full priority.
+        give_way(threading.get_native_id())
 
     def _add(self, request: Request, error: InvalidRequestError | None = None) -> None:
         """Add a request, or refuse it, unless it was aborted meanwhile.

@@ -608,9 +608,7 @@ class _OtherRank:
         self._runner, self._max_steps_in_flight = runner, max_steps_in_flight
         self._result_fd = result_fd
         self._in_flight: deque[StepInFlight | StepSentOn] = deque()
-        self._compiling = ThreadPoolExecutor(
-            1, initializer=lambda: give_way(threading.get_native_id())
-        )
+        self._compiling = ThreadPoolExecutor(1)
         self._steps = msgspec.msgpack.Decoder(_Step)
         self._adapters = msgspec.msgpack.Decoder(Adapter)
         self._grammars = msgspec.msgpack.Decoder(tuple[StructuredOutputs, str])
@@ -631,8 +629,13 @@ class _OtherRank:
             self._runner.adapters.drop(bytes(data).decode())
         else:
             grammar, tenant = self._grammars.decode(data)
-            compile_it = partial(self._runner.grammars.compile, grammar, tenant=tenant)
-            self._compiling.submit(compile_it, is_checked=True)  # by the first rank
+            self._compiling.submit(self._compile, grammar, tenant)
+
+    def _compile(self, grammar: StructuredOutputs, tenant: str) -> None:
+        try:  # the first rank tells of errors
+            self._runner.grammars.compile(grammar, tenant=tenant, is_checked=True)
+        finally:
+            give_way(threading.get_native_id())  # as the first rank's thread does
 
     def _hand_out(self, result: BatchResult, fd: int) -> None:
         data = msgspec.msgpack.encode(result)
