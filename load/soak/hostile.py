@@ -62,7 +62,7 @@ REQUESTS: tuple[tuple[str, bytes], ...] = (
     (_COMPLETIONS, _json(prompt=[])),
     (_COMPLETIONS, _json(prompt=[-1])),
     (_COMPLETIONS, _json(prompt=["a", 1])),
-    (_COMPLETIONS, _json(prompt="a", max_tokens=-1)),
+    (_COMPLETIONS, _json(prompt="a", max_tokens=-2)),
     (_RESPONSES, _json()),
     (_RESPONSES, _json(input=7)),
     (_RESPONSES, _json(input="a", previous_response_id="resp_gone")),
