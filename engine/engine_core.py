@@ -39,11 +39,14 @@ class Grammars(Protocol):
 
     def __contains__(self, grammar: StructuredOutputs) -> bool: ...
 
-    def compile(self, grammar: StructuredOutputs, *, tenant: str = "") -> None:
+    def compile(
+        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
+    ) -> None:
         """Compile a grammar, which may take a second, for the sequences that will have it.
 
         Args:
             tenant: in whose share of the memory it is kept.
+            is_checked: it was compiled in a sandbox, which also knows what is not supported.
 
         Raises:
             InvalidRequestError: it is invalid or too large.

@@ -419,7 +419,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         cache_salt: KV blocks are shared only between requests of equal salt.
         retention: how its blocks are kept after it ends.
         tenant: the waiting queue is fair among tenants.
-        weight: the tenant's share of service relative to others'; more than 0.
+        weight: the tenant's share of service relative to others'; from 0.001 to 1000.
         wants_queue_position: report its position while it waits.
         adapter: whose updates its tokens get; None: the base model's only.
         prediction_token_ids: what the output may be; a right guess costs less time.

@@ -5,7 +5,6 @@ Run by the supervisor as `python -m penstock.engine.server`.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import logging
@@ -46,8 +45,10 @@ from penstock.engine.request import (
     StructuredOutputs,
     refusal,
 )
+from penstock.engine.sandbox import give_way
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
+from penstock.engine.structured_outputs.grammar_sandbox import GrammarSandbox
 from penstock.engine.transport.messages import (
     SHORT_KEY_BYTES,
     Abort,
@@ -72,7 +73,6 @@ from penstock.kernels.cpu.cores import share_of_cores
 _LOG = logging.getLogger(__name__)
 _MAX_ANSWER_BYTES = 8 << 20  # of blocks, but one is always sent
 _STATS_INTERVAL_S = 0.1  # while no request starts or ends
-_COMPILING_NICE = 5  # a third of a stream's share where all cores are busy
 _LEAVE_S = 0.1  # for what gateways sent before they heard that the engine drains
 
 
@@ -119,8 +119,14 @@ class EngineServer:
         self._fetching: set[GatewayId] = set()  # gateways that still want blocks
         self.transport = Transport(address, info, remote=remote)
         core.wake_by(self.transport.interrupt)
-        self._compiling = ThreadPoolExecutor(
-            1, thread_name_prefix="penstock-grammar", initializer=_yield_cores
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
+        # Gateways of this machine have checked their grammars; others need not have.
+        self._grammar_sandbox = (
+            None
+            if remote is None
+            else GrammarSandbox(
+                info.model_path, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
+            )
         )
         self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
         self._owners: dict[str, _Owner] = {}  # by request id
@@ -178,6 +184,8 @@ class EngineServer:
             raise
         finally:
             self._compiling.shutdown(wait=False, cancel_futures=True)
+            if self._grammar_sandbox is not None:
+                self._grammar_sandbox.close()
             self.transport.close(failure)
             self._core.close()
 
@@ -276,7 +284,9 @@ class EngineServer:
         """In a thread, as the streams go on meanwhile."""
         error = None
         try:
-            self._core.grammars.compile(grammar, tenant=request.tenant)
+            if self._grammar_sandbox is not None:
+                self._grammar_sandbox.check(grammar)
+            self._core.grammars.compile(grammar, tenant=request.tenant, is_checked=True)
         except InvalidRequestError as refusal:
             error = refusal
         except BaseException as failure:  # the thread's, which nobody waits for
@@ -284,6 +294,8 @@ class EngineServer:
             error = InvalidRequestError(message, param="structured_outputs")
         self._compiled.append((request, error))
         self.transport.interrupt()
+        # The first one reads the vocabulary, for which it holds Python's lock: at full priority.
+        give_way(threading.get_native_id())
 
     def _add(self, request: Request, error: InvalidRequestError | None = None) -> None:
         """Add a request, or refuse it, unless it was aborted meanwhile.
@@ -422,13 +434,6 @@ class EngineServer:
             _LOG.warning("refused another engine's KV block: %s", error)
         self._transfers.num_received += num_stored
         self.transport.answer(gateway_id, BlocksStored(number=sent.number, num_blocks=num_stored))
-
-
-def _yield_cores() -> None:
-    """Let this thread not hold up the steps: a gateway checks grammars before it sends them, but
-    what an engine gets need not be from one that does."""
-    with contextlib.suppress(OSError):  # not everywhere has a thread a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILING_NICE)
 
 
 def _short(keys: Iterable[bytes]) -> bytes:

@@ -58,6 +58,7 @@ from penstock.engine.process import EXIT_STUCK, PULSE_FD, die_with_parent
 from penstock.engine.request import Adapter, StructuredOutputs
 from penstock.engine.runner.kv_swap import NoBlockBytes
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight, StepSentOn
+from penstock.engine.sandbox import give_way
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.cores import pin_rank
 
@@ -215,9 +216,11 @@ class RankGrammars:
     def __contains__(self, grammar: StructuredOutputs) -> bool:
         return grammar in self._own
 
-    def compile(self, grammar: StructuredOutputs, *, tenant: str = "") -> None:
+    def compile(
+        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
+    ) -> None:
         self._tell(_COMPILE + msgspec.msgpack.encode((grammar, tenant)))
-        self._own.compile(grammar, tenant=tenant)
+        self._own.compile(grammar, tenant=tenant, is_checked=is_checked)
 
 
 class RanksExecutor:
@@ -626,7 +629,13 @@ class _OtherRank:
             self._runner.adapters.drop(bytes(data).decode())
         else:
             grammar, tenant = self._grammars.decode(data)
-            self._compiling.submit(self._runner.grammars.compile, grammar, tenant=tenant)
+            self._compiling.submit(self._compile, grammar, tenant)
+
+    def _compile(self, grammar: StructuredOutputs, tenant: str) -> None:
+        try:  # the first rank tells of errors
+            self._runner.grammars.compile(grammar, tenant=tenant, is_checked=True)
+        finally:
+            give_way(threading.get_native_id())  # as the first rank's thread does
 
     def _hand_out(self, result: BatchResult, fd: int) -> None:
         data = msgspec.msgpack.encode(result)

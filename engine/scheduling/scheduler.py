@@ -13,7 +13,6 @@ OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -482,8 +481,8 @@ class RequestLimits:
                 "priority needs a server started with --scheduling-policy priority",
                 param="priority",
             )
-        if not 0.0 < request.weight < math.inf:
-            raise InvalidRequestError("weight must be a number more than 0", param="weight")
+        if not 1e-3 <= request.weight <= 1e3:
+            raise InvalidRequestError("weight must be between 0.001 and 1000", param="weight")
         most = self.config.max_num_batched_tokens - self.config.max_num_seqs + 1
         if self.keeps_images_whole and any(each.num_tokens > most for each in request.images):
             raise InvalidRequestError(

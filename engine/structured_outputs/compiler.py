@@ -57,19 +57,23 @@ class GrammarCompiler:
     def __contains__(self, grammar: StructuredOutputs) -> bool:
         return grammar in self.kept
 
-    def compile(self, grammar: StructuredOutputs, *, tenant: str = "") -> None:
+    def compile(
+        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
+    ) -> None:
         """Compile a grammar for later, the first mask included: it can take far longer than those
         that follow.
 
         Args:
             tenant: in whose share of the memory it is kept.
+            is_checked: not again whether it is supported, which holds Python's lock; a sandbox has
+                compiled it.
 
         Raises:
             InvalidRequestError: the grammar is invalid, not supported or too large, or the model's
                 tokenizer cannot be used. `param` begins with `structured_outputs`.
         """
         try:
-            self.compiled(grammar, tenant=tenant)
+            self.compiled(grammar, tenant=tenant, is_checked=is_checked)
         except InvalidRequestError as error:
             param = f"structured_outputs{error.param or ''}"
             raise InvalidRequestError(f"structured_outputs: {error}", param=param) from error
@@ -86,13 +90,18 @@ class GrammarCompiler:
         return self.compiled(grammar).matcher.deep_copy()
 
     def compiled(
-        self, grammar: StructuredOutputs, *, stale: KeptGrammar | None = None, tenant: str = ""
+        self,
+        grammar: StructuredOutputs,
+        *,
+        stale: KeptGrammar | None = None,
+        tenant: str = "",
+        is_checked: bool = False,
     ) -> KeptGrammar:
         """The grammar with a matcher that others are copies of.
 
         Args:
             stale: not this one; its lexer has too many states.
-            tenant: as for `compile`.
+            tenant, is_checked: as for `compile`.
 
         Raises:
             InvalidRequestError: the grammar is invalid, not supported or too large. `param` is the
@@ -108,6 +117,8 @@ class GrammarCompiler:
                 self._tokenizer = self._read_tokenizer()
 
         def compiled() -> LLMatcher:
+            if not is_checked and stale is None:
+                _check(grammar)
             matcher = self._compile(grammar)
             matcher.deep_copy().compute_bitmask()
             return matcher
@@ -132,17 +143,12 @@ class GrammarCompiler:
         library = self._library
         try:
             if grammar.kind == "json_schema":
-                check_schema(json.loads(grammar.text))
                 source = library.LLMatcher.grammar_from_json_schema(grammar.text)
             elif grammar.kind == "regex":
-                fault = repetition_fault(grammar.text)
-                if fault is not None:
-                    raise InvalidRequestError(f"it {fault}", param="")
                 source = library.LLMatcher.grammar_from_regex(grammar.text)
             else:
-                check_lark(grammar.text)
                 source = library.LLMatcher.grammar_from_lark(grammar.text)
-        except (ValueError, RecursionError) as error:  # nested too deeply
+        except ValueError as error:
             raise InvalidRequestError(_first_line(str(error)), param="") from error
         matcher = self._matcher_of(source)
         if matcher.is_error():
@@ -178,6 +184,21 @@ class GrammarCompiler:
             if matcher.is_error() and str(matcher.get_error()) == message:
                 return path
         return ""
+
+
+def _check(grammar: StructuredOutputs) -> None:
+    """Raises: InvalidRequestError: it is not supported, which llguidance does not say well."""
+    try:
+        if grammar.kind == "json_schema":
+            check_schema(json.loads(grammar.text))
+        elif grammar.kind == "regex":
+            fault = repetition_fault(grammar.text)
+            if fault is not None:
+                raise InvalidRequestError(f"it {fault}", param="")
+        else:
+            check_lark(grammar.text)
+    except (ValueError, RecursionError) as error:  # nested too deeply
+        raise InvalidRequestError(_first_line(str(error)), param="") from error
 
 
 def _without_special_texts(tokenizer: str, *, vocab_size: int) -> str:

@@ -1,17 +1,23 @@
 """A process that checks grammars of requests: whether they are supported, and compile in time and
 memory. The frames on stdin and stdout are those of `penstock.engine.sandbox`.
 
+A gateway runs one for its requests, and an engine for those of gateways on other machines.
+
 llguidance takes minutes for some small schemas (`allOf` with several `multipleOf`), and a thread
 cannot be stopped in the middle of that. A process can. The vocabulary is read once; each grammar is
 compiled in a fork.
 
-Run by the gateway as `python -m penstock.engine.structured_outputs.grammar_sandbox PARENT_PID
-MODEL_DIRECTORY VOCAB_SIZE EOS_TOKEN_IDS MAX_CPU_S`.
+Run as `python -m penstock.engine.structured_outputs.grammar_sandbox PARENT_PID MODEL_DIRECTORY
+VOCAB_SIZE EOS_TOKEN_IDS MAX_CPU_S`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -19,9 +25,12 @@ from typing import TypedDict
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.native_panics import is_panic
 from penstock.engine.request import StructuredOutputs
-from penstock.engine.sandbox import limit_process, refusal, serve
+from penstock.engine.sandbox import LENGTH_BYTES, framed, limit_process, refusal, serve
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
+MODULE = "penstock.engine.structured_outputs.grammar_sandbox"
+MAX_CPU_S = 0.25  # of compiling; of 400 schemas as they are in use none took a third of it
+_MAX_WALL_S = 30.0  # the wait for a core, and the start of the process, included
 _MAX_MEMORY_BYTES = 1 << 30  # of address space, some 100 MiB of it Python's own and the vocabulary
 _ANYTHING = StructuredOutputs("regex", "(?s:.*)")
 
@@ -31,6 +40,82 @@ class GrammarJob(TypedDict):
 
     kind: str
     text: str
+
+
+def arguments(directory: str, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> list[str]:
+    """Of the process, after its parent's pid."""
+    return [directory, str(vocab_size), ",".join(map(str, eos_token_ids)), str(MAX_CPU_S)]
+
+
+class GrammarSandbox:
+    """The process, for an engine; started with the first grammar.
+
+    Args:
+        directory: of the model's files.
+        vocab_size, eos_token_ids: see `GrammarCompiler`.
+    """
+
+    def __init__(self, directory: str, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._arguments = arguments(directory, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # while the process is asked
+
+    def check(self, grammar: StructuredOutputs) -> None:
+        """Raises: InvalidRequestError: it is refused. `param` begins with `structured_outputs`."""
+        with self._lock:
+            answer = self._answer({"kind": grammar.kind, "text": grammar.text})
+        if answer.startswith(b"+"):
+            return
+        refused = {"message": "it takes too long or too much memory to compile", "param": ""}
+        if answer.startswith(b"-"):
+            refused = json.loads(answer[1:])
+        param = f"structured_outputs{refused['param'] or ''}"
+        raise InvalidRequestError(f"structured_outputs: {refused['message']}", param=param)
+
+    def close(self) -> None:
+        """End the process; any thread may call it. What is being checked is refused."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _answer(self, job: GrammarJob) -> bytes:
+        """Nothing: the process has ended."""
+        if self._is_closed:
+            return b""
+        process = self._process = self._process or self._started()
+        late = threading.Timer(_MAX_WALL_S, process.kill)
+        late.start()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(framed(json.dumps(job).encode()))
+            process.stdin.flush()
+            length = int.from_bytes(process.stdout.read(LENGTH_BYTES), "big")
+            answer = process.stdout.read(length)
+        except OSError:  # it has ended
+            answer = b""
+        finally:
+            late.cancel()
+        if not answer:
+            self._end()
+        return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603  (our own module)
+            [sys.executable, "-m", MODULE, str(os.getpid()), *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ the table of embeddings, and a queue of 2^62 tokens would turn every request awa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import chain
 from operator import attrgetter
 
@@ -19,7 +19,8 @@ from penstock.engine.transport.messages import PROTOCOL_VERSION, EngineInfo, Eng
 _MAX_ID_CHARS = 1024
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_GRAMMAR_CHARS = 4 << 20  # of what a gateway makes of 256 KiB, or of many tools
-_token_ids = attrgetter("token_ids")
+_token_ids, _logprobs = attrgetter("token_ids"), attrgetter("logprobs")
+_of_prompt = attrgetter("prompt_logprobs")
 
 
 class PeerFaultError(Exception):
@@ -55,7 +56,10 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError(
             f"a grammar has more than {_MAX_GRAMMAR_CHARS} characters", param="structured_outputs"
         )
-    for token_ids in params.bad_words_token_ids:  # a tokenizer may have more than the model
+    for token_ids in params.bad_words_token_ids:
+        if not token_ids:
+            raise InvalidRequestError("a bad word has no tokens", param="bad_words")
+        # A tokenizer may have more than the model.
         _check_ids(token_ids, _MAX_TOKEN_ID, "bad_words")
 
 
@@ -90,11 +94,13 @@ def check_stats(stats: EngineStats, info: EngineInfo) -> None:
         )
 
 
-def check_outputs(outputs: Iterable[RequestOutput], *, vocab_size: int) -> None:
+def check_outputs(outputs: Collection[RequestOutput], *, vocab_size: int) -> None:
     """
     Raises:
         PeerFaultError: a token is not in the engine's vocabulary.
     """
     highest = max(chain.from_iterable(map(_token_ids, outputs)), default=0)
+    for logprobs in chain.from_iterable(chain(map(_logprobs, outputs), map(_of_prompt, outputs))):
+        highest = max(highest, logprobs.token_id, *(token_id for token_id, _ in logprobs.top))
     if highest >= vocab_size:
         raise PeerFaultError(f"token id {highest} is not in its vocabulary of {vocab_size} tokens")

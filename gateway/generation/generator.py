@@ -64,7 +64,7 @@ from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images import ImageLoader
-from penstock.gateway.generation.paced_work import PacedWork, work_of
+from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
@@ -198,13 +198,17 @@ class Generator:
             raise InvalidRequestError(_no_documents(template), param="documents")
         is_own = prompt.template is None or prompt.template in template.named
         if is_own:
-            size = len(prompt.messages) + work_of({"tools": prompt.tools, "documents": documents})
-            num_chars = sum(map(_num_chars, prompt.messages))
-            if size < _MANY_MESSAGES and num_chars < LONG_TEXT_CHARS:
+            shown = {"messages": prompt.messages, "tools": prompt.tools, "documents": documents}
+            size, num_messages = work_of(shown), len(prompt.messages)
+            if (
+                num_messages < _MANY_MESSAGES
+                and size < LARGE
+                and _num_chars(prompt.messages) < LONG_TEXT_CHARS
+            ):
                 with contextlib.suppress(SlowTemplateError):  # then it counts as long
                     return self._render(prompt, source, max_cpu_s=_MAX_SHORT_S)
             render = partial(self._render, prompt, source, max_cpu_s=MAX_CPU_S)
-            return await self.paced_work.run(render, size=size)
+            return await self.paced_work.run(render, size=size + num_messages)
         if self._templates is None:
             raise RequestRefusedError(
                 "chat_template is not enabled on this server; start it with "
@@ -470,11 +474,18 @@ def _no_documents(template: ChatTemplate) -> str:
     return f"the chat template shows no documents{hint}"
 
 
-def _num_chars(message: Mapping[str, Any]) -> int:
-    content = message["content"]
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(text) for part in content if isinstance(text := part.get("text", ""), str))
+def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Of all their texts; a template may show any."""
+    num, waiting = 0, list[Any](messages)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            num += len(each)
+        elif isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return num
 
 
 def _constrained(

@@ -19,16 +19,15 @@ import orjson
 
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.sandbox import CPU_SIGNAL
+from penstock.engine.structured_outputs.grammar_sandbox import MAX_CPU_S, MODULE, arguments
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.sandbox import Sandbox, SandboxEndedError
 from penstock.gateway.generation.turns import NoTurnError, Turns
 from penstock.gateway.telemetry.metrics import Metrics
 
-MAX_CPU_S = 0.25  # of compiling; of 400 schemas as they are in use none took a third of it
 MAX_WAITING = 16  # new grammars for the one process
 _MAX_VERDICTS = 4096
-_MODULE = "penstock.engine.structured_outputs.grammar_sandbox"
 
 
 class Verdict(NamedTuple):
@@ -140,12 +139,9 @@ class GrammarCheck:
 
     async def _answered(self, grammar: StructuredOutputs, info: EngineInfo) -> Verdict:
         if self._sandbox is None:
+            directory, ends = str(self._directory), info.eos_token_ids
             self._sandbox = Sandbox(
-                _MODULE,
-                str(self._directory),
-                str(info.vocab_size),
-                ",".join(map(str, info.eos_token_ids)),
-                str(MAX_CPU_S),
+                MODULE, *arguments(directory, vocab_size=info.vocab_size, eos_token_ids=ends)
             )
         begun_s = time.perf_counter()
         answer: bytes | SandboxEndedError

@@ -23,8 +23,12 @@ LARGE = 512  # parts of JSON; validating and rewriting as many takes about 5 ms
 _SHARE = 0.15  # of the time that the event loop could use
 _BURST_S = 0.2
 _CHARS_OF_PART = 64
+_CHARS_OF_JSON = 16  # a schema may be a text
 # Their texts are only passed on.
 _TEXTS = frozenset({"prompt", "messages", "input", "suffix", "prediction", "instructions"})
+_IDS = frozenset({"prompt", "allowed_token_ids", "stop_token_ids"})
+_SHIFT_OF_IDS, _SHIFT_OF_VALUES = 6, 2  # 64 ids of tokens, or 4 values of a schema, are a part
+_GBNF = "::="  # it is rewritten to Lark, character by character
 # What takes long in a small schema: rewriting patterns with look-around, listing values.
 _COSTLY = ("(?=", "(?!", "(?<")
 _COSTLY_KEYS = frozenset({"propertyNames", "uniqueItems", "oneOf", "$ref"})
@@ -112,13 +116,14 @@ class PacedWork:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, Exception | None, float]:
-    """The result, or the error, and the seconds of this thread's time that it took."""
-    begin_s, result, failure = time.thread_time(), None, None
+    """The result, or the error, and the seconds that it took, also those in which other processes
+    had the core: the thread may have kept Python's lock meanwhile."""
+    begin_s, result, failure = time.perf_counter(), None, None
     try:
         result = work()
     except Exception as error:
         failure = error
-    return result, failure, time.thread_time() - begin_s
+    return result, failure, time.perf_counter() - begin_s
 
 
 def _settle(
@@ -136,7 +141,8 @@ def work_of(body: Mapping[str, Any]) -> int:
     """About how much validating a request's JSON takes, in parts of it; counted up to `LARGE`."""
     num = 0
     for name, value in body.items():
-        chars = 0 if name in _TEXTS else 1
+        has_texts = name in _TEXTS
+        shift = _SHIFT_OF_IDS if name in _IDS else _SHIFT_OF_VALUES
         waiting = [value]
         while waiting:
             if num >= LARGE:
@@ -145,13 +151,16 @@ def work_of(body: Mapping[str, Any]) -> int:
             num += 1
             if isinstance(each, dict):
                 waiting += each.values()
-                if chars:
+                if not has_texts:
                     num += _PARTS_OF_COSTLY * len(_COSTLY_KEYS & each.keys())
             elif isinstance(each, list):
-                num += len(each) >> 6
+                num += len(each) >> shift
                 waiting += [item for item in each[:LARGE] if isinstance(item, dict | list | str)]
-            elif chars and isinstance(each, str):
-                num += len(each) // _CHARS_OF_PART
+            elif isinstance(each, str) and not has_texts:
+                is_json = each.lstrip()[:1] in ("{", "[")
+                num += len(each) // (_CHARS_OF_JSON if is_json else _CHARS_OF_PART)
+                if _GBNF in each:
+                    num += len(each)
                 if any(mark in each for mark in _COSTLY):
                     num += _PARTS_OF_COSTLY
     return num

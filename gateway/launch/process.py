@@ -53,6 +53,7 @@ _HAND_OVER_S = 2.0
 _PONG_S = 20.0  # a slow reader gets pings only after all earlier data
 _UNDER_WAY_S = 0.1  # for requests that a client has sent, and this process not read
 _FLUSH_S = 2  # for connections to close once their streams have ended
+_SWITCH_S = 0.0005  # for which the event loop waits for a thread that holds Python's lock
 _GC_OBJECTS = 50_000  # allocated and not freed between two collections
 _SPARE_FILES = 128  # for files other than connections: Redis, the engine, the log, …
 _TRIM_EVERY_S = 1.0
@@ -82,6 +83,7 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
         has_siblings=config.num_workers > 1,
     )
     _calm_collector()
+    sys.setswitchinterval(_SWITCH_S)
     listener = socket.socket(fileno=int(os.environ[LISTEN_FD]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(server, listener, status=status))

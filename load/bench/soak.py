@@ -48,12 +48,14 @@ from tqdm import tqdm
 
 from penstock.load.soak import hostile, traffic
 from penstock.load.soak.attack import attack, kill_once, kinds_of
-from penstock.load.soak.journal import Journal
+from penstock.load.soak.journal import Journal, Kind
 from penstock.load.soak.prober import probing
 from penstock.load.soak.scene import Scene, open_scene
 from penstock.load.soak.verdict import is_settled
 from penstock.load.soak.watch import Watch
 
+# By the names that `--only` takes.
+KINDS = {kind.name.lower().replace("_", "-"): kind for kind in Kind if kind is not Kind.CALM}
 _REDIS_CONNECTIONS = 128  # that a gateway keeps open once it had to open them
 
 
@@ -88,6 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gateways, a Redis of its own, and keys of two tenants",
     )
     add(
+        "--only",
+        nargs="+",
+        choices=tuple(KINDS),
+        metavar="KIND",
+        help=f"with --attack: only some of it, in turn: {', '.join(KINDS)}",
+    )
+    add(
         "--images",
         action="store_true",
         help="with --attack: of a small model with random weights that takes images, with a host "
@@ -118,6 +127,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError("--kills is for a server that soak starts, not for --base-url")
     if parsed.attack and (parsed.base_url is not None or parsed.kills is False):
         raise ConfigError("--attack is for a server that soak starts, and needs kills")
+    if parsed.only and not parsed.attack:
+        raise ConfigError("--only is for --attack")
     if parsed.images and (not parsed.attack or parsed.model is not None):
         raise ConfigError("--images is for --attack, and brings its own model")
     end_as_interrupted()
@@ -149,6 +160,7 @@ def soak_target(target: Target, parsed: argparse.Namespace) -> int:
         has_cancels_by_id=parsed.cancels_by_id,
         has_kills=parsed.base_url is None if parsed.kills is None else parsed.kills,
         is_attack=parsed.attack,
+        only=tuple(KINDS[name] for name in parsed.only or KINDS),
         api_key=parsed.api_key or target.api_key,
     )
     has_redis = parsed.attack or "--redis-url" in parsed.serve_flags
@@ -382,6 +394,7 @@ class Plan:
     has_cancels_by_id: bool = False
     has_kills: bool = False
     is_attack: bool = False  # kills, freezes, floods and more besides, one at a time
+    only: tuple[Kind, ...] = tuple(Kind)  # of an attack
     api_key: str | None = None
 
     @property
@@ -418,7 +431,7 @@ async def soak(target: Target, plan: Plan, bounds: Bounds) -> Evidence:
         samples=watch.samples,
         after=after,
         journal=journal,
-        kinds=kinds_of(target) if plan.is_attack else (),
+        kinds=kinds_of(target, plan.only) if plan.is_attack else (),
         probing=probed,
     )
 
@@ -440,7 +453,8 @@ async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
     ]
     last_kill_s = time.perf_counter() + plan.duration_s * _KILLS_SHARE
     if plan.is_attack:
-        works.append(attack(scene, target, until_s=until_s, kill_until_s=last_kill_s))
+        times = {"until_s": until_s, "kill_until_s": last_kill_s}
+        works.append(attack(scene, target, **times, only=plan.only))
     elif plan.has_kills:
         works.append(_kill_until(last_kill_s, scene.journal, target, plan))
     try:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import TypeAlias
 
@@ -45,12 +45,21 @@ _SILENCES = (b"", b"\x16\x03\x01\x02\x00\x01", b"POST /v1/chat/completions HTTP/
 _PIECE = 1000  # requests or trailers
 
 
-async def attack(scene: Scene, target: Target, *, until_s: float, kill_until_s: float) -> None:
-    """Rounds of all adversities that apply to this target. The first round, and every step that
-    has begun, is completed however long it takes."""
+async def attack(
+    scene: Scene,
+    target: Target,
+    *,
+    until_s: float,
+    kill_until_s: float,
+    only: Container[Kind] = tuple(Kind),
+) -> None:
+    """Rounds of all adversities, or only of some, that apply to this target. The first round, and
+    every step that has begun, is completed however long it takes."""
     number = 0
     while not number or time.perf_counter() < until_s:
         for kind, step in _round(target, number):
+            if kind not in only:
+                continue
             last_s = kill_until_s if kind is Kind.KILL else until_s
             if number and time.perf_counter() > last_s:
                 continue
@@ -62,9 +71,10 @@ async def attack(scene: Scene, target: Target, *, until_s: float, kill_until_s: 
         number += 1
 
 
-def kinds_of(target: Target) -> list[Kind]:
-    """The adversities of an attack on this target."""
-    return [Kind.CALM, *dict.fromkeys(kind for kind, _ in _round(target, 0))]
+def kinds_of(target: Target, only: Container[Kind] = tuple(Kind)) -> list[Kind]:
+    """The adversities of an attack on this target, or some of them."""
+    kinds = [kind for kind in dict.fromkeys(kind for kind, _ in _round(target, 0)) if kind in only]
+    return [*[Kind.CALM] * (Kind.LARGE_PROMPTS in kinds), *kinds]  # which compare with it
 
 
 def _round(target: Target, number: int) -> Iterator[tuple[Kind, Step]]:

@@ -154,6 +154,17 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
     assert not any("never happened" in what for what in whats)
 
 
+async def test_an_attack_may_be_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attack, "REST_S", 0.0)
+    monkeypatch.setattr(expensive, "FOR_S", 0.1)
+    parts = (Kind.PLAIN_TEXT, Kind.TINY_MESSAGES)
+    with synthetic_server("--ttft-ms 10 --itl-ms 2") as target:
+        plan = Plan(duration_s=0.5, concurrency=1, seed=0, is_attack=True, only=parts)
+        seen = await soak(target, plan, Bounds())
+    assert tuple(seen.kinds) == parts
+    assert {each.kind for each in seen.journal.adversities} == {*parts}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.process_kills
 def test_a_soak_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:

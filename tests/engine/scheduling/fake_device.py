@@ -71,7 +71,9 @@ class FakeGrammars(set[StructuredOutputs]):
         self.may_compile = threading.Event()
         self.may_compile.set()
 
-    def compile(self, grammar: StructuredOutputs, *, tenant: str = "") -> None:
+    def compile(
+        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
+    ) -> None:
         assert self.may_compile.wait(60)
         if grammar.text == "wrong":
             raise InvalidRequestError("it is wrong", param="structured_outputs")

@@ -231,7 +231,7 @@ def test_a_more_urgent_priority_lets_others_age_further() -> None:
     assert [queue.serve(), queue.serve()] == [old, urgent]
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 5e-324, 1e300])
 def test_a_weight_without_sense_is_refused(weight: float) -> None:
     with pytest.raises(InvalidRequestError, match="weight"):
         Stack().add("a", [1], weight=weight)

@@ -130,9 +130,11 @@ class Gateway:
         name: str = "",
         epoch: Epoch = (1, 0),
         regex: str | None = None,
+        grammar: StructuredOutputs | None = None,
         n: int = 1,
     ) -> None:
-        grammar = None if regex is None else StructuredOutputs("regex", regex)
+        if regex is not None:
+            grammar = StructuredOutputs("regex", regex)
         params = SamplingParams(max_tokens=max_tokens, structured_outputs=grammar, n=n)
         self.send(
             Submit(

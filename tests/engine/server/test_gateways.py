@@ -201,6 +201,7 @@ _IMAGE = ImageInput(digest="0" * 64, offset=0, num_tokens=1, num_features=1, dat
         {"allowed_token_ids": (10**9,)},
         {"stop_token_ids": (-5,)},
         {"bad_words_token_ids": ((1 << 62,),)},
+        {"bad_words_token_ids": ((),)},
         {"logit_bias": {1 << 62: 1.0}},
         {"structured_outputs": StructuredOutputs("regex", "a" * (4 << 20) + "b")},
         {"temperature": math.nan},

@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
+from penstock.engine.model_files import DEMO_MODEL_PATH
 from penstock.engine.transport import sockets
 from penstock.engine.transport.frames import encode, framed
 from penstock.engine.transport.handshakes import MAX_HANDSHAKES
@@ -23,9 +25,12 @@ from penstock.engine.transport.tls import CurrentContext, engine_context, gatewa
 from penstock.gateway.engines.engine_link import EngineSocket, Tls
 from tests.certificate import Authority
 
+from ..scheduling.fake_device import expected_output
+from ..structured_outputs.test_grammar_sandbox import BOMB
 from .stack import INFO, PATIENCE_S, Engine, Gateway, wait_until
 
 Port = int
+_INFO = replace(INFO, model_path=str(DEMO_MODEL_PATH), vocab_size=1024)  # for its grammars
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,7 @@ def remote(
     port = listener.getsockname()[1]
     with Engine(
         f"{tmp_path}/e.sock",
+        _INFO,
         remote=(listener, partial(engine_context, files)),
         drain_s=PATIENCE_S,
     ) as engine:
@@ -72,7 +78,7 @@ def test_a_gateway_of_ours_is_served(remote: tuple[Engine, Port], files: TlsFile
     _, port = remote
     with contextlib.closing(_dial(port, gateway_context(files))) as connection:
         gateway = Gateway(connection)
-        assert gateway.hello() == INFO
+        assert gateway.hello() == _INFO
         gateway.submit("r", tuple(range(40)), max_tokens=5)
         tokens, _, _ = gateway.finish("r")
         assert len(tokens) == 5
@@ -86,6 +92,23 @@ def test_a_long_prompt_passes_in_many_records(remote: tuple[Engine, Port], files
         gateway.submit("r", tuple([70_000] * 60_000), max_tokens=1)  # refused by its length
         _, output, _ = gateway.finish("r")
         assert output.is_refused
+
+
+def test_a_grammar_that_takes_minutes_holds_up_nobody(
+    remote: tuple[Engine, Port], files: TlsFiles
+) -> None:
+    """A peer need not have checked it, as gateways do."""
+    _, port = remote
+    with contextlib.closing(_dial(port, gateway_context(files))) as connection:
+        gateway = Gateway(connection)
+        gateway.hello()
+        gateway.submit("slow", (1,), 30, grammar=BOMB)
+        gateway.submit("quick", (2,), 30, regex="a")
+        _, output, _ = gateway.finish("slow")
+        assert output.is_refused
+        assert output.param == "structured_outputs"
+        assert "takes too long" in (output.error or "")
+        assert gateway.finish("quick")[0] == expected_output([2], 30)
 
 
 def test_a_plain_peer_is_refused(remote: tuple[Engine, Port]) -> None:
@@ -200,7 +223,7 @@ def test_idle_connections_keep_no_gateway_out(
             idle.enter_context(peer)
         with contextlib.closing(_dial(port, gateway_context(files))) as connection:
             gateway = Gateway(connection)
-            assert gateway.hello() == INFO
+            assert gateway.hello() == _INFO
             gateway.submit("r", (1,), max_tokens=5)
             assert len(gateway.finish("r")[0]) == 5
     assert engine.server.transport.num_connections <= MAX_HANDSHAKES + 1

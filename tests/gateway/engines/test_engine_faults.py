@@ -69,6 +69,9 @@ def _output(**fields: object) -> Step:
     return Step(number=1, outputs=(RequestOutput(request_id="r", **fields),))  # type: ignore[arg-type]
 
 
+_LOGPROBS = TokenLogprobs(token_id=5, logprob=-1.0, rank=1, top=((400, -1.0),))
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -81,6 +84,7 @@ def _output(**fields: object) -> Step:
         _output(num_cached_tokens=1 << 62),
         _output(prompt_logprobs=(TokenLogprobs(token_id=1, logprob=-1.0, rank=1),)),
         _output(token_ids=(5,), logprobs=(TokenLogprobs(token_id=5, logprob=-1.0, rank=1),) * 2),
+        _output(token_ids=(5,), logprobs=(_LOGPROBS,)),
         Heartbeat(stats=EngineStats(num_requests_waiting=1 << 62)),
         Heartbeat(stats=EngineStats(num_tokens_waiting=1 << 40)),
         Heartbeat(stats=EngineStats(prefill_tokens_per_s=math.nan)),

@@ -196,7 +196,7 @@ async def test_old_verdicts_are_dropped(
 
 @pytest.mark.process_kills
 async def test_a_fork_ends_with_its_process(model_path: Path) -> None:
-    module, vocab_size = grammar_check._MODULE, str(INFO.vocab_size)
+    module, vocab_size = grammar_check.MODULE, str(INFO.vocab_size)
     sandbox = Sandbox(module, str(model_path), vocab_size, "0", "1000")
     answer = asyncio.create_task(sandbox.answer(msgspec.structs.asdict(BOMB)))
     await until(lambda: sandbox._process is not None)

@@ -29,6 +29,15 @@ _COSTLY = {"properties": {name: {"pattern": "^(?=a)[a-z]b?"} for name in "abcd"}
 _SMALL = {"name": "f", "parameters": _COSTLY, "strict": True}
 _FORMAT = {"name": "a", "schema": _SCHEMA, "strict": True}
 _MANY = [*_MESSAGES, {"role": "assistant", "content": "b"}] * 50 + _MESSAGES
+_RESULT = {"role": "tool", "tool_call_id": "0", "content": "a"}
+
+
+def _calling(num_calls: int, text: str) -> dict[str, Any]:
+    called = {"name": "f", "arguments": f'{{"a": "{text}"}}'}
+    calls = [{"id": str(n), "type": "function", "function": called} for n in range(num_calls)]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
 LARGE_BODIES: list[tuple[object, str, dict[str, Any]]] = [
     (
         offered_tools,
@@ -44,6 +53,8 @@ LARGE_BODIES: list[tuple[object, str, dict[str, Any]]] = [
         },
     ),
     (ChatTemplate, "render", {"messages": _MANY}),
+    (ChatTemplate, "render", {"messages": [*_MESSAGES, _calling(1, "x" * (64 << 10)), _RESULT]}),
+    (ChatTemplate, "render", {"messages": [*_MESSAGES, _calling(100, "x"), *[_RESULT] * 20]}),
 ]
 
 
@@ -98,6 +109,10 @@ def test_what_is_large() -> None:
     assert work_of({"messages": _MANY * 3}) >= LARGE
     assert work_of({"tools": [_TOOL]}) >= LARGE
     assert work_of({"guided_json": "x" * (64 << 10)}) >= LARGE  # a schema in a text
+    assert work_of({"guided_json": f" {_SCHEMA}"}) >= LARGE
+    assert work_of({"guided_json": {"enum": [*range(LARGE * 4)]}}) >= LARGE
+    assert work_of({"guided_json": {"const": [[0] * 60] * LARGE}}) >= LARGE
+    assert work_of({"guided_grammar": "root ::= [a-z" + "a" * LARGE + "]"}) >= LARGE
     assert work_of({"json_schema": _COSTLY}) >= LARGE
 
 
