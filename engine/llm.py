@@ -103,7 +103,10 @@ class LLM:
             self._image_tokens = read_image_tokens(path)
             self._pooling = read_pooling(path, self.info.model)
             self._defaults = read_generation_defaults(
-                path, config.model.generation_config, config.model.generation_overrides
+                path,
+                config.model.generation_config,
+                config.model.generation_overrides,
+                model=config.model.model,
             )
         self._formats = ModelFormats.of(self._chat_template, self.tokenizer.added_tokens)
         self._message_parts = parts_of(self._chat_template, self._image_tokens)

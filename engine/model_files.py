@@ -37,7 +37,7 @@ from penstock.engine.json_file import (
     read_json,
     weight_samples,
 )
-from penstock.engine.packaged_models import PACKAGED_MODELS, packaged_model
+from penstock.engine.packaged_models import PACKAGED_MODELS, packaged_model, packaged_path
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"  # where `PACKAGED_MODELS` finds it
@@ -82,7 +82,7 @@ def is_local(config: ModelConfig) -> bool:
 
 
 def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json") -> Path:
-    path = packaged_model(config.model) or Path(config.model)
+    path = packaged_path(config.model) or Path(config.model)
     try:
         path = path.expanduser()
         is_directory, is_there = path.is_dir(), path.exists()
@@ -177,13 +177,18 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(
-    path: Path, mode: str = "auto", overrides: Mapping[str, Any] | None = None
+    path: Path,
+    mode: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str = "",
 ) -> GenerationDefaults:
     """EOS ids and sampling defaults of the model in directory `path`.
 
     `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) there are
     no sampling defaults, and EOS comes from the other places that name it; see `end_tokens`.
     `overrides` come before the file's fields, whatever the mode; their EOS is the only one.
+    `model` is its name: a packaged one has defaults where the file has none.
 
     Raises:
         ModelLoadError: names the file that cannot be read, or the field that is no value or id.
@@ -193,7 +198,9 @@ def read_generation_defaults(
     has_own = mode == "auto" and is_present(file)
     generation = ConfigFields(read_json(file) if has_own else {}, path=file)
     given = _given_defaults(overrides or {})
-    sampling = {**_sampling_of(generation), **_sampling_of(given)}
+    packaged = packaged_model(model) if mode == "auto" else None
+    recommended = {} if packaged is None else packaged.sampling
+    sampling = {**recommended, **_sampling_of(generation), **_sampling_of(given)}
     try:  # now, instead of at every request
         SamplingParams(**_sampling_of(given))
     except InvalidRequestError as error:

