@@ -84,7 +84,8 @@ class LLM:
     call repeats its outputs.
 
     Args:
-        model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
+        model: a directory, a GGUF file, a Hugging Face Hub id, or the name of a packaged model
+            (`demo`, `smollm2`).
         settings: any field of the config sections by its name (`penstock.engine.config`): dtype,
             max_model_len, num_blocks, swap_space, enable_prefix_caching, max_num_seqs, device, …
 

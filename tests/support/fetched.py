@@ -107,6 +107,26 @@ def python_packages(requirements: Sequence[str]) -> Path:
     return kept("python", _of_this_python(requirements), install)
 
 
+def made_of_packages(
+    name: str, requirements: Sequence[str], make: Callable[[Path, Path], None]
+) -> Path:
+    """A folder with what is made of Python packages, which are not kept themselves.
+
+    Args:
+        name: the beginning of the folder's name.
+        requirements: pip's arguments.
+        make: is given the packages' folder, and the one to fill.
+    """
+
+    def install(fresh: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=fresh.parent) as temporary:
+            command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            _run([*command, "--no-compile", "--target", temporary, *requirements], fresh)
+            make(Path(temporary), fresh)
+
+    return kept(name, "\n".join(requirements).encode(), install)
+
+
 def python_environment(requirements: Sequence[str]) -> Path:
     """The Python of a virtual environment that has these packages and not the project's own."""
 

