@@ -33,10 +33,12 @@ def ours(template: ChatTemplate, conversation: Conversation) -> str | None:
     """None: refused, by the error that becomes the caller's."""
     flags = {name: conversation.variables[name] for name in _FLAGS}
     kwargs = {key: value for key, value in conversation.variables.items() if key not in flags}
-    with pytest.raises(InvalidRequestError) as refused:
+    try:
         return template.render(conversation.messages, kwargs=kwargs, **flags)
-    assert refused.value.param == "messages"
-    assert str(refused.value).startswith(("the chat template refuses", "the chat template fails"))
+    except InvalidRequestError as error:
+        refused = error
+    assert refused.param == "messages"
+    assert str(refused).startswith(("the chat template refuses", "the chat template fails"))
     return None
 
 
