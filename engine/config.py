@@ -42,7 +42,8 @@ class ModelConfig:
     """Which model, and how its weights are loaded.
 
     Attributes:
-        model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
+        model: a directory, a GGUF file, a Hugging Face Hub id, or the name of a packaged model
+            (`demo`, `smollm2`).
         tokenizer: another model, as `model` names one, whose tokenizer and chat template are used.
         tokenizer_revision: of `tokenizer` or, without one, of the model's own.
         revision: branch, tag or commit on the Hub.

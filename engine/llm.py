@@ -84,7 +84,8 @@ class LLM:
     call repeats its outputs.
 
     Args:
-        model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
+        model: a directory, a GGUF file, a Hugging Face Hub id, or the name of a packaged model
+            (`demo`, `smollm2`).
         settings: any field of the config sections by its name (`penstock.engine.config`): dtype,
             max_model_len, num_blocks, swap_space, enable_prefix_caching, max_num_seqs, device, …
 
@@ -103,7 +104,10 @@ class LLM:
             self._image_tokens = read_image_tokens(path)
             self._pooling = read_pooling(path, self.info.model)
             self._defaults = read_generation_defaults(
-                path, config.model.generation_config, config.model.generation_overrides
+                path,
+                config.model.generation_config,
+                config.model.generation_overrides,
+                model=config.model.model,
             )
         self._formats = ModelFormats.of(self._chat_template, self.tokenizer.added_tokens)
         self._message_parts = parts_of(self._chat_template, self._image_tokens)

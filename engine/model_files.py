@@ -1,6 +1,6 @@
 """Finding a model's files and reading the small ones; torch-free, used by both processes.
 
-A model is `demo` (shipped with the package), a directory, a GGUF file, or a Hugging Face Hub id.
+A model is a packaged one (`demo`, `smollm2`), a directory, a GGUF file, or a Hugging Face Hub id.
 `huggingface_hub` itself reads `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
 """
 
@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from penstock.engine.config import DEMO_MODEL, ModelConfig
+from penstock.engine.config import ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
 from penstock.engine.end_tokens import end_token_ids
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -37,9 +37,10 @@ from penstock.engine.json_file import (
     read_json,
     weight_samples,
 )
+from penstock.engine.packaged_models import PACKAGED_MODELS, packaged_model, packaged_path
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
-DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
+DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"  # where `PACKAGED_MODELS` finds it
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _WEIGHTS = (*_WEIGHT_FILES, "*.gguf")
@@ -77,13 +78,11 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
 
 def is_local(config: ModelConfig) -> bool:
     """Whether the model's files were there before, and not fetched from the Hub."""
-    return config.model == DEMO_MODEL or Path(config.model).expanduser().exists()
+    return config.model in PACKAGED_MODELS or Path(config.model).expanduser().exists()
 
 
 def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json") -> Path:
-    if config.model == DEMO_MODEL:
-        return DEMO_MODEL_PATH
-    path = Path(config.model)
+    path = packaged_path(config.model) or Path(config.model)
     try:
         path = path.expanduser()
         is_directory, is_there = path.is_dir(), path.exists()
@@ -178,13 +177,18 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(
-    path: Path, mode: str = "auto", overrides: Mapping[str, Any] | None = None
+    path: Path,
+    mode: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str = "",
 ) -> GenerationDefaults:
     """EOS ids and sampling defaults of the model in directory `path`.
 
     `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) there are
     no sampling defaults, and EOS comes from the other places that name it; see `end_tokens`.
     `overrides` come before the file's fields, whatever the mode; their EOS is the only one.
+    `model` is its name: a packaged one has defaults where the file has none.
 
     Raises:
         ModelLoadError: names the file that cannot be read, or the field that is no value or id.
@@ -194,7 +198,9 @@ def read_generation_defaults(
     has_own = mode == "auto" and is_present(file)
     generation = ConfigFields(read_json(file) if has_own else {}, path=file)
     given = _given_defaults(overrides or {})
-    sampling = {**_sampling_of(generation), **_sampling_of(given)}
+    packaged = packaged_model(model) if mode == "auto" else None
+    recommended = {} if packaged is None else packaged.sampling
+    sampling = {**recommended, **_sampling_of(generation), **_sampling_of(given)}
     try:  # now, instead of at every request
         SamplingParams(**_sampling_of(given))
     except InvalidRequestError as error:

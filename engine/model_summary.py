@@ -1,4 +1,5 @@
-"""What a model would need, before anything of it is loaded: `penstock models MODEL`.
+"""What a model would need, before anything of it is loaded: `penstock models MODEL`; which models
+are on this machine: `penstock models`.
 
 It runs in a process of its own, since the command line imports no torch.
 """
@@ -7,7 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from penstock.engine.config import CacheConfig, ModelConfig, Quantization
 from penstock.engine.config_fields import read_model_fields
@@ -18,6 +24,7 @@ from penstock.engine.layers.linear import MatrixLayer
 from penstock.engine.model_files import is_local, read_generation_defaults, resolve_model
 from penstock.engine.models.loader import build_without_weights
 from penstock.engine.models.registry import is_native, missing_option
+from penstock.engine.packaged_models import PACKAGED_MODELS
 from penstock.engine.pooling import read_pooling
 from penstock.engine.runner.device import resolve_kv_dtype, resolve_max_model_len, use_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
@@ -38,16 +45,18 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
     """
     path = resolve_model(config, weights=False)
     with named_as_users_do(config.model, path):
-        return in_users_words(_summarise(config, cache, path), config.model, path)
+        facts = _facts(config, cache, path)
+        lines = "\n".join(f"{name:<13} {text}" for name, text in facts.items())
+        return in_users_words(lines, config.model, path)
 
 
-def _summarise(config: ModelConfig, cache: CacheConfig, path: Path) -> str:
+def _facts(config: ModelConfig, cache: CacheConfig, path: Path) -> dict[str, str]:
     has_weights = config.load_format != "dummy" and is_local(config)
     names = read_model_fields(path).texts("architectures")
     if read_pooling(path, config.model).is_encoder:
         check_format(path, has_weights=has_weights)
         _check_small_files(config, path)
-        return f"{'architecture':<13} {', '.join(names)}\n{'runs':<13} as an encoder of texts"
+        return {"architecture": ", ".join(names), "runs": "as an encoder of texts"}
     model = build_without_weights(config, path, has_weights=has_weights)
     _check_small_files(config, path)
     kv_dtype = resolve_kv_dtype(cache, model.dtype)
@@ -59,7 +68,7 @@ def _summarise(config: ModelConfig, cache: CacheConfig, path: Path) -> str:
     left = max(0, free - weights)
     num_tokens = cpu_pool_bytes(left) // shape.bytes_per_block
     kv_name = str(kv_dtype).removeprefix("torch.")
-    lines = {
+    return {
         "architecture": ", ".join(names),
         "runs": _how(config, path),
         "context": f"{context:,} tokens",
@@ -73,7 +82,77 @@ def _summarise(config: ModelConfig, cache: CacheConfig, path: Path) -> str:
             has_experts=any(isinstance(each, ExpertMatrices) for each in matrices),
         ),
     }
-    return "\n".join(f"{name:<13} {text}" for name, text in lines.items())
+
+
+class _Place(NamedTuple):
+    """A model on this machine. One without a path is not served, for what `about` says."""
+
+    name: str
+    path: Path | None
+    num_bytes: int
+    about: str = ""
+
+
+def listed(config: ModelConfig, cache: CacheConfig) -> Iterator[str]:
+    """A line for each model that is here: packaged ones, and those of the Hub's cache.
+
+    Args:
+        config: for all of them; `model` is not used.
+    """
+    places = [*_packaged(), *_on_the_hub(config)]
+    width = max(len(each.name) for each in places)
+    for place in places:
+        size = f"{place.num_bytes / 1e6:,.0f} MB" if place.num_bytes else "–"
+        yield f"{place.name:<{width}}  {size:>10}  {_status(place, config, cache)}"
+
+
+def _packaged() -> Iterator[_Place]:
+    for name, model in PACKAGED_MODELS.items():
+        path = model.find()
+        if path is None:
+            yield _Place(name, None, 0, f"not installed: {model.how_to_install}")
+        else:
+            yield _Place(name, path, _size(path), model.about)
+
+
+def _on_the_hub(config: ModelConfig) -> Iterator[_Place]:
+    """Repositories in the cache: of the revision that would be served, or else the latest."""
+    try:
+        found = scan_cache_dir(config.download_dir)
+    except (CacheNotFound, ValueError):  # or a file where the folder would be
+        return
+    models = (each for each in found.repos if each.repo_type == "model" and each.revisions)
+    for repository in sorted(models, key=lambda each: each.repo_id):
+        revision = repository.refs.get(config.revision or "main")
+        if revision is None:
+            revision = max(repository.revisions, key=lambda each: each.last_modified)
+        path, name = revision.snapshot_path, repository.repo_id
+        files = sorted(path.rglob("*.gguf"))
+        if files and not (path / "config.json").exists():
+            yield from (_Place(str(each), each, _size(each)) for each in files)
+        elif files or any(path.glob("*.safetensors")):
+            yield _Place(name, path, repository.size_on_disk)
+        else:
+            yield _Place(name, None, repository.size_on_disk, "not complete: it has no weights")
+
+
+def _size(path: Path) -> int:
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(each.stat().st_size for each in files)
+
+
+def _status(place: _Place, config: ModelConfig, cache: CacheConfig) -> str:
+    """How a model runs, or why it does not, and what it is for."""
+    if place.path is None:
+        return place.about
+    model = str(place.path)
+    try:
+        path = resolve_model(replace(config, model=model, revision=None), weights=False)
+        with named_as_users_do(model, path):
+            facts = _facts(replace(config, model=model), cache, path)
+    except ConfigError as error:
+        return f"refused: {error}"
+    return f"runs {facts['runs']}" + (f"; {place.about}" if place.about else "")
 
 
 def _check_small_files(config: ModelConfig, path: Path) -> None:
@@ -127,10 +206,16 @@ def _fitting(num_tokens: int, context: int, *, has_room: bool, has_experts: bool
 
 
 def main(settings: str) -> int:
-    """settings: JSON of the fields of `ModelConfig` and `CacheConfig`; the exit code."""
+    """settings: JSON of the fields of `ModelConfig` and `CacheConfig`, those of the first without
+    `model` to list what is here; the exit code."""
     sections = json.loads(settings)
     try:
-        print(summarise(ModelConfig(**sections["model"]), CacheConfig(**sections["cache"])))
+        config, cache = ModelConfig(**sections["model"]), CacheConfig(**sections["cache"])
+        if "model" in sections["model"]:
+            print(summarise(config, cache))
+        else:
+            for line in listed(config, cache):
+                print(line, flush=True)
     except ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1

@@ -14,6 +14,7 @@ _OBJECT_USES = re.compile(
     r"|call(\.|\[['\"])function['\"\]]*\s*\|\s*tojson"  # Mistral's
 )
 _OTHER_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+_EITHER = "Cannot pass both content and thinking"  # gpt-oss's: to it the text is a thought, too
 _SHORT_ID_CHARS = 9
 _Rename = Callable[[str, str, int], str]  # a call's id, its function, its number → the new id
 
@@ -22,7 +23,7 @@ def template_messages(
     messages: Sequence[Mapping[str, Any]], template: str | None
 ) -> Sequence[Mapping[str, Any]]:
     """Messages whose calls have their arguments as an object where the template writes it as JSON,
-    and ids of the form that it insists on.
+    ids of the form that it insists on, and no text beside thoughts where it refuses both.
 
     Args:
         messages: with arguments as JSON text, as in OpenAI's API.
@@ -31,6 +32,7 @@ def template_messages(
     if not any("tool_calls" in each or "tool_call_id" in each for each in messages):
         return messages
     wants_objects, rename = _wishes(template or "")
+    is_either = _EITHER in (template or "")
     shown, new_ids, num_calls = [], dict[str, str](), 0
     for message in messages:
         changed = dict(message)
@@ -46,6 +48,9 @@ def template_messages(
                 num_calls += 1
                 calls.append({**call, "id": new_id, "function": function})
             changed["tool_calls"] = calls
+            if is_either and changed.get("reasoning_content") and changed.get("content"):
+                both = (changed["reasoning_content"], changed["content"])
+                changed |= {"reasoning_content": "\n\n".join(both), "content": ""}
         if "tool_call_id" in message:
             asked = message["tool_call_id"]
             changed["tool_call_id"] = new_ids.get(asked, asked)

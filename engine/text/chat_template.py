@@ -55,6 +55,8 @@ _SAMPLE_TOOL = {
 # What templates besides the default one are for: Command R's `rag` crashes without documents.
 _SAMPLE_USES = {"tools": [_SAMPLE_TOOL], "documents": [{"title": "Title", "text": "Text"}]}
 _MAX_REASON_CHARS = 200
+# Names of an assistant's thoughts, the usual one first.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT = "default"
 MAX_CPU_S = 2.0  # for one rendering; ordinary ones take milliseconds
 _WIDE_PATTERN = re.compile(r"%\D*\d{4}")
@@ -219,6 +221,7 @@ class ChatTemplate:
         # As in `transformers`: a mark after the last text shows where to cut, and its trailing
         # space shows whether the template trims. It is random, so that no text can contain it.
         mark = f"CONTINUED{secrets.token_hex(8)} "
+        messages = [_as_templates_expect(message) for message in messages]
         variables = {
             **self.special_tokens,
             "tools": None,  # templates test for none, and undefined is not none
@@ -281,9 +284,20 @@ def _is_unicode(text: str) -> bool:
     return text == text.encode(errors="ignore").decode()
 
 
+def _as_templates_expect(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as `transformers` gives it to a template, which is what templates are written for:
+    without fields that are null, many would write "None"; thoughts by both of their names."""
+    if any(value is None for value in message.values()):
+        message = {name: value for name, value in message.items() if value is not None}
+    thoughts = next((message[name] for name in _THOUGHTS if name in message), None)
+    if thoughts is None:
+        return message
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
 def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
     last = messages[-1]
-    content = last["content"]
+    content = last.get("content", "")
     if isinstance(content, str):
         return [*messages[:-1], {**last, "content": content + mark}]
     *parts, end = content or [{"type": "text", "text": ""}]
@@ -295,7 +309,7 @@ def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[st
 
 def _text_of(message: Mapping[str, Any]) -> str:
     """The end of a message's text."""
-    content = message["content"]
+    content = message.get("content", "")
     return content if isinstance(content, str) else "".join(p.get("text", "") for p in content[-1:])
 
 

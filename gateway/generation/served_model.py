@@ -172,7 +172,10 @@ def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> 
         tokenizer=tokenizer,
         chat_template=template,
         defaults=read_generation_defaults(
-            path, config.model.generation_config, config.model.generation_overrides
+            path,
+            config.model.generation_config,
+            config.model.generation_overrides,
+            model=config.model.model,
         ),
         pooling=read_pooling(path, config.model.model),
         formats=ModelFormats.of(template, tokenizer.added_tokens, tools=tools, reasoning=reasoning),

@@ -34,6 +34,7 @@ from penstock.engine.config import (
     without_enforce_eager,
 )
 from penstock.engine.errors import ConfigError
+from penstock.engine.packaged_models import PACKAGED_MODELS
 from penstock.gateway.config import is_any
 from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
@@ -113,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help="a directory, a GGUF file or a Hugging Face Hub id; "
-        f"default: the built-in model {DEMO_MODEL!r}",
+        help=f"{', '.join(PACKAGED_MODELS)}, a directory, a GGUF file or a Hugging Face Hub id; "
+        f"default: {DEMO_MODEL}, which is built in",
     )  # fmt: skip
     serve.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as MODEL")
     serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML or YAML file of options")
@@ -151,10 +152,13 @@ def _parser() -> argparse.ArgumentParser:
         "models",
         description="Say whether a model would run natively or through transformers, the memory "
         "it needs, and what of it fits here. Nothing is loaded; of a model on the Hub only small "
-        "files are fetched.",
+        "files are fetched. Without MODEL: the models that are on this machine.",
         argument_default=argparse.SUPPRESS,
     )
-    models.add_argument("model", metavar="MODEL", help="a directory, a GGUF file or a Hub id")
+    models.add_argument(
+        "model", nargs="?", metavar="MODEL",
+        help=f"{', '.join(PACKAGED_MODELS)}, a directory, a GGUF file or a Hub id",
+    )  # fmt: skip
     for flag in FLAGS:
         if flag.key in _MODEL_FLAGS:
             _add_flag(models, flag)
@@ -261,12 +265,18 @@ def _check_lists(given: Mapping[str, Any], flags: Sequence[Flag]) -> None:
     """
     for flag in flags:
         values: Sequence[str] = given.get(flag.key, ()) if flag.is_list else ()
-        if len(values) > 1 and re.fullmatch(r"[\w./~-]*/[\w.-]+|[\w.-]+\.gguf", values[-1]):
+        if len(values) > 1 and _looks_like_a_model(values[-1]):
             shown = "the last one" if flag.is_secret else repr(values[-1])
             raise ConfigError(
                 f"--{flag.name} takes all values that follow it, and {shown} looks like the model: "
                 "name the model first, or by --model"
             )
+
+
+def _looks_like_a_model(text: str) -> bool:
+    if re.fullmatch(r"[\w./~-]*/[\w.-]+|[\w.-]+\.gguf", text):
+        return True
+    return text in PACKAGED_MODELS and text != DEMO_MODEL  # which would be served anyway
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:

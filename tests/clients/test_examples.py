@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import async_playwright, expect
 
+from ..support.real_models import smollm2_site
 from ..system.processes import Served, serve
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ _PATIENCE_MS = 60_000
 RUN_BY_A_TEST = {
     "openai_python.py", "openai_node.mjs", "ai_sdk.mjs", "langchain_python.py",
     "penstock_python.py", "penstock_blocking.py", "curl.sh", "page.html", "codex.toml",
+    "extract_python.py",
 }  # fmt: skip
 
 
@@ -64,6 +66,13 @@ def test_penstock_blocking(demo_server: Served) -> None:
     told = output([sys.executable, str(EXAMPLES / "penstock_blocking.py")], demo_server)
     assert "block" in told.splitlines()[0]
     assert told.splitlines()[1]
+
+
+def test_extract_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(smollm2_site()), prepend=os.pathsep)
+    with serve("smollm2", log=tmp_path / "log") as server:
+        told = output([sys.executable, str(EXAMPLES / "extract_python.py")], server)
+    assert told.splitlines() == ["name='Ada' age=36", "name='Tom' age=12"]
 
 
 @pytest.mark.node

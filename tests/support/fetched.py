@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,6 +68,34 @@ def npm_program(package: str, command: str) -> Path:
     return modules / ".bin" / command
 
 
+def npm_folder(package: str, folder: str) -> Path:
+    """A folder of a package, given with its version as `name@1.2.3`; the rest is not kept."""
+    name, _, _ = package.rpartition("@")
+
+    def install(fresh: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=fresh.parent) as temporary:
+            _run(["npm", "install", *_NPM_OPTIONS, package], Path(temporary))
+            shutil.copytree(Path(temporary, "node_modules", name, folder), fresh / folder)
+
+    return kept("npm", f"{package} {folder}".encode(), install) / folder
+
+
+def source_folder(requirement: str, folder: str) -> Path:
+    """A folder of a Python package's source, given as `name==1.2.3`; the rest is not kept."""
+
+    def download(fresh: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=fresh.parent) as temporary:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+            _run([*command, "--no-binary", ":all:", requirement], Path(temporary))
+            [file] = Path(temporary).iterdir()
+            with tarfile.open(file) as archive:
+                archive.extractall(temporary, filter="data")
+            [source] = (each for each in Path(temporary).iterdir() if each.is_dir())
+            shutil.copytree(source / folder, fresh / "source")
+
+    return kept("source", f"{requirement} {folder}".encode(), download) / "source"
+
+
 def python_packages(requirements: Sequence[str]) -> Path:
     """A folder for PYTHONPATH with these packages and what they need, for this Python."""
 
@@ -76,6 +105,26 @@ def python_packages(requirements: Sequence[str]) -> Path:
         _run([*command, *requirements], fresh)
 
     return kept("python", _of_this_python(requirements), install)
+
+
+def made_of_packages(
+    name: str, requirements: Sequence[str], make: Callable[[Path, Path], None]
+) -> Path:
+    """A folder with what is made of Python packages, which are not kept themselves.
+
+    Args:
+        name: the beginning of the folder's name.
+        requirements: pip's arguments.
+        make: is given the packages' folder, and the one to fill.
+    """
+
+    def install(fresh: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=fresh.parent) as temporary:
+            command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            _run([*command, "--no-compile", "--target", temporary, *requirements], fresh)
+            make(Path(temporary), fresh)
+
+    return kept(name, "\n".join(requirements).encode(), install)
 
 
 def python_environment(requirements: Sequence[str]) -> Path:

@@ -134,6 +134,16 @@ def test_ids() -> None:
     assert again["tool_calls"][0]["id"] == "functions.f:1"
 
 
+def test_a_text_beside_thoughts_is_a_thought_where_a_template_refuses_both() -> None:
+    user, called, result = _history()
+    message = {**called, "content": "Let me see.", "reasoning_content": "A tool."}
+    template = "{{ raise_exception('Cannot pass both content and thinking in …') }}"
+    [_, shown, _] = template_messages([user, message, result], template)
+    assert (shown["content"], shown["reasoning_content"]) == ("", "A tool.\n\nLet me see.")
+    [_, shown, _] = template_messages([user, message, result], TEMPLATES["qwen3"])
+    assert (shown["content"], shown["reasoning_content"]) == ("Let me see.", "A tool.")
+
+
 @pytest.mark.parametrize(
     ("effort", "shown"), [("none", "low"), ("low", "low"), ("max", "high"), (["x"], ["x"])]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,28 @@ def test_a_template_that_refuses_blames_the_messages(source: str, fault: str) ->
     with pytest.raises(InvalidRequestError, match=fault) as caught:
         ChatTemplate(source, {}).render(_HELLO)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"content": None, "name": "n"}, {"name": "n"}),
+        ({"content": "a", "reasoning_content": None}, {"content": "a"}),
+        ({"reasoning_content": "b"}, {"reasoning_content": "b", "thinking": "b"}),
+        ({"thinking": "b", "reasoning": None}, {"reasoning_content": "b", "thinking": "b"}),
+        ({"reasoning": "b"}, {"reasoning": "b", "reasoning_content": "b", "thinking": "b"}),
+        (
+            {"reasoning_content": "b", "thinking": "c"},
+            {"reasoning_content": "b", "thinking": "c"},
+        ),
+    ],
+)
+def test_templates_get_messages_as_from_transformers(
+    given: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    """Without fields that are null, and with thoughts by both names that templates know."""
+    template = ChatTemplate("{{ messages | tojson(sort_keys=true) }}", {})
+    assert json.loads(template.render([given])) == [shown]
 
 
 def test_no_template_and_broken_templates() -> None:

@@ -1,4 +1,5 @@
-"""Pictures of the chat page, taken of a real server: `python -m tests.system.browser.screenshots`.
+"""Pictures of the chat page, taken of a real server: `python -m tests.system.browser.screenshots`,
+or of one of its models with `demo` or `smollm2`.
 
 They go to `clients/browser/screenshots/`. Look at them after every change of the page.
 """
@@ -6,13 +7,16 @@ They go to `clients/browser/screenshots/`. Look at them after every change of th
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import httpx
 from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
+from tests.support.real_models import smollm2_site
 from tests.system.browser.conftest import make_conversation
 from tests.system.browser.page_flow import CHROMIUM_ARGS, ask, growing, open_page, say
 from tests.system.processes import Served, serve
@@ -21,6 +25,11 @@ _FOLDER = Path(__file__).parents[3] / "clients" / "browser" / "screenshots"
 _WIDE = ViewportSize(width=1180, height=760)
 _NARROW = ViewportSize(width=390, height=760)
 _TITLES = ("Names to remember", "A fox and a lantern", "Counting")
+_QUESTIONS = (
+    "What is the capital of France?",
+    "Explain photosynthesis in one sentence.",
+    "Give me three tips for a good night's sleep.",
+)
 _CODE = """A queue bounded by *tokens*, not by requests:
 
 ```python
@@ -87,15 +96,31 @@ async def _take_all(browser: Browser, served: Served) -> None:
     await _take(narrow, "narrow-list")
 
 
+async def _take_real(browser: Browser, served: Served) -> None:
+    page = await _page(browser, _WIDE)
+    await open_page(page, served.base_url, temperature=0)
+    for question in _QUESTIONS:
+        await ask(page, question)
+    await _take(page, "smollm2")
+
+
 async def main() -> None:
+    """Takes those of the demo model, and one of SmolLM2."""
     _FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, serve(log=Path(folder) / "log") as served:
-        async with async_playwright() as playwright:
-            browser = await playwright.chromium.launch(
-                executable_path=shutil.which("chromium"), args=CHROMIUM_ARGS
-            )
-            await _take_all(browser, served)
-            await browser.close()
+    os.environ["PYTHONPATH"] = str(smollm2_site())
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=CHROMIUM_ARGS
+        )
+        for model, take in (("demo", _take_all), ("smollm2", _take_real)):
+            if model not in (sys.argv[1:] or [model]):
+                continue
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                serve(model, log=Path(folder) / "log") as served,
+            ):
+                await take(browser, served)
+        await browser.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""Gemma 3 270M as a GGUF file of type Q4_K_M. Gemma's terms keep it out of the first tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.model_files import resolve_model
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.startup import build_core
+from penstock.engine.text import Tokenizer
+from tests.support.real_models import gemma_file
+
+from .greedy_parity import NEAR_TIE, excuse, run
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.external]
+NUM_NEW = 16
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time",
+    "  def f(x):\n    return",
+    "日本の首都は 🙂",
+)
+
+
+@pytest.mark.xfail(raises=ModelLoadError, strict=True, reason="GGUF files of Gemma are refused")
+def test_greedy_tokens_equal_transformers() -> None:
+    """In fp32, near ties apart."""
+    file = gemma_file()
+    core, _ = build_core(
+        EngineConfig(
+            model=ModelConfig(
+                model=str(file), dtype="float32", quantize_activations=False, max_model_len=128
+            ),
+            cache=CacheConfig(num_blocks=100),
+            device=DeviceConfig(device="cpu"),
+        )
+    )
+    tokenizer = Tokenizer.from_directory(resolve_model(ModelConfig(model=str(file)), weights=False))
+    source: dict[str, Any] = {"gguf_file": file.name}
+    reference = AutoTokenizer.from_pretrained(file.parent, **source)
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    assert prompts == [reference.encode(text) for text in TEXTS]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    found = run(
+        core,
+        [
+            Request(
+                request_id=f"r{number}", prompt_token_ids=tuple(prompt), sampling_params=params,
+                arrival_s=float(number),
+            )
+            for number, prompt in enumerate(prompts)
+        ],
+    )  # fmt: skip
+    core.close()
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+    for number, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            expected = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                min_new_tokens=NUM_NEW,
+                max_new_tokens=NUM_NEW,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+        got = found[f"r{number}"]
+        assert got == expected or excuse(model, prompt, got, expected) < NEAR_TIE
