@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 _MAX_ENCODE_S = 0.3
 _ENCODED_AT_ONCE = 500
 _DECODED_AT_ONCE = 4096
+# Normalizers that are meant to change a text.
+_CHANGING = (normalizers.NFC, normalizers.BertNormalizer, normalizers.Precompiled)
 _CONTINUES, _SPACE = "##", "▁"
 _BEYOND = 0x100000  # no characters: for those that spell no byte
 _END = "\U0010ffff"
@@ -264,8 +266,10 @@ def _check_other(
         if not vocabulary.added.isdisjoint(ids):
             return
         found = backend.decode(ids, skip_special_tokens=False)
-        normalized = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
-        if any(_same(found, each.replace(_SPACE, " "), texts) for each in (text, normalized)):
+        normalized = text
+        if isinstance(backend.normalizer, _CHANGING):
+            normalized = backend.normalizer.normalize_str(text)
+        if any(_same(found, each, texts) for each in (text, normalized)):
             return
     raise ModelLoadError(
         f"{TOKENS}: token {token_id}, {shown(text)}, becomes {shown(ids)} when it is encoded"

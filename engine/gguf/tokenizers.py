@@ -187,7 +187,8 @@ def _merges(keys: Keys, tokens: list[str], *, are_checked: bool) -> list[Any]:
     if not are_checked:
         return merges
     known = set(tokens)
-    pairs = [(each[:at], each[at + 1 :]) for each in merges for at in (each.find(" ", 1),)]
+    spaces = ((each, each.find(" ", 1)) for each in merges)
+    pairs = ((each[:at], each[at + 1 :]) for each, at in spaces if at > 0)
     kept = [
         (one, other)
         for one, other in pairs

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,6 +66,34 @@ def npm_program(package: str, command: str) -> Path:
 
     modules = kept("npm", package.encode(), install) / "node_modules"
     return modules / ".bin" / command
+
+
+def npm_folder(package: str, folder: str) -> Path:
+    """A folder of a package, given with its version as `name@1.2.3`; the rest is not kept."""
+    name, _, _ = package.rpartition("@")
+
+    def install(fresh: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=fresh.parent) as temporary:
+            _run(["npm", "install", *_NPM_OPTIONS, package], Path(temporary))
+            shutil.copytree(Path(temporary, "node_modules", name, folder), fresh / folder)
+
+    return kept("npm", f"{package} {folder}".encode(), install) / folder
+
+
+def source_folder(requirement: str, folder: str) -> Path:
+    """A folder of a Python package's source, given as `name==1.2.3`; the rest is not kept."""
+
+    def download(fresh: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=fresh.parent) as temporary:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+            _run([*command, "--no-binary", ":all:", requirement], Path(temporary))
+            [file] = Path(temporary).iterdir()
+            with tarfile.open(file) as archive:
+                archive.extractall(temporary, filter="data")
+            [source] = (each for each in Path(temporary).iterdir() if each.is_dir())
+            shutil.copytree(source / folder, fresh / "source")
+
+    return kept("source", f"{requirement} {folder}".encode(), download) / "source"
 
 
 def python_packages(requirements: Sequence[str]) -> Path:
