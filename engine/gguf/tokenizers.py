@@ -36,7 +36,7 @@ _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 _TEMPLATE, _TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 _SPACE = "▁"
 _TO_SPACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-_FROM_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_FROM_SPACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _BYTES = [_TO_SPACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 _MOST_DROPPED = 0.01  # of all merges
 _MAX_WORD_CHARS = 100  # as BERT's own; a longer one is unknown
@@ -139,7 +139,7 @@ def _bpe(keys: Keys, vocabulary: Vocabulary, are_checked: bool) -> dict[str, Any
         "merges": _merges(keys, vocabulary.tokens, are_checked=are_checked),
     }
     if pre.is_byte_level:
-        normalizer = {"type": "NFC"} if pre.is_composed else None
+        normalizer: dict[str, Any] | None = {"type": "NFC"} if pre.is_composed else None
         decoder: dict[str, Any] = {
             "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False
         }  # fmt: skip

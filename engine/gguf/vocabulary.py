@@ -200,14 +200,14 @@ class Vocabulary:
         for token_id in (ids[text] for text in MARKERS if text in ids):
             if types[token_id] in (TokenType.NORMAL, TokenType.UNDEFINED):
                 types[token_id] = TokenType.CONTROL
-        named = {special.eos, special.eot, special.eom} - {None}
+        named = (special.eos, special.eot, special.eom)
         return cls(
             model=model,
             tokens=tokens,
             types=types,
             scores=scores,
             special=special,
-            end_ids=tuple(sorted({*ends, *named})),  # type: ignore[type-var]
+            end_ids=tuple(sorted({*ends, *(each for each in named if each is not None)})),
             fim_ids=_fim_ids(keys, num_tokens),
         )
 

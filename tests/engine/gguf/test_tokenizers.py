@@ -484,13 +484,11 @@ def test_hostile_keys(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 
 def _llama_cpp_vectors(file: Path) -> list[tuple[str, list[int]]]:
+    """Texts with a mark between them, and a line of ids for each."""
     texts = file.with_suffix(".gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    ids = file.with_suffix(".gguf.out").read_text().split("\n")
-    return [
-        (text, [*map(int, line.split())])
-        for text, line in zip(texts, ids, strict=False)
-        if text or line
-    ]
+    lines = file.with_suffix(".gguf.out").read_text().removesuffix("\n").split("\n")
+    ids = [[*map(int, line.split())] for line in lines]
+    return [*zip(texts[: len(ids)], ids, strict=True)]
 
 
 _WITH_VECTORS = {
