@@ -8,7 +8,7 @@ llama.cpp unites them too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from penstock.engine.config_fields import MAX_INTEGER, ConfigFields
 from penstock.engine.json_file import ADDITIONAL_TEMPLATES, is_present, read_json, read_text
 
 _NAME = "eos_token_id"
-# What ends a turn in chat templates; where one is in a template, and a token, it ends an answer.
-_TURN_ENDS = (
+# Texts of tokens that end an answer, or a message that calls a tool; those of llama.cpp and some
+# more. They count where a chat template has them, and in GGUF files wherever they are tokens.
+END_TEXTS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end|>",
     "<|end_of_turn|>", "<|end_of_text|>", "<|endoftext|>", "<|END_OF_TURN_TOKEN|>", "<|return|>",
-    "<|call|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+    "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>", "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>", "[e~[", "</s>", "<eos>", "[EOS]", "[EOT]", "<EOT>", "_<EOT>",
 )  # fmt: skip
-_HARMONY_MARK, _MESSAGE_END = "<|channel|>", "<|end|>"  # which ends a message there, not an answer
+MESSAGE_END = "<|end|>"  # in OpenAI's Harmony and its like, not of an answer
+_HARMONY_MARK = "<|channel|>"
 _ADDED_TOKENS = '"added_tokens"'
 
 
@@ -81,8 +84,16 @@ def _templates(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _turn_ends(source: str) -> set[str]:
-    ends = {text for text in _TURN_ENDS if text in source}
-    return ends - {_MESSAGE_END} if _HARMONY_MARK in source else ends
+    ends = {text for text in END_TEXTS if text in source}
+    is_harmony = _HARMONY_MARK in source or are_harmony(ends)
+    return ends - {MESSAGE_END} if is_harmony else ends
+
+
+def are_harmony(ends: Collection[str]) -> bool:
+    """Whether there are other tokens for what `<|end|>` ends elsewhere: an answer, and a call."""
+    return ("<|call|>" in ends and "<|return|>" in ends) or (
+        "<|flush|>" in ends and ("<|call|>" in ends or "<|calls|>" in ends)
+    )
 
 
 def _text_of(token: Any) -> str:

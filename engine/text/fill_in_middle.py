@@ -34,6 +34,11 @@ _ENDS = (
     "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<PAD>", "<|file_separator|>", "<|endoftext|>",
     "▁<EOT>", "<EOT>",
 )  # fmt: skip
+# All that mark a part of such a prompt.
+MARKERS = tuple(
+    dict.fromkeys(text for text in (*(text for names in _NAMES for text in names),
+                                    *_REPOSITORY, *_FILE) if text)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
-        self._byte_of_char = _byte_level_alphabet()
+        self._byte_of_char = byte_level_alphabet()
         self.special_token_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -328,14 +328,14 @@ def _knows_all_text(backend: tokenizers.Tokenizer) -> bool:
     has_piece = backend.get_vocab(with_added_tokens=False).__contains__
     steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
     rewriting = [step["type"] for step in steps if step["type"] in _REWRITING]
-    if rewriting[-1:] == ["ByteLevel"] and all(map(has_piece, _byte_level_alphabet())):
+    if rewriting[-1:] == ["ByteLevel"] and all(map(has_piece, byte_level_alphabet())):
         return True
     if model.byte_fallback and all(has_piece(f"<0x{byte:02X}>") for byte in range(256)):
         return True
     return model.unk_token is not None and has_piece(model.unk_token) and not model.fuse_unk
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes (its `bytes_to_unicode`), inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
