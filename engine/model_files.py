@@ -92,7 +92,7 @@ def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelLoadError(f"cannot read the model path {config.model!r}: {reason}") from error
     if is_gguf:
-        return _made_by("penstock.engine.gguf_directory", str(path.absolute()))
+        return _made_by("penstock.engine.gguf.directory", str(path.absolute()))
     if is_directory:
         return _require(path, required)
     if is_there or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:

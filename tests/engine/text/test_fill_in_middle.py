@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf_directory import _add_fim_ids
+from penstock.engine.gguf.directory import _add_fim_ids
 from penstock.engine.json_file import FIM_FIELD
 from penstock.engine.text import Tokenizer
 from penstock.engine.text.fill_in_middle import FillInMiddle

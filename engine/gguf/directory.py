@@ -1,0 +1,176 @@
+"""A model directory for a GGUF file, made once: `python -m penstock.engine.gguf.directory FILE`
+prints it.
+
+It has the `config.json` and the tokenizer that the file's keys stand for, links to the file and its
+parts, and an index of its tensors. It is named by a digest of the file, so another file gets
+another one. A process of its own makes it: the gateway knows no kernels, whose cache it is in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.gguf.architectures import read_architecture
+from penstock.engine.gguf.reader import GgufFile, read_gguf
+from penstock.engine.json_file import (
+    FIM_FIELD,
+    GGUF_FILE,
+    GGUF_INDEX,
+    GGUF_MAGIC,
+    check_file,
+    gguf_part,
+    is_present,
+    weight_samples,
+)
+from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
+
+_VERSION = 6  # of what is written; a change makes other directories
+_EOS_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+# Of `FillInMiddle`, and the file's names for them, the older one last.
+_FIM_IDS = {
+    "pre": ("fim_pre", "prefix"),
+    "suf": ("fim_suf", "suffix"),
+    "mid": ("fim_mid", "middle"),
+    "pad": ("fim_pad",),
+    "rep": ("fim_rep",),
+    "sep": ("fim_sep",),
+    "eot": ("eot",),
+}
+
+
+def gguf_directory(file: Path) -> Path:
+    """The model directory of a GGUF file, made unless it is there.
+
+    Args:
+        file: of a split model, the first part.
+
+    Raises:
+        ModelLoadError: with what is wrong with the file.
+    """
+    check_file(file)
+    try:
+        folder = cache_dir() / "gguf" / f"{file.stem[:100]}-{_digest(file)}-{_VERSION}"
+        if not is_present(folder / GGUF_FILE):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            remove_orphans(folder.parent, link=GGUF_FILE)
+            _make(read_gguf(file), folder)
+        elif (folder / GGUF_FILE).resolve() != file.resolve():  # the same file, moved or copied
+            _link(read_gguf(file), folder)
+    except BuildError as error:
+        raise ModelLoadError(f"{file}: no place for its configuration: {error}") from error
+    except OSError as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    return folder
+
+
+def _digest(file: Path) -> str:
+    """Of its size, its beginning, and samples to its end."""
+    with file.open("rb") as data:
+        if data.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise ModelLoadError(f"{file} is not a GGUF file")
+    digest = hashlib.sha256(str(file.stat().st_size).encode())
+    for sample in weight_samples(file):
+        digest.update(sample)
+    return digest.hexdigest()[:16]
+
+
+def _make(content: GgufFile, folder: Path) -> None:
+    with unfinished(folder.parent) as temporary:
+        made = temporary / "made"
+        made.mkdir()
+        _write(content, made)
+        _link(content, made)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster, or left an incomplete one
+            if not is_present(folder / GGUF_FILE):
+                raise
+
+
+def _link(content: GgufFile, folder: Path) -> None:
+    """The first part last: it says that all of them are there."""
+    for number, part in reversed(list(enumerate(content.parts))):
+        fresh = folder / f".{os.getpid()}"
+        fresh.symlink_to(part.resolve())
+        fresh.replace(folder / gguf_part(number))
+
+
+def _write(content: GgufFile, folder: Path) -> None:
+    config, reading = read_architecture(content)
+    tensors = {
+        name: {
+            "type": each.type, "shape": each.shape, "offset": each.offset, "size": each.size,
+            "part": each.part,
+        }
+        for name, each in content.tensors.items()
+    }  # fmt: skip
+    index = {**reading, "num_parts": len(content.parts), "tensors": tensors}
+    keys = content.keys
+    try:
+        write_tokenizer(keys, folder)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{content.parts[0]}: {error}") from error
+    _add_fim_ids(folder / "tokenizer_config.json", keys)
+    eos_token_ids = sorted({keys[name] for name in _EOS_IDS if name in keys})
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids})
+    _write_json(folder / "config.json", config)
+    _write_json(folder / GGUF_INDEX, index)
+
+
+def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
+    """Until there is a reader of our own: by the importer of transformers."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_TOKENIZER_MAPPING,
+        convert_gguf_tokenizer,
+    )
+
+    values = {
+        name: keys[f"tokenizer.{key}"]
+        for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()
+        if f"tokenizer.{key}" in keys
+    }
+    try:
+        tokenizer, _ = convert_gguf_tokenizer(keys["general.architecture"], values)
+        special = {
+            name: values["tokens"][values[f"{name}_id"]]
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if f"{name}_id" in values
+        }
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, **special,
+            chat_template=keys.get("tokenizer.chat_template"),
+            add_bos_token=keys.get("tokenizer.ggml.add_bos_token", False),
+        ).save_pretrained(folder)  # fmt: skip
+    except Exception as error:  # whatever a damaged file leads it to
+        raise ModelLoadError(f"its tokenizer cannot be read: {error!r}"[:200]) from error
+
+
+def _add_fim_ids(file: Path, keys: Mapping[str, Any]) -> None:
+    """Adds the tokens that fill in the middle, if the GGUF file names them."""
+    found = {
+        name: keys[key]
+        for name, own in _FIM_IDS.items()
+        for key in [f"tokenizer.ggml.{each}_token_id" for each in reversed(own)]
+        if key in keys
+    }
+    if found.keys() >= {"pre", "suf"}:
+        _write_json(file, {**json.loads(file.read_text()), FIM_FIELD: found})
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        print(gguf_directory(Path(sys.argv[1])))
+    except ModelLoadError as error:
+        sys.exit(str(error))
