@@ -27,6 +27,7 @@ _HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PATTERN = "attention.sliding_window_pattern"
 _LLAMA3_CONTEXTS = (8192, 16384, 32768, 65536, 131_072, 4096, 2048)
+_POOLING = {0: "", 1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
 _GATING = {"softmax": 1, "softmax of those chosen": 3}
 
 # What transformers calls the modules of a layer, and the file: most families have these names.
@@ -216,6 +217,7 @@ class GgufArchitecture:
         is_interleaved: the file has the two halves of a head's queries and keys interleaved.
         is_fused_by_head: transformers fuses queries, keys and values head by head, the file not.
         norm_offset: the file's norms have it added.
+        is_encoder: each token sees all others.
         add: what else there is.
     """
 
@@ -232,6 +234,7 @@ class GgufArchitecture:
     is_interleaved: bool = False
     is_fused_by_head: bool = False
     norm_offset: float = 0.0
+    is_encoder: bool = False
     add: Callable[[_Model], None] = _add_nothing
 
 
@@ -255,7 +258,10 @@ def read_architecture(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     config = _shape(keys, own, file)
     model = _Model(keys, file, config, {**_LLAMA, **own.outer, **own.inner})
     keys.refuse_others("nextn_predict_layers", 0)
-    keys.refuse_others("attention.causal", True)
+    keys.refuse_others("attention.causal", not own.is_encoder)
+    pooling = keys.integer("pooling_type", 0, minimum=0)
+    if pooling not in _POOLING:
+        raise keys.error("pooling_type", f"{pooling} is not supported")
     if own.has_rope:
         _add_rope(model, own)
     config |= {**own.options, "architectures": [own.model], "model_type": own.model_type}
@@ -272,6 +278,7 @@ def read_architecture(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "heads": heads,
         "order": "interleaved" if own.is_interleaved else "by head" if own.is_fused_by_head else "",
         "norm_offset": own.norm_offset,
+        "pooling": _POOLING[pooling],
     }
 
 
@@ -628,6 +635,19 @@ def _add_seed_oss(model: _Model) -> None:
     model.config["attention_out_bias"] = model.has("attn_output.bias")
 
 
+def _add_bert(model: _Model) -> None:
+    """The kin that other tokenizers give away have other positions."""
+    kind = model.file.keys.get("tokenizer.ggml.model")
+    if kind != "bert":
+        raise ModelLoadError(
+            f"{model.file.parts[0]}: tokenizer.ggml.model: {kind!r} is not supported with 'bert'"
+        )
+    types = model.file.tensors.get("token_types.weight")
+    if types is None:
+        raise ModelLoadError(f"{model.file.parts[0]}: tensor token_types.weight is missing")
+    model.config["type_vocab_size"] = types.shape[0]
+
+
 def _add_ernie(model: _Model) -> None:
     model.config["use_bias"] = model.has("attn_q.bias")
 
@@ -774,6 +794,20 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "smollm3": GgufArchitecture(
         model="SmolLM3ForCausalLM", model_type="smollm3", is_interleaved=True, add=_add_smollm3
+    ),
+    "bert": GgufArchitecture(
+        model="BertModel", model_type="bert", norm="layer", layers="encoder.layer.",
+        has_rope=False, is_encoder=True, add=_add_bert,
+        fields={"rms_norm_eps": "layer_norm_eps", "num_key_value_heads": "", "head_dim": ""},
+        options={"dtype": "float32", "hidden_act": "gelu"},
+        outer={"embeddings.word_embeddings": "token_embd",
+               "embeddings.position_embeddings": "position_embd",
+               "embeddings.token_type_embeddings": "token_types",
+               "embeddings.LayerNorm": "token_embd_norm"},
+        inner={"attention.self.query": "attn_q", "attention.self.key": "attn_k",
+               "attention.self.value": "attn_v", "attention.output.dense": "attn_output",
+               "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
+               "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm"},
     ),
     "seed_oss": GgufArchitecture(
         model="SeedOssForCausalLM", model_type="seed_oss",

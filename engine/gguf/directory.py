@@ -62,7 +62,7 @@ def gguf_directory(file: Path) -> Path:
             remove_orphans(folder.parent, link=GGUF_FILE)
             _make(read_gguf(file), folder)
         elif (folder / GGUF_FILE).resolve() != file.resolve():  # the same file, moved or copied
-            _link(read_gguf(file), folder)
+            link_parts(read_gguf(file), folder)
     except BuildError as error:
         raise ModelLoadError(f"{file}: no place for its configuration: {error}") from error
     except OSError as error:
@@ -86,7 +86,7 @@ def _make(content: GgufFile, folder: Path) -> None:
         made = temporary / "made"
         made.mkdir()
         _write(content, made)
-        _link(content, made)
+        link_parts(content, made)
         try:
             made.rename(folder)
         except OSError:  # another process was faster, or left an incomplete one
@@ -94,15 +94,20 @@ def _make(content: GgufFile, folder: Path) -> None:
                 raise
 
 
-def _link(content: GgufFile, folder: Path) -> None:
+def link_parts(content: GgufFile, folder: Path) -> None:
     """The first part last: it says that all of them are there."""
     for number, part in reversed(list(enumerate(content.parts))):
         fresh = folder / f".{os.getpid()}"
-        fresh.symlink_to(part.resolve())
+        fresh.symlink_to(part.absolute())
         fresh.replace(folder / gguf_part(number))
 
 
-def _write(content: GgufFile, folder: Path) -> None:
+def write_model(content: GgufFile, folder: Path) -> None:
+    """The `config.json`, and the index of tensors.
+
+    Raises:
+        ModelLoadError: names the key that is missing, or not supported.
+    """
     config, reading = read_architecture(content)
     tensors = {
         name: {
@@ -112,6 +117,26 @@ def _write(content: GgufFile, folder: Path) -> None:
         for name, each in content.tensors.items()
     }  # fmt: skip
     index = {**reading, "num_parts": len(content.parts), "tensors": tensors}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / GGUF_INDEX, index)
+    if pooling := reading["pooling"]:
+        _write_pooling(folder, pooling)
+
+
+def _write_pooling(folder: Path, kind: str) -> None:
+    """As sentence-transformers does; llama.cpp normalises vectors."""
+    (folder / "1_Pooling").mkdir()
+    _write_json(folder / "1_Pooling" / "config.json", {f"pooling_mode_{kind}": True})
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{name}"}
+        for path, name in kinds.items()
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def _write(content: GgufFile, folder: Path) -> None:
+    write_model(content, folder)
     keys = content.keys
     try:
         write_tokenizer(keys, folder)
@@ -120,8 +145,6 @@ def _write(content: GgufFile, folder: Path) -> None:
     _add_fim_ids(folder / "tokenizer_config.json", keys)
     eos_token_ids = sorted({keys[name] for name in _EOS_IDS if name in keys})
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids})
-    _write_json(folder / "config.json", config)
-    _write_json(folder / GGUF_INDEX, index)
 
 
 def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:

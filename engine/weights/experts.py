@@ -71,7 +71,7 @@ class CheckpointExperts:
         self._wholes: tuple[str, ...] = tuple(name for name in wholes if name in checkpoint)[:1]
         self._is_transposed, self._stem = is_transposed, wholes[0]
         self._order: Tensor | None = None  # of an expert's rows
-        self._biases = (f"{self._stem}_bias",)
+        self._biases: tuple[str, ...] = (f"{self._stem}_bias",)
         if checkpoint.stacks_experts:
             self._wholes = tuple(f"{name}.weight" for name in names)
             self._biases = tuple(f"{name}.bias" for name in names)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from torch import Tensor
+
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.json_file import GGUF_FILE, is_present
 from penstock.engine.weights.checkpoint import Checkpoint
@@ -105,6 +107,13 @@ def read_module(
     name = format_of(checkpoint)
     read = read_transposed if is_transposed and name != "gguf" else FORMATS[name]
     return read(checkpoint, prefix, shape)
+
+
+def read_numbers(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor, whatever it is stored in."""
+    if isinstance(checkpoint, GgufCheckpoint) and len(shape) == 2:
+        return read_gguf(checkpoint, name.removesuffix(".weight"), shape).dequantize()
+    return checkpoint.read(name, shape)
 
 
 def read_stacked(
