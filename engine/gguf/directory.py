@@ -167,7 +167,8 @@ def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if f"{name}_id" in values
         }
-        PreTrainedTokenizerFast(
+        backend: Any = PreTrainedTokenizerFast
+        backend(
             tokenizer_object=tokenizer, **special,
             chat_template=keys.get("tokenizer.chat_template"),
             add_bos_token=keys.get("tokenizer.ggml.add_bos_token", False),

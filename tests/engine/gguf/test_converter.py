@@ -227,7 +227,7 @@ def _weight(
     """A parameter of transformers, from one tensor or more of the file."""
     is_gpt_oss = architecture == "GptOssForCausalLM"
     stem, _, last = name.removesuffix(".weight").rpartition(".")
-    experts = re.sub(r"block_sparse_moe$|mlp\.experts$", "mlp.experts", stem)
+    experts = re.sub(r"block_sparse_moe(\.experts)?$|mlp\.experts$", "mlp.experts", stem)
 
     def whole(projection: str, rows: int, columns: int) -> Tensor:
         name = f"{experts}.{projection}"
