@@ -14,7 +14,8 @@ from penstock.engine.errors import ModelLoadError
 MAX_TEXT_BYTES = 512 << 20  # the largest tokenizers have a tenth of it
 GGUF_MAGIC = b"GGUF"
 FIM_FIELD = "fim_token_ids"  # of tokenizer_config.json, where it is made of a GGUF file
-# In the directory that is made for a GGUF file: a link to it, and what is in it.
+# In the directory that is made for a GGUF file: a link to it, or to its first part, and what is in
+# it.
 GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
 ADDITIONAL_TEMPLATES = "additional_chat_templates/*.jinja"  # each named by its file
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -27,6 +28,11 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def gguf_part(number: int) -> str:
+    """The name of the link to a part of a split GGUF file; 0: of the first."""
+    return f"model.{number}.gguf" if number else GGUF_FILE
 
 
 def is_present(path: Path) -> bool:

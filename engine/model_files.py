@@ -1,6 +1,7 @@
 """Finding a model's files and reading the small ones; torch-free, used by both processes.
 
-A model is a packaged one (`demo`, `smollm2`), a directory, a GGUF file, or a Hugging Face Hub id.
+A model is a packaged one (`demo`, `smollm2`), a directory, a GGUF file, or a Hugging Face Hub id;
+for a GGUF file there, with its quantization, as in `repo:Q4_K_M`.
 `huggingface_hub` itself reads `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
 """
 
@@ -10,15 +11,17 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -29,6 +32,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
 from penstock.engine.end_tokens import end_token_ids
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from penstock.engine.gguf.choice import choose_gguf
 from penstock.engine.json_file import (
     ADDITIONAL_TEMPLATES,
     GGUF_MAGIC,
@@ -91,12 +95,29 @@ def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelLoadError(f"cannot read the model path {config.model!r}: {reason}") from error
     if is_gguf:
-        return _made_by("penstock.engine.gguf_directory", str(path.absolute()))
+        return _made_of_gguf(path)
     if is_directory:
+        if not is_present(path / required):
+            names = (str(each.relative_to(path)) for each in path.glob("*.gguf"))
+            if files := choose_gguf(names, "", str(path)):
+                return _made_of_gguf(path / files[0])
         return _require(path, required)
     if is_there or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
         raise ModelLoadError(f"model path {config.model!r} is not a directory or GGUF file")
-    return _require(_download(config, weights=weights), required)
+    repository, is_labelled, label = config.model.partition(":")
+    if is_labelled:
+        found = _gguf_of_hub(replace(config, model=repository), label)
+        if found is None:
+            raise ModelLoadError(f"model {repository!r} has no GGUF files")
+        return _require(found, required)
+    path = _download(config, weights=weights)
+    if not is_present(path / required):
+        path = _gguf_of_hub(config, "") or path
+    return _require(path, required)
+
+
+def _made_of_gguf(file: Path) -> Path:
+    return _made_by("penstock.engine.gguf.directory", str(file.absolute()))
 
 
 def _begins_as_gguf(file: Path) -> bool:
@@ -121,17 +142,57 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
     patterns = [*_TEXT_FILES, *(_WEIGHT_FILES if wants_weights else ())]
     if weights and config.trust_remote_code:
         patterns.append("*.py")
-    where = f"model {config.model!r}" + (f" at {config.revision!r}" if config.revision else "")
-    fetch = partial(
-        snapshot_download, config.model, revision=config.revision, cache_dir=config.download_dir
-    )
-    try:
+    with _hub_errors(config):
+        fetch = _fetcher(config)
         path = Path(fetch(allow_patterns=patterns, ignore_patterns=list(_NOT_NEEDED)))
         if is_present(path / "modules.json"):
             fetch(allow_patterns=list(_MODULES))
         if is_present(path / "chat_template.jinja"):
             fetch(allow_patterns=[ADDITIONAL_TEMPLATES])
         return path
+
+
+def _gguf_of_hub(config: ModelConfig, label: str) -> Path | None:
+    """The directory made of a repository's GGUF file; None: it has none.
+
+    Args:
+        label: how it is quantized, as in its name; empty: the repository has only one.
+    """
+    with _hub_errors(config) as where:
+        fetch = _fetcher(config)
+        files = choose_gguf(_names_on_hub(config), label, where)
+        if not files:
+            return None
+        path = Path(fetch(allow_patterns=list(files)))
+    return _made_of_gguf(path / files[0])
+
+
+def _names_on_hub(config: ModelConfig) -> list[str]:
+    """Of a repository's files; of those in the cache, where the Hub cannot be asked."""
+    try:
+        about = HfApi().model_info(config.model, revision=config.revision or "main")
+        return [each.rfilename for each in about.siblings or ()]
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except Exception:  # the Hub client's HTTP library differs by version
+        path = Path(_fetcher(config)(local_files_only=True, allow_patterns=[]))
+        return [str(each.relative_to(path)) for each in path.rglob("*.gguf")]
+
+
+def _fetcher(config: ModelConfig) -> Callable[..., str]:
+    return partial(
+        snapshot_download, config.model, revision=config.revision, cache_dir=config.download_dir
+    )
+
+
+@contextmanager
+def _hub_errors(config: ModelConfig) -> Iterator[str]:
+    """Errors of the Hub's client as one line, which names the model as this yields it."""
+    where = f"model {config.model!r}" + (f" at {config.revision!r}" if config.revision else "")
+    try:
+        yield where
+    except ModelLoadError:
+        raise
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error
     except RevisionNotFoundError as error:

@@ -49,9 +49,12 @@ def in_users_words(text: str, model: str, path: Path) -> str:
         if not is_present(folder / GGUF_INDEX):
             place = _on_the_hub(folder) or str(folder)
             return (f"{place}/{name}" if name else place), key
-        file, given = (folder / GGUF_FILE).resolve(), Path(model).expanduser()
-        is_given = given.exists() and given.samefile(file)
-        return str(given if is_given else file), _keys(folder).get(key, key)
+        file, given = (folder / GGUF_FILE).readlink(), Path(model).expanduser()
+        if given.is_file() and given.samefile(file):
+            return str(given), _keys(folder).get(key, key)
+        repository = _on_the_hub(file.parent)
+        place = f"{repository}/{file.name}" if repository else str(file)
+        return place, _keys(folder).get(key, key)
 
     def replaced(found: re.Match[str]) -> str:
         file, key = shown(found)

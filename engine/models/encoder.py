@@ -18,8 +18,9 @@ from torch import Tensor
 from penstock.engine.config import ModelConfig
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.json_file import is_present, read_json
+from penstock.engine.json_file import GGUF_FILE, is_present, read_json
 from penstock.engine.pooling import ModelPooling
+from penstock.engine.weights.formats import open_checkpoint, read_numbers
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -125,6 +126,19 @@ def _context_len(fields: ConfigFields, path: Path) -> int:
     return length
 
 
+def _load_gguf(kind: Any, path: Path, dtype: torch.dtype) -> Any:
+    """The same of a GGUF file, whose matrices become dense."""
+    transformers: Any = import_module("transformers")
+    settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    checkpoint, model = open_checkpoint(path), kind.from_config(settings, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(_UNUSED):
+            values = read_numbers(checkpoint, name, tuple(parameter.shape))
+            parameter.data.copy_(values)
+    checkpoint.check_all_read(lambda _: False)
+    return model.eval()
+
+
 def _load(config: ModelConfig, path: Path, dtype: torch.dtype, *, is_scorer: bool) -> Any:
     transformers: Any = import_module("transformers")  # large, and for these models only
     kind = transformers.AutoModelForSequenceClassification if is_scorer else transformers.AutoModel
@@ -136,6 +150,8 @@ def _load(config: ModelConfig, path: Path, dtype: torch.dtype, *, is_scorer: boo
             torch.manual_seed(config.seed or 0)
             settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             return kind.from_config(settings, dtype=dtype).eval()
+        if is_present(path / GGUF_FILE):
+            return _load_gguf(kind, path, dtype)
         model, about = kind.from_pretrained(
             path, dtype=dtype, output_loading_info=True, local_files_only=True, use_safetensors=True
         )

@@ -43,7 +43,6 @@ from penstock.engine.models.names import (
     row_orders,
 )
 from penstock.engine.models.registry import (
-    ARCHITECTURES,
     Architecture,
     is_native,
     missing_option,
@@ -57,13 +56,12 @@ from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
 from penstock.engine.weights.formats import (
-    FORMATS,
     check_format,
     describe_format,
     format_of,
     open_checkpoint,
+    read_module,
 )
-from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
 from penstock.engine.weights.quantization import LostCodesError, Quantizer, num_bytes
 
@@ -293,17 +291,8 @@ def _check_stored(config: ModelConfig, path: Path, *, has_weights: bool) -> None
     Raises:
         ModelLoadError: they are not.
     """
-    if config.load_format == "dummy" or check_format(path, has_weights=has_weights) != "gguf":
-        return
-    fields = read_model_fields(path)
-    names = fields.texts("architectures")
-    if not any(ARCHITECTURES[name].has_gguf_names for name in names if name in ARCHITECTURES):
-        supported = (name for name, each in ARCHITECTURES.items() if each.has_gguf_names)
-        raise fields.error(
-            "architectures",
-            f"GGUF files of {', '.join(names)} are not supported; those of "
-            f"{', '.join(supported)} are",
-        )
+    if config.load_format != "dummy":
+        check_format(path, has_weights=has_weights)
 
 
 def _build_through_transformers(
@@ -314,6 +303,8 @@ def _build_through_transformers(
 
     dtype = _resolve_dtype(config, own_dtype(read_model_fields(path)), path)
     missing = missing_option(config, path)
+    if config.load_format != "dummy" and check_format(path, has_weights=False) == "gguf":
+        raise missing or ConfigError("GGUF files do not run through transformers")
     try:
         inspected = inspect_model(path, dtype=dtype, trust_remote_code=config.trust_remote_code)
     except ModelLoadError as error:
@@ -617,7 +608,12 @@ def _expert_readers(
 
 
 def _with_fused_experts(architecture: Architecture, checkpoint: Checkpoint) -> Names:
-    """Where one tensor has all experts of a layer, Mixtral's modules too have Llama's names."""
+    """Where one tensor has all experts of a layer, Mixtral's modules too have Llama's names; in a
+    GGUF file, each projection of the experts has."""
+    if checkpoint.stacks_experts:
+        own = architecture.names.modules.items()
+        usual = {name: each for name, each in own if not name.startswith("mlp.experts.")}
+        return replace(architecture.names, modules=usual)
     fused = "mlp.experts.gate_up_proj"
     is_fused = any(name.endswith(fused) for name in checkpoint.unread)
     if is_fused and not architecture.has_transposed_experts:
@@ -717,10 +713,10 @@ def _read_parts(
     """The matrices of which that of the module `name` is made, in the checkpoint's names."""
     is_transposed = isinstance(module_names, Names) and module_names.is_transposed
     is_turned = is_transposed and isinstance(module, Linear)
-    read = read_transposed if is_turned else FORMATS[format_of(checkpoint)]
     prefixes, parts = module_names(name), []
     for prefix, size, order in zip(prefixes, _sizes(module, prefixes), orders, strict=False):
-        part = read(checkpoint, prefix, (size, module.whole_shape[1]))
+        shape = (size, module.whole_shape[1])
+        part = read_module(checkpoint, prefix, shape, is_transposed=is_turned)
         parts.append(part if order is None else rows_of(part, order))
     return parts
 
@@ -760,7 +756,7 @@ def _read_head_norm(
 ) -> Tensor:
     """The weights of each head: in a tensor for each, in one for all, or the same for all."""
     head_dim = size // num_heads
-    if EACH_HEAD in prefix:
+    if EACH_HEAD in prefix and f"{prefix}.{kind}" not in checkpoint:
         names = [f"{prefix.replace(EACH_HEAD, str(head))}.{kind}" for head in range(num_heads)]
         return torch.cat([checkpoint.read(name, (head_dim,)) for name in names])
     name = f"{prefix}.{kind}"

@@ -31,7 +31,6 @@ class Architecture:
     Attributes:
         read_config: `config.json` → the decoder's configuration.
         names: of the checkpoint's modules.
-        has_gguf_names: GGUF files of it are read, too.
         is_headless: it makes vectors or scores; the embedding takes the place of an output head,
             which is never used.
         has_transposed_experts: their tensors are as gpt-oss's.
@@ -39,16 +38,15 @@ class Architecture:
 
     read_config: Callable[[ConfigFields], DecoderConfig]
     names: Names = LLAMA_NAMES
-    has_gguf_names: bool = False
     is_headless: bool = False
     has_transposed_experts: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(read_config=llama.read_llama_config, has_gguf_names=True),
-    "MistralForCausalLM": Architecture(read_config=llama.read_mistral_config, has_gguf_names=True),
-    "Qwen2ForCausalLM": Architecture(read_config=llama.read_qwen2_config, has_gguf_names=True),
-    "Qwen3ForCausalLM": Architecture(read_config=llama.read_qwen3_config, has_gguf_names=True),
+    "LlamaForCausalLM": Architecture(read_config=llama.read_llama_config),
+    "MistralForCausalLM": Architecture(read_config=llama.read_mistral_config),
+    "Qwen2ForCausalLM": Architecture(read_config=llama.read_qwen2_config),
+    "Qwen3ForCausalLM": Architecture(read_config=llama.read_qwen3_config),
     "GptOssForCausalLM": Architecture(
         read_config=experts.read_gpt_oss_config,
         names=experts.GPT_OSS_NAMES,
@@ -61,12 +59,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_config=experts.read_mixtral_config, names=experts.MIXTRAL_NAMES
     ),
     "OlmoeForCausalLM": Architecture(read_config=experts.read_olmoe_config),
-    "Qwen2MoeForCausalLM": Architecture(
-        read_config=experts.read_qwen2_moe_config, has_gguf_names=True
-    ),
-    "Qwen3MoeForCausalLM": Architecture(
-        read_config=experts.read_qwen3_moe_config, has_gguf_names=True
-    ),
+    "Qwen2MoeForCausalLM": Architecture(read_config=experts.read_qwen2_moe_config),
+    "Qwen3MoeForCausalLM": Architecture(read_config=experts.read_qwen3_moe_config),
     "BloomForCausalLM": Architecture(read_config=alibi.read_bloom_config, names=alibi.BLOOM_NAMES),
     "CohereForCausalLM": Architecture(read_config=cohere.read_cohere_config),
     "Cohere2ForCausalLM": Architecture(read_config=cohere.read_cohere2_config),

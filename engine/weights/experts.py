@@ -71,8 +71,10 @@ class CheckpointExperts:
         self._wholes: tuple[str, ...] = tuple(name for name in wholes if name in checkpoint)[:1]
         self._is_transposed, self._stem = is_transposed, wholes[0]
         self._order: Tensor | None = None  # of an expert's rows
+        self._biases: tuple[str, ...] = (f"{self._stem}_bias",)
         if checkpoint.stacks_experts:
             self._wholes = tuple(f"{name}.weight" for name in names)
+            self._biases = tuple(f"{name}.bias" for name in names)
         elif is_transposed:
             self._wholes, names = (self._stem,), (self._stem,)
             self._part_sizes = (sum(part_sizes),)
@@ -133,8 +135,13 @@ class CheckpointExperts:
 
     def read_bias(self) -> Tensor:
         """[num_experts, outputs]"""
-        shape = (self._num_experts, self._part_sizes[0])
-        values = self._checkpoint.read(f"{self._stem}_bias", shape)
+        values = torch.cat(
+            [
+                self._checkpoint.read(name, (self._num_experts, size))
+                for name, size in zip(self._biases, self._part_sizes, strict=True)
+            ],
+            dim=1,
+        )
         return values if self._order is None else values[:, self._order]
 
 

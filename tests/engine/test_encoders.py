@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from penstock.engine import LLM
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 
+from .gguf.written import directory_of
 from .test_pooling import write_modules
 
 WORDS = [f"w{number}" for number in range(90)]
@@ -147,3 +151,35 @@ def test_what_an_encoder_cannot_do_is_said_at_start(build: Build) -> None:
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="transformers cannot load"):
         LLM(str(path))
+
+
+def test_a_gguf_file(build: Build, tmp_path: Path) -> None:
+    """With the names that llama.cpp's converter gives; pooling is the file's."""
+    source, file = build("bert"), tmp_path / "x.gguf"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 2)
+    writer = gguf.GGUFWriter(file, "bert")
+    writer.add_tokenizer_model("bert")
+    writer.add_context_length(130)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_layer_norm_eps(1e-12)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    for name, values in load_file(source / "model.safetensors").items():
+        if not name.startswith("pooler."):
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path = directory_of(file, tmp_path / "made")
+    shutil.copy(source / "tokenizer.json", path)
+    texts = ["w1 w2 w3", "w4"]
+    with LLM(str(source), device="cpu") as llm:
+        expected = llm.embed(texts)
+    with LLM(str(path), device="cpu") as llm:
+        found = llm.embed(texts)
+    normalised = torch.nn.functional.normalize(torch.tensor(expected))
+    torch.testing.assert_close(torch.tensor(found), normalised, rtol=1e-5, atol=1e-6)

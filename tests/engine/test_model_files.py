@@ -16,12 +16,14 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files import (
+    DEMO_MODEL_PATH,
     read_generation_defaults,
     resolve_model,
     weights_fingerprint,
 )
 from penstock.engine.pooling import read_pooling
 from penstock.engine.text.chat_template import TemplateFiles
+from penstock.load.peers.workers.gguf_model import convert
 
 from .stub_hub import TOKEN, stub_hub
 from .test_pooling import write_modules
@@ -131,6 +133,39 @@ def test_offline_takes_the_cache_or_says_so(hub: tuple[str, list[str]], tmp_path
     assert resolve(endpoint, tmp_path, HF_HUB_OFFLINE="1") == before
     assert len(asked) == num_asked
     assert resolve("http://127.0.0.1:9", tmp_path) == before, "the Hub may also just be down"
+
+
+def test_gguf_files_on_the_hub(own_cache: Path, tmp_path: Path) -> None:
+    """By their quantization, or the only one; offline those of the cache."""
+    model, home = tmp_path / "model", tmp_path / "home"
+    model.mkdir()
+    convert(DEMO_MODEL_PATH, model / "demo-Q8_0.gguf", lambda _: "Q8_0")
+    convert(DEMO_MODEL_PATH, model / "demo-Q4_0.gguf", lambda _: "Q4_0")
+    (model / "mmproj-demo-F16.gguf").write_bytes(b"GGUF of another kind")
+    with stub_hub(model) as (endpoint, asked):
+        several = resolve(endpoint, home)
+        assert str(several["error"]).endswith(
+            "model 'acme/tiny' has 2 GGUF models, name one of them: demo-Q4_0, demo-Q8_0"
+        )
+        other = resolve(endpoint, home, "acme/tiny:Q6_K")
+        assert "has no GGUF file of 'Q6_K'; it has demo-Q4_0" in str(other["error"])
+        found = resolve(endpoint, home, "acme/tiny:q8_0", weights=False)
+        assert "model.gguf" in found["files"]  # type: ignore[operator]
+        assert not any("Q4_0.gguf" in path for path in asked)
+        for name in ("acme/tiny:Q8_0", "acme/tiny"):  # the only one in the cache
+            assert resolve(endpoint, home, name, HF_HUB_OFFLINE="1") == found
+        missing = resolve(endpoint, home, "acme/tiny:Q4_0", HF_HUB_OFFLINE="1")
+        assert "has no GGUF file of 'Q4_0'; it has demo-Q8_0" in str(missing["error"])
+    assert resolve("http://127.0.0.1:9", home, "acme/tiny:Q8_0") == found
+
+
+def test_a_folder_with_one_gguf_file(own_cache: Path, tmp_path: Path) -> None:
+    convert(DEMO_MODEL_PATH, tmp_path / "demo.gguf")
+    found = resolve_model(ModelConfig(model=str(tmp_path)), weights=True)
+    assert (found / "model.gguf").resolve() == tmp_path / "demo.gguf"
+    shutil.copy(tmp_path / "demo.gguf", tmp_path / "other.gguf")
+    with pytest.raises(ModelLoadError, match="2 GGUF models, name one of them: demo, other"):
+        resolve_model(ModelConfig(model=str(tmp_path)), weights=True)
 
 
 def test_revisions_and_tokens(hub: tuple[str, list[str]], tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from torch import Tensor
+
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.json_file import GGUF_FILE, is_present
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats.awq import read_awq
 from penstock.engine.weights.formats.bitsandbytes import read_bitsandbytes
 from penstock.engine.weights.formats.compressed_tensors import read_compressed_tensors
-from penstock.engine.weights.formats.dense import read_dense
+from penstock.engine.weights.formats.dense import read_dense, read_transposed
 from penstock.engine.weights.formats.fp4 import read_modelopt, read_mxfp4_experts
 from penstock.engine.weights.formats.fp8 import read_fp8
 from penstock.engine.weights.formats.gguf import GgufCheckpoint, read_gguf
@@ -91,6 +93,27 @@ def describe_format(checkpoint: Checkpoint) -> str:
     name = format_of(checkpoint)
     types = checkpoint.types if isinstance(checkpoint, GgufCheckpoint) else ()
     return f"{name} {' + '.join(types)}".rstrip()
+
+
+def read_module(
+    checkpoint: Checkpoint, prefix: str, shape: tuple[int, int], *, is_transposed: bool
+) -> Matrix:
+    """The matrix of a module, whose tensors are `prefix.…`.
+
+    Args:
+        is_transposed: the family's checkpoints have it as [in_features, out_features]; GGUF files
+            have no such matrices.
+    """
+    name = format_of(checkpoint)
+    read = read_transposed if is_transposed and name != "gguf" else FORMATS[name]
+    return read(checkpoint, prefix, shape)
+
+
+def read_numbers(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor, whatever it is stored in."""
+    if isinstance(checkpoint, GgufCheckpoint) and len(shape) == 2:
+        return read_gguf(checkpoint, name.removesuffix(".weight"), shape).dequantize()
+    return checkpoint.read(name, shape)
 
 
 def read_stacked(

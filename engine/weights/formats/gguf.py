@@ -1,8 +1,8 @@
 """GGUF, llama.cpp's format: matrices in blocks of one of its types, by `ggml-quants.c`.
 
-`gguf_directory` wrote the directory: a link to the file, an index of its tensors, and what
-transformers makes of its metadata. A block's scale times a sub-block's is a scale of ours, so that
-K-quants become affine blocks of 16 or 32 columns.
+`gguf.directory` wrote the directory: links to the files, and an index of their tensors, which also
+says what transformers calls these, and in which order it has their rows. A block's scale times a
+sub-block's is a scale of ours, so that K-quants become affine blocks of 16 or 32 columns.
 """
 
 from __future__ import annotations
@@ -18,41 +18,15 @@ from torch import Tensor
 
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf_directory import ROPE_FACTORS
-from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX, check_file, read_json
+from penstock.engine.gguf.architectures import ROPE_TENSORS
+from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX, check_file, gguf_part, read_json
 from penstock.engine.weights.checkpoint import FLOATS, Checkpoint
+from penstock.engine.weights.formats.packing import FP4, e8m0
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 
 _ALIGNMENT = 4  # of the largest numbers
 _NUM_ROWS = 1024  # that are decoded at once
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}
-_LAYER = "model.layers."
-# Llama's queries and keys are stored with the two halves of a head interleaved.
-_INTERLEAVED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 class GgufCheckpoint(Checkpoint):
@@ -68,13 +42,17 @@ class GgufCheckpoint(Checkpoint):
         # Not by the base class, which opens safetensors.
         self._sorted = []
         self.path, self.config = path, read_model_fields(path)
-        file = path / GGUF_FILE
-        check_file(file)
-        index = ConfigFields(read_json(path / GGUF_INDEX), path=path / GGUF_INDEX)
-        self.is_interleaved = index.text("architecture") == "llama"
-        self._bytes = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-        self._tensors = index.section("tensors")
-        self.unread = set(self._tensors) - {ROPE_FACTORS}  # which are in the config
+        self._index = ConfigFields(read_json(path / GGUF_INDEX), path=path / GGUF_INDEX)
+        self._tensors = self._index.section("tensors")
+        self._parts = [
+            _mapped(path / gguf_part(number))
+            for number in range(self._index.integer("num_parts", 1))
+        ]
+        self._layers = self._index.text("layers")
+        self._names: dict[str, str] = self._index.raw("names") or {}
+        self._own_names = {stored: name for name, stored in reversed(self._names.items())}
+        self._norm_offset = self._index.number("norm_offset", 0.0, minimum=0.0)
+        self.unread = set(self._tensors) - set(ROPE_TENSORS)  # which are in the config
 
     def read(
         self, name: str, shape: tuple[int, ...], *, dtypes: tuple[str, ...] = FLOATS
@@ -83,25 +61,77 @@ class GgufCheckpoint(Checkpoint):
         rows, kind = self.rows(name, shape)
         if kind not in dtypes:
             raise self.fault(name, f"is {kind}; supported: {', '.join(dtypes)}")
-        return rows.view(_DTYPES[kind]).view(shape)
+        values = rows.view(_DTYPES[kind]).view(shape)
+        if self._norm_offset and name.endswith("norm.weight"):
+            values = values.float() - self._norm_offset
+        return values
+
+    def shape(self, name: str, *, num_dims: int | None = None) -> tuple[int, ...]:
+        shape = self._entry(name).integers("shape")
+        if num_dims not in (None, len(shape)):
+            raise self.fault(name, f"has shape {list(shape)}, expected {num_dims} dimensions")
+        return shape
 
     def rows(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, str]:
-        """The bytes of a tensor's rows, [rows, bytes], and its type."""
-        stored = _stored_name(name)
-        if stored not in self._tensors:
-            raise ModelLoadError(f"{self.path / GGUF_FILE}: the file has no tensor {stored}")
-        tensor = self._tensors.section(stored)
+        """The bytes of a tensor's rows, [rows, bytes], in the order of transformers, and its type.
+        Of a vector a number is a row, if transformers has them in another order."""
+        stored, tensor = self.stored_name(name), self._entry(name)
         found = tensor.integers("shape")
         if found != shape and (1, *found) != shape:
             raise self.fault(name, f"has shape {list(found)}, expected {list(shape)} by its config")
-        start, size = tensor.integer("offset", minimum=0), tensor.integer("size")
-        if start + size > len(self._bytes):
+        part = self._parts[tensor.integer("part", 0, minimum=0, maximum=len(self._parts) - 1)]
+        start = tensor.integer("offset", minimum=0, maximum=1 << 62)
+        size = tensor.integer("size", maximum=1 << 62)
+        if start + size > len(part):
             raise self.fault(name, "ends after the file")
         if start % _ALIGNMENT:
             raise self.fault(name, f"begins at byte {start}, no multiple of {_ALIGNMENT}")
         self.unread.discard(stored)
-        num_rows = math.prod(shape[:-1])
-        return self._bytes[start : start + size].view(num_rows, -1), tensor.text("type")
+        order = self._order(name, shape[0])
+        num_rows = math.prod(shape[:-1]) if order is None or len(shape) > 1 else shape[0]
+        rows = part[start : start + size].view(num_rows, -1)
+        return rows if order is None else rows[order], tensor.text("type")
+
+    def _order(self, name: str, num_rows: int) -> Tensor | None:
+        """Which stored row is each row of transformers'; None: they are in the same order."""
+        order, module = self._index.text("order", ""), name.rpartition(".")[0]
+        part = self._names.get(module.removeprefix(self._layers).partition(".")[2])
+        if order == "interleaved" and part in ("attn_q", "attn_k"):
+            heads = self._index.integers("heads")
+            return _order_of_halves(num_rows, heads[0] if part == "attn_q" else heads[1])
+        if order == "by head" and part == "attn_qkv":
+            return _order_by_head(num_rows, *self._index.integers("heads"))
+        return None
+
+    def _entry(self, name: str) -> ConfigFields:
+        stored = self.stored_name(name)
+        if stored not in self._tensors:
+            raise ModelLoadError(f"{self.path / GGUF_FILE}: the file has no tensor {stored}")
+        return self._tensors.section(stored)
+
+    def stored_name(self, name: str) -> str:
+        """`model.layers.3.mlp.up_proj.weight` → `blk.3.ffn_up.weight`"""
+        start, name = ("", name)
+        if name.startswith(self._layers):
+            layer, _, name = name.removeprefix(self._layers).partition(".")
+            start = f"blk.{layer}."
+        if name in self._names:
+            return start + self._names[name]
+        module, _, kind = name.rpartition(".")
+        return f"{start}{self._names.get(module, module)}.{kind}"
+
+    def _name(self, stored: str) -> str:
+        """The other way round."""
+        start, rest = "", stored
+        if stored.startswith("blk."):
+            layer, _, rest = stored.removeprefix("blk.").partition(".")
+            start = f"{self._layers}{layer}."
+        module, _, kind = rest.rpartition(".")
+        return f"{start}{self._own_names.get(module, module)}.{kind}"
+
+    def check_all_read(self, is_redundant: Callable[[str], bool]) -> None:
+        self.unread = {each for each in self.unread if not is_redundant(self._name(each))}
+        super().check_all_read(lambda _: False)
 
     def check_types(self) -> None:
         """
@@ -124,39 +154,31 @@ class GgufCheckpoint(Checkpoint):
         """Those that a tenth of the bytes or more have, the largest first."""
         sizes: Counter[str] = Counter()
         for tensor in map(self._tensors.section, self._tensors):
-            sizes[tensor.text("type")] += tensor.integer("size")
+            sizes[tensor.text("type")] += tensor.integer("size", maximum=1 << 62)
         return tuple(kind for kind, size in sizes.most_common() if 10 * size >= sizes.total())
 
     def num_bytes(self, name: str) -> int:
-        return self._tensors.section(_stored_name(name)).integer("size")
+        return self._entry(name).integer("size", maximum=1 << 62)
 
     def ignore(self, *names: str) -> None:
-        super().ignore(*map(_stored_name, names))
+        super().ignore(*map(self.stored_name, names))
 
     def fault(self, name: str, what: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.path / GGUF_FILE}: tensor {_stored_name(name)} {what}")
+        return ModelLoadError(f"{self.path / GGUF_FILE}: tensor {self.stored_name(name)} {what}")
 
     def __contains__(self, name: str) -> bool:
-        return _stored_name(name) in self._tensors
+        return self.stored_name(name) in self._tensors
 
 
-def _stored_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` → `blk.3.ffn_up.weight`"""
-    module, _, kind = name.rpartition(".")
-    if not module.startswith(_LAYER):
-        return f"{_NAMES.get(module, module)}.{kind}"
-    layer, _, part = module.removeprefix(_LAYER).partition(".")
-    return f"blk.{layer}.{_NAMES.get(part, part)}.{kind}"
+def _mapped(file: Path) -> Tensor:
+    check_file(file)
+    return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
 
 
 def read_gguf(checkpoint: Checkpoint, prefix: str, shape: tuple[int, ...]) -> Matrix:
     """shape: of a matrix, or of as many as the first number says, one below the other."""
     assert isinstance(checkpoint, GgufCheckpoint)
-    name = f"{prefix}.weight"
-    rows, kind = checkpoint.rows(name, shape)
-    heads = _INTERLEAVED.get(prefix.rpartition(".")[2]) if checkpoint.is_interleaved else None
-    if heads is not None:
-        rows = rows[_order_of_halves(shape[0], checkpoint.config.integer(heads))]
+    rows, kind = checkpoint.rows(f"{prefix}.weight", shape)
     if kind in _DTYPES:
         return DenseMatrix(rows.view(_DTYPES[kind]).view(-1, shape[-1]))
     return _TYPES[kind].decode(rows)
@@ -165,6 +187,16 @@ def read_gguf(checkpoint: Checkpoint, prefix: str, shape: tuple[int, ...]) -> Ma
 def _order_of_halves(num_rows: int, num_heads: int) -> Tensor:
     """Which stored row is each row of ours."""
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _order_by_head(num_rows: int, num_heads: int, num_kv_heads: int) -> Tensor:
+    """The same where the file has all queries, all keys, all values, and each key head's belong
+    together."""
+    group = num_heads // num_kv_heads
+    rows = torch.arange(num_rows).view((group + 2) * num_kv_heads, -1)
+    parts = torch.split(rows, [num_heads, num_kv_heads, num_kv_heads])
+    by_head = [part.view(num_kv_heads, -1, rows.shape[1]) for part in parts]
+    return torch.cat(by_head, dim=1).flatten()
 
 
 # Codes, scales and offsets of blocks [num_blocks, bytes].
@@ -261,6 +293,10 @@ def _decode_iq4_xs(blocks: Tensor) -> Decoded:
     return _fields(blocks[:, 8:], 4, 16).flatten(1), _half(blocks, 0) * scales, None
 
 
+def _decode_mxfp4(blocks: Tensor) -> Decoded:
+    return _q4(blocks), e8m0(blocks[:, :1]), None
+
+
 def _decode_q2_k(blocks: Tensor) -> Decoded:
     scales, least = blocks[:, :16] & 15, blocks[:, :16] >> 4
     codes = _fields(blocks[:, 16:80], 2, 32).flatten(1)
@@ -316,4 +352,5 @@ _TYPES = {
     "Q6_K": _Type(210, 16, _decode_q6_k),
     "IQ4_NL": _Type(18, 32, _decode_iq4_nl, _NON_LINEAR),
     "IQ4_XS": _Type(136, 32, _decode_iq4_xs, _NON_LINEAR),
+    "MXFP4": _Type(17, 32, _decode_mxfp4, FP4),
 }

@@ -10,7 +10,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,12 +17,10 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX
 from penstock.engine.models import backends, packed_experts
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
-from penstock.engine.weights.formats.gguf import _stored_name
 from penstock.engine.weights.formats.packing import FP4
 
 from ...support.isas import usable_isas
@@ -194,43 +191,6 @@ def test_quantized_checkpoints(case, tiny_checkpoint, tmp_path, monkeypatch):
     assert relative_error(in_bytes, expected) < 0.1
     in_torch = logits(load(tmp_path, "none", in_torch=True))
     assert relative_error(in_torch, in_bytes) < 0.01
-
-
-@pytest.mark.parametrize("architecture", [QWEN2, QWEN3])
-def test_gguf(architecture, tiny_checkpoint, tmp_path):
-    """Each projection of all experts is one tensor of blocks."""
-    source = tiny_checkpoint(architecture, **(SHARED | {"shared_expert_intermediate_size": 64}))
-    stored, types = load_file(source / WEIGHTS), gguf.GGMLQuantizationType
-    for expert in range(SMALL["num_experts"]):
-        for name in [name for name in stored if f".experts.{expert}." in name]:
-            whole = name.replace(f".experts.{expert}.", ".experts.")
-            stored.setdefault(whole, []).append(stored.pop(name))
-    tensors, content, numbers = {}, b"", {}
-    for name, values in stored.items():
-        values = torch.stack(values) if isinstance(values, list) else values
-        kind = types.Q4_0 if "experts" in name else types.Q8_0
-        if values.dim() == 1 or name.endswith(("mlp.gate.weight", "expert_gate.weight")):
-            kind = types.F32
-        data = gguf.quantize(values.numpy(), kind)
-        numbers[name] = torch.from_numpy(gguf.dequantize(data, kind))
-        shape = list(values.flatten().shape if "expert_gate" in name else values.shape)
-        place = {"type": kind.name, "shape": shape, "offset": len(content), "size": data.nbytes}
-        tensors[_stored_name(name)] = place
-        content += data.tobytes()
-    (tmp_path / GGUF_FILE).write_bytes(content)
-    index = {"architecture": "qwen3moe", "tensors": tensors}
-    (tmp_path / GGUF_INDEX).write_text(json.dumps(index))
-    shutil.copy(source / "config.json", tmp_path)
-    for name in [name for name in numbers if ".experts." in name]:
-        for expert, values in enumerate(numbers.pop(name)):
-            numbers[name.replace(".experts.", f".experts.{expert}.")] = values.clone()
-    dense = tmp_path / "dense"
-    dense.mkdir()
-    save_file(numbers, dense / WEIGHTS)
-    shutil.copy(source / "config.json", dense)
-    exact = logits(load(tmp_path, "none", quantize_activations=False))
-    assert relative_error(exact, logits(load(dense, "none"))) < 1e-5
-    assert load_model(ModelConfig(), tmp_path, CPU).layers[0].mlp.experts.down_proj.quantized
 
 
 def test_experts_that_have_no_common_layout_are_dense(tiny_checkpoint, tmp_path):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf_directory import _add_fim_ids
-from penstock.engine.json_file import FIM_FIELD
 from penstock.engine.text import Tokenizer
 from penstock.engine.text.fill_in_middle import FillInMiddle
 
@@ -75,33 +70,3 @@ def test_a_prompt_begins_as_every_text_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("added", [[], ["<fim_prefix>", "<|fim_middle|>", "<fim_suffix>"]])
 def test_a_model_without_them(added: list[str], tmp_path: Path) -> None:
     assert FillInMiddle.read(tmp_path, tokenizer_with(*added)) is None
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"fim_pre": 5, "fim_suf": 6, "fim_mid": 7, "fim_pad": 8, "fim_sep": 9, "fim_rep": 4},
-        {"prefix": 5, "suffix": 6, "middle": 7, "fim_pad": 8, "fim_sep": 9, "fim_rep": 4},
-    ],
-)
-def test_a_gguf_file_names_them(fields: dict[str, Any], tmp_path: Path) -> None:
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text('{"a": 1}')
-    keys = {f"tokenizer.ggml.{name}_token_id": number for name, number in fields.items()}
-    _add_fim_ids(config, {**keys, "tokenizer.ggml.eot_token_id": 3})
-    assert json.loads(config.read_text())["a"] == 1
-    found = FillInMiddle.read(tmp_path, tokenizer_with())
-    assert found is not None
-    assert found.prompt(BEFORE, AFTER) == [5, 1, 2, 6, 3, 7]
-    assert (found.repository, found.file) == (4, 9)
-    assert set(found.ends) == {3, 4, 5, 6, 7, 8, 9}
-    config.write_text(json.dumps({FIM_FIELD: {"pre": -1}}))
-    with pytest.raises(ModelLoadError, match=r"fim_token_ids\.pre"):
-        FillInMiddle.read(tmp_path, tokenizer_with())
-
-
-def test_a_gguf_file_without_them(tmp_path: Path) -> None:
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text("{}")
-    _add_fim_ids(config, {"tokenizer.ggml.eot_token_id": 3})
-    assert config.read_text() == "{}"

@@ -15,12 +15,11 @@ import pytest
 import torch
 from tests.support.tiers import tiered
 from transformers import AutoModelForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama import LlamaConfig
 
 from penstock.engine import LLM, ModelLoadError, SamplingParams
 from penstock.engine.config import ModelConfig
-from penstock.engine.gguf_directory import _rope_scaling, gguf_directory
+from penstock.engine.gguf.directory import gguf_directory
+from penstock.engine.gguf.reader import GgufFile
 from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX
 from penstock.engine.model_files import (
     DEMO_MODEL_PATH,
@@ -29,7 +28,7 @@ from penstock.engine.model_files import (
     weights_fingerprint,
 )
 from penstock.engine.models.loader import load_model
-from penstock.engine.weights.formats.gguf import _TYPES, _stored_name
+from penstock.engine.weights.formats.gguf import _TYPES, GgufCheckpoint
 from penstock.kernels.cpu.build import CACHE_VARIABLE
 from penstock.load.peers import models
 from penstock.load.peers.models import Shape
@@ -123,9 +122,10 @@ def test_logits_are_those_of_transformers(
     directory = gguf_directory(file)  # here, not in a process that imports all this again
     exact = load(directory, "none", quantize_activations=False)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    stored_name = GgufCheckpoint(directory).stored_name
     for name, parameter in reference.named_parameters():
         if parameter.dim() > 1 and not name.endswith("mlp.gate.weight"):
-            kind = gguf.GGMLQuantizationType[types(_stored_name(name))]
+            kind = gguf.GGMLQuantizationType[types(stored_name(name))]
             numbers = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)
             parameter.data = torch.from_numpy(numbers)
     reference.tie_weights()
@@ -163,7 +163,7 @@ def test_how_its_matrices_are_stored_is_said(tmp_path: Path):
 def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     directory = gguf_directory(demo_file)
     first = weights_fingerprint(directory)
-    monkeypatch.setattr("penstock.engine.gguf_directory._write", None)
+    monkeypatch.setattr("penstock.engine.gguf.directory._write", None)
     assert gguf_directory(demo_file) == directory
     moved = tmp_path / "elsewhere"
     moved.mkdir()
@@ -183,10 +183,10 @@ def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: 
 def test_what_was_made_for_a_file_that_is_gone_is_removed(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def write(file: Path, folder: Path) -> None:
-        (folder / "config.json").write_text(file.name)
+    def write(content: GgufFile, folder: Path) -> None:
+        (folder / "config.json").write_text(content.parts[0].name)
 
-    monkeypatch.setattr("penstock.engine.gguf_directory._write", write)
+    monkeypatch.setattr("penstock.engine.gguf.directory._write", write)
     files = [tmp_path / f"{name}.gguf" for name in ("gone", "stays", "new")]
     for number, file in enumerate(files):
         file.write_bytes(_declaring().ljust(4096 + number, b"\0"))
@@ -247,7 +247,7 @@ _U8, _U32, _ARRAY = 0, 4, 9
         (_declaring(num_keys=300_000), "it declares 300,000 keys, more than 4,096"),
         (
             _declaring(keys=_text("a") + struct.pack("<IIQ", _ARRAY, _U8, 9 << 20), num_keys=1),
-            "it declares 9,437,184 elements of arrays, more than 3,145,728",
+            "it declares 9,437,184 elements of arrays, more than 2,097,152",
         ),
         (
             _declaring(keys=_text("a") + struct.pack("<IIQ", _ARRAY, _ARRAY, 1), num_keys=1),
@@ -269,7 +269,7 @@ _U8, _U32, _ARRAY = 0, 4, 9
                 num_keys=1,
                 tensor=_text("t") + struct.pack("<IQIQ", 1, 4, 0, 0),
             ),
-            "no multiple of 0",
+            "general.alignment is 0",
         ),
         (
             _declaring(tensor=_text("t") + struct.pack("<IQIQ", 1, 4, 0, 1 << 40)),
@@ -281,7 +281,7 @@ _U8, _U32, _ARRAY = 0, 4, 9
 def test_what_declares_too_much_is_refused_before_it_is_read(
     content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("penstock.engine.gguf_directory._write", None)
+    monkeypatch.setattr("penstock.engine.gguf.directory._write", None)
     file = tmp_path / "x.gguf"
     file.write_bytes(content)
     with pytest.raises(ModelLoadError, match=re.escape(message)):
@@ -329,20 +329,3 @@ def test_a_tensor_that_is_not_used_is_refused(demo_file: Path):
     index.write_text(json.dumps(values))
     with pytest.raises(ModelLoadError, match=r"1 tensors .* blk\.0\.attn_sinks\.weight"):
         load_model(ModelConfig(), index.parent, CPU)
-
-
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_rotary_factors_of_llama_3(factor: float):
-    """llama.cpp stores how much slower each frequency is; transformers has the parameters."""
-    scaling = {
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
-    }  # fmt: skip
-    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=scaling)
-    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
-    plain = 500000.0 ** -(torch.arange(0, 64, 2) / 64)
-    factors = (plain / scaled).tolist()
-    found = _rope_scaling(Path("x.gguf"), {"rope_theta": 500000.0}, factors)
-    assert found == scaling
-    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight"):
-        _rope_scaling(Path("x.gguf"), {"rope_theta": 500000.0}, [*factors[:-1], factor / 2])
