@@ -8,9 +8,11 @@ another one. A process of its own makes it: the gateway knows no kernels, whose 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,13 +62,17 @@ def gguf_directory(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    """Of its size, its beginning, and samples to its end."""
+    """Of its size, its beginning, and samples to its end; of a split one, those of all parts."""
     with file.open("rb") as data:
         if data.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise ModelLoadError(f"{file} is not a GGUF file")
-    digest = hashlib.sha256(str(file.stat().st_size).encode())
-    for sample in weight_samples(file):
-        digest.update(sample)
+    name = re.fullmatch(r"(.*)-\d{5}-of-(\d{5}\.gguf)", file.name)
+    others = file.parent.glob(f"{glob.escape(name[1])}-*-of-{name[2]}") if name else ()
+    digest = hashlib.sha256()
+    for part in (file, *sorted(set(others) - {file})):
+        digest.update(str(part.stat().st_size).encode())
+        for sample in weight_samples(part):
+            digest.update(sample)
     return digest.hexdigest()[:16]
 
 
