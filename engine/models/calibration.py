@@ -32,6 +32,7 @@ _MAX_TOKENS, _SEQUENCE_TOKENS = 4000, 512
 _NUM_RANDOM = 1024  # tokens for a model without a tokenizer
 _MAX_FEATURES = 16_384  # of inputs: their products are a matrix of so many rows and columns
 _BLOCK_SIZE = 16
+_ROWS_AT_ONCE = 512  # of such a matrix
 _REPORT_S = 10.0
 
 
@@ -142,14 +143,17 @@ def _choose(
 
 @contextmanager
 def _second_moments(linears: dict[str, Linear]) -> Iterator[dict[str, Tensor]]:
-    """xᵀ · x, over all rows x that these modules read."""
+    """xᵀ · x, over all rows x that these modules read; only what is on and above the diagonal."""
     sums: dict[str, Tensor] = {}
 
     def watch(name: str, module: Linear) -> torch.utils.hooks.RemovableHandle:
         def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
             if name not in sums:
                 sums[name] = torch.zeros(module.in_features, module.in_features)
-            sums[name].addmm_(given[0].T, given[0])
+            x = given[0]
+            for start in range(0, x.shape[1], _ROWS_AT_ONCE):
+                rows = slice(start, start + _ROWS_AT_ONCE)
+                sums[name][rows, start:].addmm_(x[:, rows].T, x[:, start:])
 
         return module.register_forward_pre_hook(add)
 

@@ -15,6 +15,7 @@ TOP_CODE = 15
 _NUM_STEPS = 8  # scales that are tried for a block
 _LAZY_COLUMNS = 128  # whose errors are spread to the columns after them at once
 _DAMPING = 0.01  # added to the diagonal, in parts of its mean
+_LEAST_QUARTERED = 256  # rows of a triangle that is inverted as it is
 _SCALE_BITS = 11  # of half-precision numbers, in which kernels keep scales
 
 
@@ -75,7 +76,7 @@ def round_columns(
     Args:
         matrix: float32 [out_features, in_features], finite
         second_moments: of the inputs: xᵀ · x over calibration tokens, float32 [in_features,
-            in_features].
+            in_features], of which what is below the diagonal is not read.
         size: columns of a block.
 
     Returns:
@@ -119,6 +120,19 @@ def _error_factor(second_moments: Tensor) -> Tensor:
     diagonal = moments.diagonal()
     diagonal[diagonal <= 0] = 1.0  # inputs that are always zero
     diagonal += _DAMPING * diagonal.mean()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor
+    # moments = factor · factorᵀ, of an upper factor: its inverse is the one that is asked for.
+    upper = torch.linalg.cholesky(moments.flip(0, 1)).flip(0, 1).contiguous()
+    return _inverse_of_upper(upper)
+
+
+def _inverse_of_upper(matrix: Tensor) -> Tensor:
+    """By quarters, so that most of it is products."""
+    size = len(matrix)
+    if size <= _LEAST_QUARTERED:
+        return torch.linalg.solve_triangular(matrix, torch.eye(size), upper=True)
+    half = size // 2
+    inverse = torch.zeros_like(matrix)
+    first = inverse[:half, :half] = _inverse_of_upper(matrix[:half, :half])
+    last = inverse[half:, half:] = _inverse_of_upper(matrix[half:, half:])
+    torch.mm(first @ matrix[:half, half:], -last, out=inverse[:half, half:])
+    return inverse
