@@ -129,7 +129,8 @@ def _inverse_of_upper(matrix: Tensor) -> Tensor:
     """By quarters, so that most of it is products."""
     size = len(matrix)
     if size <= _LEAST_QUARTERED:
-        return torch.linalg.solve_triangular(matrix, torch.eye(size), upper=True)
+        small: Tensor = torch.linalg.solve_triangular(matrix, torch.eye(size), upper=True)
+        return small
     half = size // 2
     inverse = torch.zeros_like(matrix)
     first = inverse[:half, :half] = _inverse_of_upper(matrix[:half, :half])
