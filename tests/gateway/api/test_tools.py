@@ -296,6 +296,7 @@ async def test_history_reaches_the_template(serve: Serve) -> None:
             "role": "assistant",
             "content": "",
             "reasoning_content": "Hm.",
+            "thinking": "Hm.",
             "tool_calls": [
                 {
                     "id": "c1",
