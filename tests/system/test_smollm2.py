@@ -58,5 +58,7 @@ async def test_a_stream_goes_on_when_the_engine_is_killed(served: Served) -> Non
         answer = await client.chat.completions.create(
             model="smollm2",
             messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_tokens=30,
         )
         assert "Paris" in str(answer.choices[0].message.content)
