@@ -136,11 +136,6 @@ def _write(content: GgufFile, folder: Path) -> None:
         written = write_tokenizer(content.keys, folder)
     except ModelLoadError as error:
         raise ModelLoadError(f"{content.parts[0]}: {error}") from error
-    size = json.loads((folder / "config.json").read_text()).get("vocab_size", written.num_tokens)
-    if written.num_tokens > size:
-        raise ModelLoadError(
-            f"{content.parts[0]}: it has {written.num_tokens:,} tokens, its model {size:,}"
-        )
     ends = {"eos_token_id": written.end_token_ids}
     _write_json(folder / "generation_config.json", ends)
 
