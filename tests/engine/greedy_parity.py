@@ -156,3 +156,18 @@ def check_greedy_parity(
             num_excused += 1
     assert num_excused <= sum(map(len, expected)) / 10_000
     assert (core.scheduler.counters.num_preemptions > 0) == (schedule == "small pool")
+
+
+def expected_tokens(model: Any, prompt: list[int], num_new: int) -> list[int]:
+    """The likeliest tokens of `transformers`, so many whatever ends an answer."""
+    with torch.inference_mode():
+        tokens: list[int] = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            min_new_tokens=num_new,
+            max_new_tokens=num_new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+    return tokens

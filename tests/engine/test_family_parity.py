@@ -22,7 +22,7 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
 from tests.support.tiers import tiered
 
-from .greedy_parity import NEAR_TIE, excuse, run
+from .greedy_parity import NEAR_TIE, excuse, expected_tokens, run
 from .model_families import FAMILIES, SIX
 
 NUM_NEW = 10
@@ -59,15 +59,6 @@ def test_greedy_tokens_equal_transformers(name: str, tiny_checkpoint: Callable[.
     assert core.scheduler.counters.num_preemptions > 0
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for index, prompt in enumerate(prompts()):
-        with torch.inference_mode():
-            expected = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                min_new_tokens=NUM_NEW,
-                max_new_tokens=NUM_NEW,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )[0, len(prompt) :].tolist()
+        expected = expected_tokens(model, prompt, NUM_NEW)
         found = tokens[f"r{index}"]
         assert found == expected or excuse(model, prompt, found, expected) < NEAR_TIE

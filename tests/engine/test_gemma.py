@@ -15,7 +15,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from tests.support.real_models import gemma_file
 
-from .greedy_parity import NEAR_TIE, excuse, run
+from .greedy_parity import NEAR_TIE, excuse, expected_tokens, run
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.external]
 NUM_NEW = 16
@@ -58,15 +58,6 @@ def test_greedy_tokens_equal_transformers() -> None:
     core.close()
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
     for number, prompt in enumerate(prompts):
-        with torch.inference_mode():
-            expected = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                min_new_tokens=NUM_NEW,
-                max_new_tokens=NUM_NEW,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )[0, len(prompt) :].tolist()
+        expected = expected_tokens(model, prompt, NUM_NEW)
         got = found[f"r{number}"]
         assert got == expected or excuse(model, prompt, got, expected) < NEAR_TIE
