@@ -16,6 +16,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.generation.served_model import load_model
+from penstock.kernels.cpu.build import CACHE_VARIABLE
 
 from ..conftest import ANSWER, Serve, Served, listen
 from ..fake_engine import FakeEngine
@@ -79,13 +80,23 @@ TEMPLATE = (
 )
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where directories are made of others."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("is_file", [True, False])
-async def test_another_template(serve: Serve, tmp_path: Path, is_file: bool) -> None:
+async def test_another_template(
+    serve: Serve, model_path: Path, tmp_path: Path, is_file: bool
+) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(TEMPLATE)
     given = str(file) if is_file else TEMPLATE
     defaults = '{"mood": "calm"}'
-    async with serve(chat_template=given, default_chat_template_kwargs=defaults) as served:
+    model = ModelConfig(model=str(model_path), chat_template=given)
+    async with serve(model=model, default_chat_template_kwargs=defaults) as served:
         for more, mood in (
             ({}, "calm"),
             ({"chat_template_kwargs": {"mood": "glad"}}, "glad"),
@@ -100,20 +111,19 @@ async def test_another_template(serve: Serve, tmp_path: Path, is_file: bool) -> 
         assert served.tokenizer.decode(tokens) == "[calm]Hello>"
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ("missing.jinja", "--chat-template: there is no file 'missing.jinja'"),
         ("x" * 5000, "--chat-template: there is no file"),
-        ("{% for", "--chat-template: the model's chat template is broken"),
+        ("{% for", "--chat-template: the chat template is broken"),
     ],
 )
 def test_what_is_no_template(model_path: Path, given: str, said: str) -> None:
-    config = GatewayConfig(
-        engine_address="unused", model=ModelConfig(model=str(model_path)), chat_template=given
-    )
+    model = ModelConfig(model=str(model_path), chat_template=given)
     with pytest.raises(ConfigError, match=said):
-        load_model(config)
+        load_model(GatewayConfig(engine_address="unused", model=model))
 
 
 async def test_other_sampling_defaults(serve: Serve, model_path: Path) -> None:
