@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,48 @@ def test_sampling_defaults_that_are_none(model_path: Path, overrides: str, said:
     model = ModelConfig(model=str(model_path), override_generation_config=overrides)
     with pytest.raises(ConfigError, match=said):
         load_model(GatewayConfig(engine_address="unused", model=model))
+
+
+@pytest.mark.parametrize(
+    ("recommended", "expected"),
+    [
+        (None, {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}),
+        ({"eos_token_id": 0}, {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}),
+        (
+            {"repetition_penalty": 1.05},
+            {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05},
+        ),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"top_p": 0.9}, {"top_p": 0.9}),
+    ],
+)
+async def test_how_chats_are_sampled(
+    serve: Serve,
+    model_path: Path,
+    tmp_path: Path,
+    recommended: dict[str, Any] | None,
+    expected: dict[str, float],
+) -> None:
+    """The server says it of each model, for its page and for `penstock chat`. Who asks the API and
+    says nothing gets the model's own defaults, and OpenAI's for the rest."""
+    path = tmp_path / "model"
+    shutil.copytree(model_path, path)
+    (path / "generation_config.json").unlink()
+    if recommended is not None:
+        (path / "generation_config.json").write_text(json.dumps(recommended))
+    async with serve(model=ModelConfig(model=str(path))) as served:
+        [card] = (await served.http.get("/v1/models")).json()["data"]
+        assert card["chat_sampling"] == expected
+        await served.http.post("/v1/chat/completions", json={"messages": HELLO})
+        params = list(served.engine.submitted.values())[-1].sampling_params
+        own = recommended or {}
+        assert params.temperature == own.get("temperature", 1.0)
+        assert (params.top_p, params.min_p) == (own.get("top_p", 1.0), 0.0)
+    model = ModelConfig(model=str(path), override_generation_config='{"temperature": 1}')
+    async with serve(model=model) as served:
+        [card] = (await served.http.get("/v1/models")).json()["data"]
+        own = {name: value for name, value in own.items() if name != "eos_token_id"}
+        assert card["chat_sampling"] == {**own, "temperature": 1.0}
 
 
 async def test_alternatives_may_be_fewer(serve: Serve) -> None:
