@@ -124,12 +124,13 @@ def test_what_is_no_chat_template(tmp_path: Path) -> None:
         assert refusal(chat_template=given).startswith(f"--chat-template: {said}")
 
 
-def test_a_chat_template_offline() -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
-    with LLM("demo", dtype="float32", max_model_len=256, chat_template=template) as llm:
+def test_a_chat_template_offline(several: Path) -> None:
+    """The engine ends answers with the end of its turns."""
+    with LLM(str(several), dtype="float32", max_model_len=256, chat_template=MINE) as llm:
+        assert 1 in llm.info.eos_token_ids
         params = SamplingParams(temperature=0.0, max_tokens=1)
         [answer] = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
-    assert answer.prompt == "Hi:"
+    assert answer.prompt == "<|im_start|>Hi<|im_end|>"
 
 
 def test_other_fields() -> None:
