@@ -1,5 +1,6 @@
-"""A model directory with another tokenizer or other fields of `config.json`: `--tokenizer` and
-`--hf-overrides`. `python -m penstock.engine.composed_directory JSON` prints it.
+"""A model directory with another tokenizer, another chat template or other fields of `config.json`:
+`--tokenizer`, `--chat-template` and `--hf-overrides`. `python -m penstock.engine.composed_directory
+JSON` prints it.
 
 It has links to the files of the directories that it is made of, so that whatever reads a model's
 directory reads it. It is named by a digest of these and of the fields. A process of its own makes
@@ -13,28 +14,35 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.json_file import is_present, read_json
-from penstock.engine.users_files import ORIGIN
+from penstock.engine.users_files import ORIGIN, TEMPLATE
 from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
 
 _VERSION = 1  # of what is written; a change makes other directories
 _CONFIG = "config.json"
 _ROPE = ("rope_scaling", "rope_theta")
+_TEMPLATES = (TEMPLATE, "chat_template.json", "additional_chat_templates")
 _OF_TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates",
+    "vocab.json", "merges.txt", "tokenizer.model", *_TEMPLATES,
 )  # fmt: skip
 
 
-def composed_directory(model: Path, tokenizer: Path | None, fields: Mapping[str, Any]) -> Path:
+def composed_directory(
+    model: Path,
+    tokenizer: Path | None,
+    fields: Mapping[str, Any],
+    template: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """The model's directory with the tokenizer of another one, made unless it is there.
 
     Args:
         fields: replace those of `config.json`; those of its sections (`text_config`, …) one by one.
+        template: the `file` or the `text` of the one chat template; empty: those that are there.
 
     Raises:
         ModelLoadError: a directory cannot be read, or there is no place for a new one.
@@ -45,15 +53,22 @@ def composed_directory(model: Path, tokenizer: Path | None, fields: Mapping[str,
             files = {name: file for name, file in files.items() if name not in _OF_TOKENIZER}
             there = {each.name: each.absolute() for each in tokenizer.iterdir()}
             files |= {name: there[name] for name in _OF_TOKENIZER if name in there}
+        if template:
+            files = {name: file for name, file in files.items() if name not in _TEMPLATES}
+        if "file" in template:
+            files[TEMPLATE] = Path(template["file"])
         config = _with_fields(read_json(model / _CONFIG), fields)
-        facts = [_VERSION, sorted((name, str(file)) for name, file in files.items()), config]
+        texts = {_CONFIG: json.dumps(config, indent=1)} if fields else {}
+        if "text" in template:
+            texts[TEMPLATE] = template["text"]
+        facts = [_VERSION, sorted((name, str(file)) for name, file in files.items()), texts]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         folder = cache_dir() / "composed" / f"{model.name}-{digest}"
         if not is_present(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             remove_orphans(folder.parent, link=ORIGIN)
             files[ORIGIN] = model.absolute()
-            _make(folder, files, config if fields else None)
+            _make(folder, files, texts)
     except BuildError as error:
         raise ModelLoadError(f"{model}: no place for its configuration: {error}") from error
     except OSError as error:
@@ -84,15 +99,16 @@ def _replaced(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def _make(folder: Path, files: Mapping[str, Path], config: Mapping[str, Any] | None) -> None:
+def _make(folder: Path, files: Mapping[str, Path], texts: Mapping[str, str]) -> None:
+    """Links to files, and new files with these texts."""
     with unfinished(folder.parent) as temporary:
         made = temporary / "made"
         made.mkdir()
         for name, file in files.items():
-            (made / name).symlink_to(file)
-        if config is not None:
-            (made / _CONFIG).unlink()
-            (made / _CONFIG).write_text(json.dumps(config, indent=1))
+            if name not in texts:
+                (made / name).symlink_to(file)
+        for name, text in texts.items():
+            (made / name).write_text(text)
         try:
             made.rename(folder)
         except OSError:  # another process was faster
@@ -102,10 +118,9 @@ def _make(folder: Path, files: Mapping[str, Path], config: Mapping[str, Any] | N
 
 def main(settings: str) -> str:
     """settings: a JSON list of the arguments of `composed_directory`."""
-    model, tokenizer, fields = json.loads(settings)
-    return str(
-        composed_directory(Path(model), None if tokenizer is None else Path(tokenizer), fields)
-    )
+    model, tokenizer, fields, template = json.loads(settings)
+    other = None if tokenizer is None else Path(tokenizer)
+    return str(composed_directory(Path(model), other, fields, template))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class ModelConfig:
             (`demo`, `smollm2`).
         tokenizer: another model, as `model` names one, whose tokenizer and chat template are used.
         tokenizer_revision: of `tokenizer` or, without one, of the model's own.
+        chat_template: a file with a template, or its text, instead of all of the model's own.
         revision: branch, tag or commit on the Hub.
         download_dir: for models of the Hub; None: the Hub's own cache.
         hf_overrides: a JSON object: fields that replace those of `config.json`.
@@ -72,6 +73,7 @@ class ModelConfig:
     model: str = DEMO_MODEL
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
+    chat_template: str | None = None
     revision: str | None = None
     download_dir: str | None = None
     hf_overrides: str | None = None

@@ -50,18 +50,21 @@ _WEIGHT_FILES = ("*.safetensors",)
 _WEIGHTS = (*_WEIGHT_FILES, "*.gguf")
 _NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and a copy of the weights in another format
 _MODULES = ("[0-9]*_*/config.json",)  # of models that embed or score: small files in subfolders
+_MAX_TEMPLATE_BYTES = 96 << 10  # of a text: Linux starts no process with a longer argument
 
 
 def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
-    """The directory of the model's files, downloaded from the Hub if necessary. With `--tokenizer`
-    or `--hf-overrides`, a directory that is made of it (`composed_directory`).
+    """The directory of the model's files, downloaded from the Hub if necessary. With `--tokenizer`,
+    `--chat-template` or `--hf-overrides`, a directory that is made of it (`composed_directory`).
 
     Args:
         weights: also fetch the safetensors files, which the gateway does not need.
 
     Raises:
         ModelLoadError: no such directory or repository, or the Hub cannot be reached.
+        ConfigError: what `--chat-template` says is no template.
     """
+    template = _given_template(config.chat_template)
     path, fields = _resolve(config, weights=weights), config.config_overrides
     other = None
     own = (config.model, config.revision)
@@ -74,10 +77,39 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
             other = _resolve(settings, weights=False, required="tokenizer.json")
         except ModelLoadError as error:
             raise ModelLoadError(f"--tokenizer: {error}") from error
-    if other is None and not fields:
+    if other is None and not fields and not template:
         return path
-    arguments = [str(path), None if other is None else str(other), fields]
+    arguments = [str(path), None if other is None else str(other), fields, template]
     return _made_by("penstock.engine.composed_directory", json.dumps(arguments))
+
+
+def _given_template(given: str | None) -> dict[str, str]:
+    """`--chat-template`: a file, or as vLLM has it, a text with braces or a line end.
+
+    Returns:
+        The `file` or the `text`; nothing if it is not given.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None:
+        return {}
+    try:
+        file = Path(given).expanduser()
+        is_file = given != "" and file.exists()
+    except (OSError, RuntimeError, ValueError):  # such as a name that is too long, ~nobody
+        is_file = False
+    if is_file:
+        try:
+            check_file(file)
+        except ModelLoadError as error:
+            raise ConfigError(f"--chat-template: {error}") from error
+        return {"file": str(file.absolute())}
+    if not any(character in given for character in "{}\n"):
+        raise ConfigError(f"--chat-template: there is no file {given!r}, and it is no template")
+    if len(json.dumps(given)) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError("--chat-template: a text this long must be in a file")
+    return {"text": given}
 
 
 def is_local(config: ModelConfig) -> bool:

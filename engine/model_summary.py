@@ -21,7 +21,12 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import MatrixLayer
-from penstock.engine.model_files import is_local, read_generation_defaults, resolve_model
+from penstock.engine.model_files import (
+    GenerationDefaults,
+    is_local,
+    read_generation_defaults,
+    resolve_model,
+)
 from penstock.engine.models.loader import build_without_weights
 from penstock.engine.models.registry import is_native, missing_option
 from penstock.engine.packaged_models import PACKAGED_MODELS
@@ -58,7 +63,7 @@ def _facts(config: ModelConfig, cache: CacheConfig, path: Path) -> dict[str, str
         _check_small_files(config, path)
         return {"architecture": ", ".join(names), "runs": "as an encoder of texts"}
     model = build_without_weights(config, path, has_weights=has_weights)
-    _check_small_files(config, path)
+    sampling = _check_small_files(config, path).sampling
     kv_dtype = resolve_kv_dtype(cache, model.dtype)
     use_kv_dtype(model, kv_dtype)
     shape = KVShape.of(model.kv_spec, 1)
@@ -81,6 +86,8 @@ def _facts(config: ModelConfig, cache: CacheConfig, path: Path) -> dict[str, str
             has_room=weights <= free,
             has_experts=any(isinstance(each, ExpertMatrices) for each in matrices),
         ),
+        "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        or "no defaults of its own",
     }
 
 
@@ -155,11 +162,14 @@ def _status(place: _Place, config: ModelConfig, cache: CacheConfig) -> str:
     return f"runs {facts['runs']}" + (f"; {place.about}" if place.about else "")
 
 
-def _check_small_files(config: ModelConfig, path: Path) -> None:
+def _check_small_files(config: ModelConfig, path: Path) -> GenerationDefaults:
     """Read what the gateway reads at its start, to refuse what it would."""
-    read_generation_defaults(path, config.generation_config, config.generation_overrides)
+    defaults = read_generation_defaults(
+        path, config.generation_config, config.generation_overrides, model=config.model
+    )
     Tokenizer.from_directory(path)
     ChatTemplate.from_directory(path).check()
+    return defaults
 
 
 def _how(config: ModelConfig, path: Path) -> str:

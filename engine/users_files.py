@@ -1,8 +1,8 @@
 """What messages call the files of a model: as its user did.
 
 A model may be read from a directory that its user has never seen: one that was made for a GGUF
-file or for `--tokenizer` and `--hf-overrides`, or the Hub's cache. Errors name a file there; here
-they get the name of the file that the user can look at, and a GGUF file's own key.
+file or for `--tokenizer`, `--chat-template` and `--hf-overrides`, or the Hub's cache. Errors name a
+file there; here they get the name of the file that the user can look at, and a GGUF file's own key.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX, is_present, read_json
 
 ORIGIN = ".origin"  # in a directory that was composed: a link to the model's own
+TEMPLATE = "chat_template.jinja"  # there: a link to a file, or a text of the command line
 
 
 @contextmanager
@@ -43,6 +44,8 @@ def in_users_words(text: str, model: str, path: Path) -> str:
         while is_present(folder / ORIGIN):
             file = folder / name
             own = file.readlink() if name and file.is_symlink() else None
+            if name == TEMPLATE and own is None and is_present(file):
+                return "--chat-template", ""
             origin = (folder / ORIGIN).readlink()
             folder, name = (origin, name) if own is None else (own.parent, own.name)
         key = (found["key"] or "").removeprefix(": ")

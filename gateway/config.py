@@ -55,7 +55,6 @@ class GatewayConfig:
         trust_request_chat_template: requests may bring their own template.
         tool_call_parser, reasoning_parser: formats of tool calls and thoughts; None: as the chat
             template shows; `none`: they stay text.
-        chat_template: a file with a template, or its text, instead of the model's own.
         default_chat_template_kwargs: a JSON object: variables of the template where a request has
             none.
         max_logprobs: alternatives that a request may ask for beside each token; -1: no limit but
@@ -134,7 +133,6 @@ class GatewayConfig:
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    chat_template: str | None = None
     default_chat_template_kwargs: str | None = None
     max_logprobs: int = -1
 

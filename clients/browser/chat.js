@@ -314,7 +314,7 @@ function showBanner(/** @type {string} */ shown) {
 
 function onStateChange() {
   if (client.state === "open") {
-    settings.offer(client.models);
+    settings.offer(client.models, client.sampling);
     closeKeyDialog();
     void list.refresh();
     void (pane.id || !location.hash ? catchUp() : openAddressed());

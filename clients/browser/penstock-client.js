@@ -76,6 +76,8 @@ export class PenstockClient extends EventTarget {
   /** @type {ConnectionState} */ state = "closed";
   /** Ids of the models that the server offers; refreshed on every connect. @type {string[]} */
   models = [];
+  /** How each is to be sampled in a chat: the model's own defaults, or some that suit most. @type {Record<string, Record<string, number>>} */
+  sampling = {};
   /** Whether messages may have images. */
   takesImages = false;
   /** Tries in a row that brought no lasting connection, and what became of the last one. */
@@ -267,6 +269,9 @@ export class PenstockClient extends EventTarget {
       const url = this.#WebSocket && (await this.#socketUrl());
       if (attempt !== this.#attempt) return;
       this.models = models.data.map((/** @type {{ id: string }} */ model) => model.id);
+      this.sampling = Object.fromEntries(
+        models.data.map((/** @type {any} */ model) => [model.id, model.chat_sampling ?? {}]),
+      );
       this.takesImages = models.data[0]?.input_modalities?.includes("image") ?? false;
       this.#open(attempt, url);
     } catch (error) {

@@ -7,7 +7,8 @@ import { byId } from "./dom.js";
 import { TOOLS } from "./tools.js";
 
 const ITEM = "penstock.settings";
-const NUMBERS = ["temperature", "top_p", "max_output_tokens"];
+const SAMPLING = ["temperature", "top_p", "min_p"];
+const NUMBERS = [...SAMPLING, "max_output_tokens"];
 const SWITCHES = ["tools", "think"];
 const dialog = /** @type {HTMLDialogElement} */ (byId("settings-dialog"));
 const form = /** @type {HTMLFormElement} */ (byId("settings-form"));
@@ -15,6 +16,7 @@ const models = /** @type {HTMLSelectElement} */ (byId("setting-model"));
 
 export class Settings {
   /** @type {Record<string, string>} */ #values;
+  /** By model: what holds where the user says nothing. @type {Record<string, Record<string, number>>} */ #sampling = {};
   #onChange;
 
   constructor(/** @type {() => void} */ onChange) {
@@ -23,6 +25,7 @@ export class Settings {
     this.#onChange = onChange;
     this.#applyTheme();
     form.addEventListener("input", () => this.#take());
+    models.addEventListener("change", () => this.#hint());
     byId("settings-reset").addEventListener("click", () => this.#reset());
     byId("settings-close").addEventListener("click", () => { if (form.reportValidity()) dialog.close(); });
     form.addEventListener("submit", (event) => { event.preventDefault(); dialog.close(); });
@@ -37,11 +40,17 @@ export class Settings {
     dialog.showModal();
   }
 
-  /** Offers these models; one that was chosen and is gone is forgotten. */
-  offer(/** @type {string[]} */ offered) {
+  /**
+   * Offers these models; one that was chosen and is gone is forgotten.
+   * @param {string[]} offered
+   * @param {Record<string, Record<string, number>>} sampling  how each is sampled, unless the user says
+   */
+  offer(offered, sampling) {
+    this.#sampling = sampling;
     models.replaceChildren(...offered.map((name) => new Option(name, name)));
     if (!offered.includes(this.#values.model)) delete this.#values.model;
     models.value = this.model;
+    this.#hint();
   }
 
   get model() {
@@ -50,7 +59,10 @@ export class Settings {
 
   /** What a request is to carry of it. @returns {Record<string, any> & { model: string }} */
   parameters() {
-    /** @type {Record<string, any> & { model: string }} */ const found = { model: this.model };
+    /** @type {Record<string, any> & { model: string }} */ const found = {
+      model: this.model,
+      ...this.#sampling[this.model],
+    };
     if (this.#values.instructions?.trim()) found.instructions = this.#values.instructions;
     for (const name of NUMBERS) if (this.#values[name]) found[name] = Number(this.#values[name]);
     if (this.hasTools) found.tools = TOOLS;
@@ -66,11 +78,11 @@ export class Settings {
 
   #take() {
     for (const [name, value] of new FormData(form)) {
-      const field = /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
+      const field = fieldOf(name);
       // A radio group has no validity of its own; a number that is out of range is not taken.
       if (field instanceof RadioNodeList || field.validity.valid) this.#values[name] = String(value);
     }
-    for (const name of SWITCHES) this.#values[name] = switchOf(name).checked ? "on" : "";
+    for (const name of SWITCHES) this.#values[name] = fieldOf(name).checked ? "on" : "";
     this.#keep();
   }
 
@@ -83,11 +95,20 @@ export class Settings {
 
   #fill() {
     for (const name of ["instructions", ...NUMBERS]) {
-      /** @type {HTMLInputElement} */ (form.elements.namedItem(name)).value = this.#values[name] ?? "";
+      fieldOf(name).value = this.#values[name] ?? "";
     }
-    for (const name of SWITCHES) switchOf(name).checked = Boolean(this.#values[name]);
+    for (const name of SWITCHES) fieldOf(name).checked = Boolean(this.#values[name]);
     models.value = this.model;
+    this.#hint();
     /** @type {RadioNodeList} */ (form.elements.namedItem("theme")).value = this.#values.theme ?? "auto";
+  }
+
+  /** Shows what is sent for a field that is empty. */
+  #hint() {
+    for (const name of SAMPLING) {
+      const usual = this.#sampling[models.value]?.[name];
+      fieldOf(name).placeholder = usual === undefined ? "default" : String(usual);
+    }
   }
 
   #keep() {
@@ -103,13 +124,13 @@ export class Settings {
   }
 }
 
-function switchOf(/** @type {string} */ name) {
+function fieldOf(/** @type {string} */ name) {
   return /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
 }
 
 /** Whether a number that was kept is one that its field would take. */
 function isValid(/** @type {string} */ name, /** @type {string | undefined} */ value) {
-  const field = /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
+  const field = fieldOf(name);
   field.value = value ?? "";
   return field.value !== "" && field.validity.valid;
 }

@@ -8,7 +8,7 @@ Role = Literal["user", "assistant", "system", "developer"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 
-class Model(TypedDict):
+class _Model(TypedDict):
     id: str
     object: str
     created: int
@@ -16,6 +16,12 @@ class Model(TypedDict):
     max_model_len: int
     quantization: str
     weight_bytes: int
+
+
+class Model(_Model, total=False):
+    # Of the server's page and `penstock chat`: the model's own or, where it has none, some that
+    # suit most models. Older servers do not say.
+    chat_sampling: dict[str, float]
 
 
 class ModelList(TypedDict):

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,7 @@ from .errors import (
 from .event_stream import EventStream
 from .events import ResponseEvent
 from .images import data_url
-from .objects import Response
+from .objects import Model, Response
 from .operation import AsyncRunner
 from .parameters import Messages
 from .retries import RetryPolicy
@@ -156,7 +156,7 @@ class TerminalChat:
         self._screen = screen
         self._loop = loop
         self._model = ""
-        self._context_lens: dict[str, int | None] = {}  # by model
+        self._models: dict[str, Model] = {}  # by id
         self._transcript = Transcript()
         # The last question, its parent and its images.
         self._asked: tuple[str, Turn | None, tuple[str, ...]] | None = None
@@ -188,8 +188,16 @@ class TerminalChat:
             models = self._loop.start(self._client.models.list()).result()
         except AuthenticationError as error:
             raise ValueError(f"{self._client.base_url} refused (HTTP 401): {error}") from None
-        self._context_lens = {each["id"]: each.get("max_model_len") for each in models["data"]}
-        return list(self._context_lens)
+        self._models = {each["id"]: each for each in models["data"]}
+        return list(self._models)
+
+    @property
+    def _context_len(self) -> int | None:
+        return self._models[self._model].get("max_model_len")
+
+    @property
+    def _sampling(self) -> Mapping[str, Any]:
+        return self._models[self._model].get("chat_sampling", {})
 
     def _obey(self, line: str) -> bool:
         """Carries out a command; false when it is time to leave."""
@@ -326,6 +334,7 @@ class TerminalChat:
             previous_response_id=None if after is None else after.response_id,
             penstock={"events": ["preempted", "resumed", "queue"]},
             reasoning=self._reasoning,
+            extra_body=self._sampling,
         )
         self._stream = run.stream
         run.stream.on_wait = self._note_wait
@@ -356,6 +365,7 @@ class TerminalChat:
             previous_response_id=None if after is None else after.response_id,
             penstock={"events": ["preempted", "resumed", "queue"]},
             reasoning=self._reasoning,
+            extra_body=self._sampling,
         )
 
     def _show(self, event: ResponseEvent, timing: Timing) -> None:
@@ -387,7 +397,7 @@ class TerminalChat:
         raise_if_failed(response)
         question, after, _ = self._asked
         self._transcript.add(question, self._text, response_id=response["id"], parent=after)
-        note = ending(response, self._context_lens.get(self._model))
+        note = ending(response, self._context_len)
         num_tokens = response["usage"]["output_tokens"] if response["usage"] else 0
         self._screen.say(" · ".join(filter(None, (note, timing.summary(num_tokens)))))
 

@@ -3,7 +3,8 @@
 Many templates know no tools, or show them only in part: DeepSeek R1's shows results and no tools.
 What a template shows is found by rendering samples. What it does not is written here: the tools
 into the system message, calls in the format in which the answer's calls are read, and results as
-the user's.
+the user's; so is the system message where there is no such role, and the roles alternate where they
+must.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _SAMPLE: dict[str, Any] = {
     },
 }
 _USER = {"role": "user", "content": "Hello!"}
+_ANSWER = {"role": "assistant", "content": "Hello!"}
 _CALL = {
     "role": "assistant",
     "content": "",
@@ -67,17 +69,24 @@ _HOW_IN_HERMES = (
 )
 _KNOWS_TOOLS = re.compile(r"\btools\b|\btool_calls\b|\bmessages\s*\|")
 _HOW = "To call a function, write exactly:"
+_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateScope:
     """What a chat template shows of a conversation: the system message, the tools that are
-    offered, earlier calls, and their results."""
+    offered, earlier calls, and their results; and whether it wants the roles of user and assistant
+    to alternate."""
 
     system: bool = True
     tools: bool = True
     calls: bool = True
     results: bool = True
+    alternates: bool = False
+
+    @property
+    def shows_all(self) -> bool:
+        return self.system and self.tools and self.calls and self.results
 
 
 ALL_SHOWN = TemplateScope()
@@ -107,11 +116,13 @@ def scope_of(template: ChatTemplate, *, has_tools: bool) -> TemplateScope:
     whole = text(_USER, _CALL, _TOOL, offers=shows_tools)
     called = text(_USER, _CALL, offers=shows_tools) if whole is None else whole
     system = text({"role": "system", "content": _SYSTEM}, _USER, offers=False)
+    answered = text(_USER, _ANSWER, _USER, offers=False)
     return TemplateScope(
         system=_SYSTEM in (system or ""),
         tools=shows_tools or not has_tools,
         calls=_CALLED in (called or ""),
         results=_RESULT in (whole or ""),
+        alternates=answered is not None and text(_USER, _USER, offers=False) is None,
     )
 
 
@@ -130,7 +141,7 @@ def with_tools_in_text(
     Args:
         tool_format: a key of `TOOL_FORMATS`, in which the answer's calls are read.
     """
-    if scope == ALL_SHOWN or not (
+    if scope.shows_all or not (
         tools or any("tool_calls" in each or each.get("role") == "tool" for each in messages)
     ):
         return messages, tools
@@ -140,13 +151,16 @@ def with_tools_in_text(
         for message in shown:
             calls = message.pop("tool_calls", None)
             if calls:
-                message["content"] = _appended(message.get("content"), _calls_in(frame, calls))
+                written = _calls_in(frame, calls)
+                message["content"] = _appended(_without_line_end(message.get("content")), written)
     if not scope.results:
         shown = _without_results(shown)
     if tools and not scope.tools:
-        _introduce(shown, _introduction(tools, tool_format), has_system=scope.system)
+        _introduce(shown, _introduction(tools, tool_format))
         tools = None
-    return shown, tools
+    if not scope.system:
+        shown = _without_system(shown)
+    return _alternating(shown) if scope.alternates else shown, tools
 
 
 def _introduction(tools: Tools, tool_format: str) -> str:
@@ -163,18 +177,42 @@ def _introduction(tools: Tools, tool_format: str) -> str:
     )
 
 
-def _introduce(messages: list[dict[str, Any]], text: str, *, has_system: bool) -> None:
-    """Add a text to the system message, or to the user's first one."""
-    if not has_system:
-        for message in messages:
-            if message.get("role") == "user":
-                message["content"] = _prepended(text, message.get("content"))
-                return
-    if has_system and messages and messages[0].get("role") in ("system", "developer"):
+def _introduce(messages: list[dict[str, Any]], text: str) -> None:
+    """Add a text to the system message."""
+    if messages and messages[0].get("role") in _SYSTEM_ROLES:
         messages[0]["content"] = _appended(messages[0].get("content"), f"\n{text}")
     else:
-        role = "system" if has_system else "user"
-        messages.insert(0, {"role": role, "content": text})
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages where the user says what the system does, before what follows."""
+    shown: list[dict[str, Any]] = []
+    is_system = False  # the last message is the system's
+    for message in messages:
+        if is_system and message.get("role") in ("user", *_SYSTEM_ROLES):
+            before = shown.pop()["content"]
+            message = {**message, "content": _joined(before, message.get("content"))}
+        is_system = message.get("role") in _SYSTEM_ROLES
+        shown.append({**message, "role": "user"} if is_system else message)
+    return shown
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages where neighbours of one role are one message; a system message that is not the
+    first is the user's."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        last = shown[-1] if shown else {}
+        role = message.get("role")
+        if role in _SYSTEM_ROLES and last and last["role"] not in _SYSTEM_ROLES:
+            role = "user"
+        if role != "tool" and role == last.get("role") and "tool_calls" not in last:
+            content = _joined(last.get("content"), message.get("content"))
+            shown[-1] = {**last, **message, "role": role, "content": content}
+        else:
+            shown.append({**message, "role": role})
+    return shown
 
 
 def _without_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -229,10 +267,22 @@ def _appended(content: Any, text: str) -> Any:
     return f"{content}\n{text}" if content else text.removeprefix("\n")
 
 
+def _without_line_end(content: Any) -> Any:
+    """An answer's text without the line end that the model wrote before a call."""
+    return content.removesuffix("\n") if isinstance(content, str) else content
+
+
 def _prepended(text: str, content: Any) -> Any:
     if isinstance(content, list):
         return [{"type": "text", "text": text}, *content]
     return f"{text}\n\n{content}" if content else text
+
+
+def _joined(before: Any, content: Any) -> Any:
+    if not isinstance(before, list):
+        return _prepended(before, content) if before else content
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return [*before, *parts]
 
 
 def _text_of(content: Any) -> str:

@@ -33,7 +33,13 @@ from penstock.engine.json_file import (
 )
 from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
 
-_VERSION = 6  # of what is written; a change makes other directories
+_VERSION = 7  # of what is written; a change makes other directories
+_SAMPLING = "general.sampling."  # begins keys of what a model's makers recommend
+# Those of llama.cpp's samplers that there are here, by the fields of a `generation_config.json`.
+_SAMPLERS = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
 
 
 def gguf_directory(file: Path) -> Path:
@@ -111,7 +117,9 @@ def write_model(content: GgufFile, folder: Path) -> None:
         }
         for name, each in content.tensors.items()
     }  # fmt: skip
-    index = {**reading, "num_parts": len(content.parts), "tensors": tensors}
+    samplers = {name: _SAMPLING + key for name, key in _SAMPLERS.items()}
+    keys = {**reading["keys"], **samplers}
+    index = {**reading, "keys": keys, "num_parts": len(content.parts), "tensors": tensors}
     _write_json(folder / "config.json", config)
     _write_json(folder / GGUF_INDEX, index)
     if pooling := reading["pooling"]:
@@ -137,7 +145,19 @@ def _write(content: GgufFile, folder: Path) -> None:
     except ModelLoadError as error:
         raise ModelLoadError(f"{content.parts[0]}: {error}") from error
     ends = {"eos_token_id": written.end_token_ids}
-    _write_json(folder / "generation_config.json", ends)
+    _write_json(folder / "generation_config.json", ends | _sampling(content.keys))
+
+
+def _sampling(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """As in a `generation_config.json`. Whoever reads that says what is wrong with a value; a list
+    is none, as in llama.cpp."""
+    found = {name: keys.get(_SAMPLING + key) for name, key in _SAMPLERS.items()}
+    return {
+        # Of single precision; llama.cpp reads six digits, too.
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in found.items()
+        if isinstance(value, int | float | str)
+    }
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -183,7 +183,7 @@ class ChatTemplate:
         return self._fault(f"is broken: {_reason(error)}")
 
     def _fault(self, what: str) -> ModelLoadError:
-        return ModelLoadError(f"{located(self._file)}the model's chat template {what}")
+        return ModelLoadError(f"{located(self._file)}the chat template {what}")
 
     def source_for(self, template: str | None, *, has_tools: bool) -> str | None:
         """The source that `render` uses.

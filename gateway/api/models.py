@@ -56,5 +56,6 @@ class Models:
             "input_modalities": ["text"] if self._model.images is None else ["text", "image"],
             "quantization": info.quantization,
             "weight_bytes": info.weight_bytes,
+            "chat_sampling": self._model.chat_sampling,
             **parent,
         }

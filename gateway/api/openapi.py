@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from penstock.engine.request import FinishReason
+from penstock.engine.request import SAMPLING_PARAMETERS, FinishReason
 from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.model import Model
@@ -579,6 +579,13 @@ ANSWERS: dict[str, Schema] = {
         input_modalities=_list(_one_of("text", "image")),
         quantization=STRING,
         weight_bytes=INTEGER,
+        chat_sampling=_object(
+            {
+                name: _NUMBER
+                for name, parameter in SAMPLING_PARAMETERS.items()
+                if parameter.declared.has_model_default
+            }
+        ),
     ),
     "Models": _object(object=_one_of("list"), data=_list(ref("Model"))),
     "Ticket": _object(ticket=STRING, expires_in=_NUMBER),

@@ -99,8 +99,7 @@ class TemplateCheck:
                 answer, _ = process.communicate()
         if not answer:
             raise ModelLoadError(
-                f"{self._where}the model's chat template "
-                f"{_end_of(SandboxEndedError(process.returncode))}"
+                f"{self._where}the chat template {_end_of(SandboxEndedError(process.returncode))}"
             )
         answer = answer[LENGTH_BYTES:]
         if answer.startswith(b"-"):

@@ -52,9 +52,9 @@ from penstock.gateway.launch.flags import (
 from penstock.load.bench.commands import add_benches
 
 _MODEL_FLAGS = (
-    "tokenizer", "tokenizer_revision", "revision", "download_dir", "hf_overrides", "rope_scaling",
-    "rope_theta", "model_impl", "trust_remote_code", "dtype", "quantization", "max_model_len",
-    "kv_cache_dtype",
+    "tokenizer", "tokenizer_revision", "chat_template", "revision", "download_dir", "hf_overrides",
+    "rope_scaling", "rope_theta", "model_impl", "trust_remote_code", "dtype", "quantization",
+    "max_model_len", "kv_cache_dtype",
 )  # fmt: skip
 _SERVE_HELP = "see penstock serve --help"
 

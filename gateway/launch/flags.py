@@ -335,6 +335,18 @@ _QUANTIZATION_SPELLINGS = {
          "modelopt_fp4", "mxfp4", "gpt_oss_mxfp4", "auto-round", "moe_wna16"), "none"),
     "bitsandbytes": "int4",
 }  # fmt: skip
+# What vLLM and SGLang call formats that have another name here: of the same marks.
+_TOOL_SPELLINGS = {
+    "glm": "glm45", "glm47": "glm45", "granite4": "hermes", "mimo": "qwen3_coder",
+    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "gpt-oss": "openai",
+    "llama3": "llama3_json", "qwen": "hermes", "qwen25": "hermes",
+}  # fmt: skip
+_REASONING_SPELLINGS = {
+    "glm47": "glm45", "mimo": "qwen3", "nemotron_v3": "qwen3", "nano_v3": "qwen3",
+    "holo2": "deepseek_r1", "minimax_m2": "deepseek_r1", "step3": "deepseek_r1",
+    "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "gpt-oss": "openai_gptoss",
+    "minimax": "deepseek_r1", "qwen3-thinking": "deepseek_r1",
+}  # fmt: skip
 _LOAD_FORMATS = ("safetensors", "hf", "gguf", "mistral", "bitsandbytes", "fastsafetensors",
                  "runai_streamer")  # fmt: skip
 
@@ -439,14 +451,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "which they come; and the random weights of --load-format dummy", INTEGER),
         Flag("max-logprobs", -1, "alternatives that a request may ask for beside each token; -1: "
              "as many as the API allows", LOGPROBS),
-        Flag("chat-template", None, "file with a chat template, or its text, instead of the "
-             "model's own", FILE),
+        Flag("chat-template", None, "file with a chat template, or its text, instead of all of "
+             "the model's own", FILE, aliases=("--chat-template-file",)),
         Flag("default-chat-template-kwargs", None, "variables of the chat template where a request "
              'has none, such as {"enable_thinking": false}', JSON),
         Flag("tool-call-parser", None, "how the model writes tool calls, by vLLM's names (hermes, "
-             "llama3_json, mistral, …) or none; default: as its chat template shows"),
+             "llama3_json, mistral, …) or none; default: as its chat template shows",
+             spellings=_TOOL_SPELLINGS),
         Flag("reasoning-parser", None, "how it writes thoughts (qwen3, deepseek_r1, …) or none; "
-             "default: as its chat template shows"),
+             "default: as its chat template shows", spellings=_REASONING_SPELLINGS),
         Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
         Flag("num-threads", None, "CPU threads of the engine, or of each of its ranks; default: "
              "one per core", THREADS),

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.clients import RetryPolicy
+from penstock.clients.python.parameters import body_of
 from penstock.clients.python.terminal_chat import choose_model, ending
 
 from ..system.processes import NUM_CONTEXT_TOKENS, Served
+from . import terminal as terminal_of_tests
 from .cutting_proxy import CuttingProxy
 from .terminal import ASKED, COLOURS, CTRL_C, CTRL_D, ENDLESS, LONG, TOLD, Piped, Terminal
 
@@ -35,6 +38,26 @@ def test_turns_from_a_pipe(demo_server: Served) -> None:
     assert first
     assert "Orlan" in second
     assert "Orlan" not in third
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_answers_are_sampled_as_the_server_says(
+    demo_server: Served, monkeypatch: pytest.MonkeyPatch, has_tools: bool
+) -> None:
+    """By the model's own defaults, or those that suit most models."""
+    [card] = httpx.get(f"{demo_server.base_url}/v1/models").json()["data"]
+    assert card["chat_sampling"] == {"temperature": 0.2, "top_p": 0.9}
+    asked: list[dict[str, Any]] = []
+
+    def noted(params: Any, **more: Any) -> dict[str, Any]:
+        asked.append(body_of(params, **more))
+        return asked[-1]
+
+    monkeypatch.setattr(terminal_of_tests, "body_of", noted)
+    assert Piped([TOLD], demo_server.base_url, has_tools=has_tools).exit_code == 0
+    assert asked
+    for body in asked:
+        assert (body["temperature"], body["top_p"], "min_p" in body) == (0.2, 0.9, False)
 
 
 def test_messages_of_several_lines(

@@ -1,8 +1,9 @@
-"""`--tokenizer` and `--hf-overrides`: a directory made of others, which nobody reads about."""
+"""`--tokenizer`, `--chat-template`, `--hf-overrides`: a directory that nobody reads about."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import pytest
 from penstock.engine import LLM, SamplingParams
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model, weights_fingerprint
+from penstock.engine.model_files import (
+    DEMO_MODEL_PATH,
+    read_generation_defaults,
+    resolve_model,
+    weights_fingerprint,
+)
 from penstock.engine.model_summary import summarise
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.load.peers.workers.gguf_model import convert
@@ -42,6 +48,89 @@ def test_another_tokenizer(other: Path) -> None:
     assert weights_fingerprint(path) == weights_fingerprint(DEMO_MODEL_PATH), "the same KV"
     assert composed(tokenizer=str(other)) == path, "it is made once"
     assert composed(tokenizer="demo") == DEMO_MODEL_PATH, "of itself there is nothing to make"
+
+
+MINE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """The demo model with templates everywhere, of which one is broken, and an end of turns that
+    none of them writes."""
+    path = tmp_path / "several"
+    shutil.copytree(DEMO_MODEL_PATH, path)
+    tokenizer = (path / "tokenizer.json").read_text()
+    spare = next(each for each in json.loads(tokenizer)["added_tokens"] if each["id"] == 1)
+    renamed = tokenizer.replace(json.dumps(spare["content"]), '"<|im_end|>"')
+    (path / "tokenizer.json").write_text(renamed)
+    named = [{"name": name, "template": name} for name in ("default", "tool_use")]
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config.pop("added_tokens_decoder", None)
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    (path / "chat_template.jinja").write_text("{% for")
+    (path / "chat_template.json").write_text('{"chat_template": "x"}')
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    return path
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_another_chat_template(several: Path, tmp_path: Path, is_file: bool) -> None:
+    """It is the only one, also for tools; and the end of its turns ends an answer."""
+    file = tmp_path / "mine.jinja"
+    file.write_text(MINE)
+    given = str(file) if is_file else MINE
+    path = composed(model=str(several), chat_template=given)
+    template = ChatTemplate.from_directory(path)
+    assert (template.source, template.named) == (MINE, {})
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    said = template.render([{"role": "user", "content": "Hi"}], kwargs=tools)
+    assert said == "<|im_start|>Hi<|im_end|>"
+    ends = read_generation_defaults(path).eos_token_ids
+    own = read_generation_defaults(several).eos_token_ids
+    assert set(ends) - set(own) == {Tokenizer.from_directory(path).added_tokens["<|im_end|>"]}
+    assert weights_fingerprint(path) == weights_fingerprint(several), "the same KV"
+    assert composed(model=str(several), chat_template=given) == path, "it is made once"
+
+
+def test_a_chat_template_of_a_gguf_file(tmp_path: Path) -> None:
+    file = tmp_path / "some.gguf"
+    convert(DEMO_MODEL_PATH, file)
+    path = composed(model=str(file), chat_template="{{ messages[0].content }}!")
+    assert ChatTemplate.from_directory(path).render([{"role": "user", "content": "x"}]) == "x!"
+    said = refusal(model=str(file), chat_template="{{ 1//0 }}")
+    assert said.startswith("--chat-template: the chat template is broken: ZeroDivisionError")
+
+
+def test_what_is_no_chat_template(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    for data, said in (
+        (b"{% for", f"{file}: the chat template is broken: "),
+        (b"{{ 'a' * 10**9 }}", f"{file}: the chat template is broken: it needs too much memory"),
+        (b"\xff", f"cannot read {file}: "),
+    ):
+        file.write_bytes(data)
+        assert refusal(chat_template=str(file)).startswith(said)
+    os.mkfifo(tmp_path / "pipe")
+    for given, said in (
+        (str(tmp_path / "pipe"), f"{tmp_path}/pipe is a FIFO, not a regular file"),
+        (str(tmp_path), f"{tmp_path} is a directory, not a regular file"),
+        (str(tmp_path / "none.jinja"), f"there is no file '{tmp_path}/none.jinja', and it is no"),
+        ("chatml", "there is no file 'chatml', and it is no template"),
+        ("", "there is no file ''"),
+        ("x" * 5000, "there is no file 'xxx"),
+        ("{{ x }}" * 20_000, "a text this long must be in a file"),
+    ):
+        assert refusal(chat_template=given).startswith(f"--chat-template: {said}")
+
+
+def test_a_chat_template_offline(several: Path) -> None:
+    """The engine ends answers with the end of its turns."""
+    with LLM(str(several), dtype="float32", max_model_len=256, chat_template=MINE) as llm:
+        assert 1 in llm.info.eos_token_ids
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        [answer] = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
+    assert answer.prompt == "<|im_start|>Hi<|im_end|>"
 
 
 def test_other_fields() -> None:

@@ -84,6 +84,22 @@ def test_what_neither_has_is_refused_with_both_reasons(tiny_checkpoint: TinyChec
         facts(ModelConfig(model=str(path)))
 
 
+def test_it_says_how_a_model_is_sampled(tiny: TinyCheckpoint) -> None:
+    assert facts(ModelConfig())["sampling"] == "temperature 0.2, top_p 0.9"
+    path = tiny()
+    assert facts(ModelConfig(model=str(path)))["sampling"] == "no defaults of its own"
+    given = '{"top_k": 40}'
+    config = ModelConfig(model=str(path), override_generation_config=given)
+    assert facts(config)["sampling"] == "top_k 40"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_chat_template_is_looked_at(tiny: TinyCheckpoint) -> None:
+    config = ModelConfig(model=str(tiny()), chat_template="{% for")
+    with pytest.raises(ModelLoadError, match=r"^--chat-template: the chat template is broken"):
+        facts(config)
+
+
 def test_quantization_and_cache_count(tiny: TinyCheckpoint) -> None:
     config = ModelConfig(model=str(tiny()), dtype="float32", quantization="int8")
     dense = facts(ModelConfig(model=config.model, dtype="float32"))

@@ -79,7 +79,7 @@ def prompt(
 def test_tools_are_in_the_prompt(name: str, system: str) -> None:
     """Once, with what the caller says."""
     messages = [{"role": "user", "content": "How is it?"}]
-    if system and name not in ("gemma-2", "mistral-0.1", "mistral-0.3"):  # refuse the role
+    if system and name != "mistral-0.3":  # which shows tools, and no system message
         messages.insert(0, {"role": "system", "content": system})
     text = prompt(ALL[name], messages)
     assert text.count("weather") == 1
@@ -166,6 +166,36 @@ def test_broken_arguments_are_shown_as_they_are() -> None:
         history = [HISTORY[0], assistant("", call("weather", '{"city": '))]
         shown, _ = formats.for_template(history, None)
         assert '{"city": ' in shown[1]["content"]
+
+
+@pytest.mark.parametrize("name", ["llama-2", "mistral-0.1", "gemma-2"])
+def test_roles_alternate_where_they_must(name: str) -> None:
+    """As these templates insist; two of them know no system message."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hello!"},
+        {"role": "user", "content": "How is the weather?"},
+        assistant("I look."),
+        assistant("Let me see.\n", call("weather", ARGUMENTS)),
+        result("rain"),
+        {"role": "system", "content": "It is late."},
+        {"role": "user", "content": "And now?"},
+    ]
+    text = prompt(ALL[name], messages)
+    written = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    said = [
+        "Be brief.", "# Tools", "Be kind.", "Hello!", "How is the weather?", "I look.",
+        f"Let me see.\n{written}", "<tool_response>\nrain", "It is late.", "And now?",
+    ]  # fmt: skip
+    places = [text.find(each) for each in said]
+    assert -1 not in places, said[places.index(-1)]
+    assert places == sorted(places)
+    pictures = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    shown, _ = ModelFormats.of(ChatTemplate(ALL[name], SPECIAL), {}).for_template(
+        [*messages[:2], {"role": "user", "content": pictures}], OFFERED.for_template
+    )
+    assert shown[-1]["content"][-2:] == pictures
 
 
 def test_roles_alternate_where_results_are_the_users() -> None:

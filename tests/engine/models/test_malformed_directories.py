@@ -285,7 +285,7 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     **{
         f"template {source[:30]}": (
             template(source),
-            ("tokenizer_config.json: the model's chat template", fault),
+            ("tokenizer_config.json: the chat template", fault),
         )
         for source, fault in {
             "{{ 10**10000000 }}": "is broken: it needs too much memory",

@@ -17,7 +17,7 @@ from tests.support.tiers import tiered
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import LLM, ModelLoadError, SamplingParams
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.gguf.directory import gguf_directory
 from penstock.engine.gguf.reader import GgufFile
 from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX
@@ -27,6 +27,7 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.model_summary import summarise
 from penstock.engine.models.loader import load_model
 from penstock.engine.weights.formats.gguf import _TYPES, GgufCheckpoint
 from penstock.kernels.cpu.build import CACHE_VARIABLE
@@ -212,6 +213,61 @@ def test_all_ends_that_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [own] = read_generation_defaults(DEMO_MODEL_PATH).eos_token_ids
     ends = read_generation_defaults(gguf_directory(file)).eos_token_ids
     assert set(ends) == {own, 300, 301}
+
+
+def with_sampling(file: Path, monkeypatch: pytest.MonkeyPatch, **values: float | str) -> Path:
+    """The demo model with keys `general.sampling.*`, of the types that llama.cpp's converter gives
+    them."""
+    add_template = gguf.GGUFWriter.add_chat_template
+
+    def add_more(writer: gguf.GGUFWriter, template: str):
+        for name, value in values.items():
+            key = f"general.sampling.{name}"
+            if isinstance(value, str):
+                writer.add_string(key, value)
+            elif isinstance(value, int):
+                writer.add_int32(key, value)
+            else:
+                writer.add_float32(key, value)
+        add_template(writer, template)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_chat_template", add_more)
+    convert(DEMO_MODEL_PATH, file)
+    return file
+
+
+def test_what_a_file_recommends_for_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """llama.cpp's keys; those of samplers that are not here have no effect."""
+    file = with_sampling(
+        tmp_path / "demo.gguf", monkeypatch,
+        temp=0.6, top_k=20, top_p=0.95, min_p=0.01, penalty_repeat=1.05,
+        penalty_last_n=32, mirostat=2, mirostat_tau=5.0, xtc_probability=0.5, sequence="top_k;temp",
+    )  # fmt: skip
+    assert read_generation_defaults(gguf_directory(file)).sampling == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.05,
+    }
+    assert read_generation_defaults(gguf_directory(file), "none").sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"temp": "warm"}, ": general.sampling.temp: expected a number"),
+        ({"top_p": 1.5}, ": top_p must be in (0, 1]; --generation-config none ignores it"),
+    ],
+)
+def test_what_a_file_recommends_and_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, float | str], said: str
+):
+    file = with_sampling(tmp_path / "demo.gguf", monkeypatch, **values)
+    with pytest.raises(ModelLoadError) as caught:
+        summarise(ModelConfig(model=str(file)), CacheConfig())
+    assert str(caught.value).startswith(f"{file}{said}")
+    assert summarise(ModelConfig(model=str(file), generation_config="none"), CacheConfig())
 
 
 def refusal(model: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.generation.served_model import load_model
+from penstock.kernels.cpu.build import CACHE_VARIABLE
 
 from ..conftest import ANSWER, Serve, Served, listen
 from ..fake_engine import FakeEngine
@@ -79,13 +82,23 @@ TEMPLATE = (
 )
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where directories are made of others."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("is_file", [True, False])
-async def test_another_template(serve: Serve, tmp_path: Path, is_file: bool) -> None:
+async def test_another_template(
+    serve: Serve, model_path: Path, tmp_path: Path, is_file: bool
+) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(TEMPLATE)
     given = str(file) if is_file else TEMPLATE
     defaults = '{"mood": "calm"}'
-    async with serve(chat_template=given, default_chat_template_kwargs=defaults) as served:
+    model = ModelConfig(model=str(model_path), chat_template=given)
+    async with serve(model=model, default_chat_template_kwargs=defaults) as served:
         for more, mood in (
             ({}, "calm"),
             ({"chat_template_kwargs": {"mood": "glad"}}, "glad"),
@@ -100,20 +113,19 @@ async def test_another_template(serve: Serve, tmp_path: Path, is_file: bool) -> 
         assert served.tokenizer.decode(tokens) == "[calm]Hello>"
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ("missing.jinja", "--chat-template: there is no file 'missing.jinja'"),
         ("x" * 5000, "--chat-template: there is no file"),
-        ("{% for", "--chat-template: the model's chat template is broken"),
+        ("{% for", "--chat-template: the chat template is broken"),
     ],
 )
 def test_what_is_no_template(model_path: Path, given: str, said: str) -> None:
-    config = GatewayConfig(
-        engine_address="unused", model=ModelConfig(model=str(model_path)), chat_template=given
-    )
+    model = ModelConfig(model=str(model_path), chat_template=given)
     with pytest.raises(ConfigError, match=said):
-        load_model(config)
+        load_model(GatewayConfig(engine_address="unused", model=model))
 
 
 async def test_other_sampling_defaults(serve: Serve, model_path: Path) -> None:
@@ -149,6 +161,48 @@ def test_sampling_defaults_that_are_none(model_path: Path, overrides: str, said:
     model = ModelConfig(model=str(model_path), override_generation_config=overrides)
     with pytest.raises(ConfigError, match=said):
         load_model(GatewayConfig(engine_address="unused", model=model))
+
+
+@pytest.mark.parametrize(
+    ("recommended", "expected"),
+    [
+        (None, {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}),
+        ({"eos_token_id": 0}, {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}),
+        (
+            {"repetition_penalty": 1.05},
+            {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05},
+        ),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"top_p": 0.9}, {"top_p": 0.9}),
+    ],
+)
+async def test_how_chats_are_sampled(
+    serve: Serve,
+    model_path: Path,
+    tmp_path: Path,
+    recommended: dict[str, Any] | None,
+    expected: dict[str, float],
+) -> None:
+    """The server says it of each model, for its page and for `penstock chat`. Who asks the API and
+    says nothing gets the model's own defaults, and OpenAI's for the rest."""
+    path = tmp_path / "model"
+    shutil.copytree(model_path, path)
+    (path / "generation_config.json").unlink()
+    if recommended is not None:
+        (path / "generation_config.json").write_text(json.dumps(recommended))
+    async with serve(model=ModelConfig(model=str(path))) as served:
+        [card] = (await served.http.get("/v1/models")).json()["data"]
+        assert card["chat_sampling"] == expected
+        await served.http.post("/v1/chat/completions", json={"messages": HELLO})
+        params = list(served.engine.submitted.values())[-1].sampling_params
+        own = recommended or {}
+        assert params.temperature == own.get("temperature", 1.0)
+        assert (params.top_p, params.min_p) == (own.get("top_p", 1.0), 0.0)
+    model = ModelConfig(model=str(path), override_generation_config='{"temperature": 1}')
+    async with serve(model=model) as served:
+        [card] = (await served.http.get("/v1/models")).json()["data"]
+        own = {name: value for name, value in own.items() if name != "eos_token_id"}
+        assert card["chat_sampling"] == {**own, "temperature": 1.0}
 
 
 async def test_alternatives_may_be_fewer(serve: Serve) -> None:

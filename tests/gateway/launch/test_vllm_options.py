@@ -318,6 +318,29 @@ def test_other_options_are_refused(
     assert said in error_line("serve", *shlex.split(line), capsys=capsys)
 
 
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("--tool-call-parser glm47 --reasoning-parser glm47", ("glm45", "glm45")),
+        ("--tool-call-parser granite4", ("hermes", None)),
+        ("--tool-call-parser mimo --reasoning-parser mimo", ("qwen3_coder", "qwen3")),
+        ("--reasoning-parser minimax_m2", (None, "deepseek_r1")),
+        # SGLang's
+        ("--tool-call-parser qwen25 --reasoning-parser deepseek-r1", ("hermes", "deepseek_r1")),
+        ("--tool-call-parser gpt-oss --reasoning-parser gpt-oss", ("openai", "openai_gptoss")),
+        # as found
+        ("--tool-call-parser auto --reasoning-parser none", ("auto", "none")),
+    ],
+)
+def test_formats_by_other_names(line: str, settings: tuple[str | None, str | None]) -> None:
+    found = parsed(line)[0]
+    assert (found["tool_call_parser"], found["reasoning_parser"]) == settings
+
+
+def test_a_chat_template_as_llama_cpp_names_it() -> None:
+    assert parsed("--chat-template-file mine.jinja")[1].model.chat_template == "mine.jinja"
+
+
 def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a", "--model", "b"]) == 2
     assert "MODEL is 'a', but --model is 'b'" in capsys.readouterr().err

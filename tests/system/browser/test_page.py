@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -245,6 +246,41 @@ async def test_settings_and_figures(
     await page.get_by_role("button", name="Reset to defaults").click()
     await expect(page.get_by_label("Temperature")).to_have_value("")
     await expect(page.get_by_label("Dark")).to_be_checked()
+
+
+async def test_sampling_is_shown_and_changed(page: Page, demo_server: Served) -> None:
+    """What the server says of the model, and what the user says instead."""
+    sent: list[str] = []
+    page.on("websocket", lambda socket: socket.on("framesent", lambda text: sent.append(text)))
+    advice = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+
+    async def advise(route: Route) -> None:
+        models = await (await route.fetch()).json()
+        models["data"][0]["chat_sampling"] = advice
+        await route.fulfill(json=models)
+
+    def asked() -> dict[str, Any]:
+        body = next(body for each in sent[::-1] if "input" in (body := json.loads(each)))
+        return {name: body.get(name) for name in advice}
+
+    fields = [page.get_by_label(name, exact=True) for name in ("Temperature", "Top p", "Min p")]
+    await open_page(page, demo_server.base_url, max_output_tokens=8)
+    for field, shown in zip(fields, ("0.2", "0.9", "default"), strict=True):
+        await expect(field).to_have_attribute("placeholder", shown)
+    await finished(await say(page, "Hello!"))
+    assert asked() == {"temperature": 0.2, "top_p": 0.9, "min_p": None}
+    await page.route("**/v1/models", advise)
+    await page.reload()
+    await connected(page)
+    await finished(await say(page, "Hello!"))
+    assert asked() == advice
+    await page.get_by_role("button", name="Settings").click()
+    for field, value in zip(fields, advice.values(), strict=True):
+        await expect(field).to_have_attribute("placeholder", str(value))
+    await page.get_by_label("Min p").fill("0.2")
+    await page.get_by_role("button", name="Done").click()
+    await finished(await say(page, "Hello!"))
+    assert asked() == {**advice, "min_p": 0.2}
 
 
 @pytest.mark.exhaustive
