@@ -1,8 +1,8 @@
 """Prometheus metrics under vLLM's names with the prefix `penstock:`, in a separate registry.
 
 Each stream has a `StreamMeter`, which observes it once per frame. `engine_metrics` has the engine's
-own metrics, `worker_metrics` collects those of other gateway processes. A table in README.md lists
-all of them.
+own metrics, `worker_metrics` collects those of other gateway processes. `METRICS.md` lists all of
+them.
 """
 
 from __future__ import annotations
