@@ -54,6 +54,7 @@ format: $(VENV)/.installed-test ## let ruff fix and format the code
 
 documents: $(VENV)/.installed-test ## write the documents that are made from the code
 	$(BIN)/python -m tests.support.metrics_document
+	$(BIN)/python -m tests.support.options_document
 
 path: $(VENV)/.installed-test ## list our files that a request meets, in order; ARGS=chat for one kind
 	$(BIN)/python -m tests.support.request_path $(ARGS)
