@@ -201,7 +201,7 @@ class GatewayConfig:
 
     @property
     def max_images(self) -> int:
-        """Of a prompt.
+        """The largest number of images of a prompt.
 
         Raises:
             ConfigError: the setting does not say.

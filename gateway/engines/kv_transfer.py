@@ -74,7 +74,7 @@ class _Move:
 
 
 class Handover:
-    """Of one engine's streams.
+    """The transfer of one engine's streams.
 
     Args:
         source: the engine that drains.
