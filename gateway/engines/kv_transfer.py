@@ -1,5 +1,5 @@
-"""Transfers KV when streams leave an engine that drains: from its memory through this gateway to the
-host tier of the engine that continues them, which then finds it as any cached prefix.
+"""Transfers KV when streams leave an engine that drains: from its memory through this gateway to
+the host tier of the engine that continues them, which then finds it as any cached prefix.
 
     gateway ── FetchBlocks ──► old engine ── KVBlocks ──► gateway ── KVBlocks ──► new engine
 
