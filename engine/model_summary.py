@@ -182,7 +182,7 @@ def _how(config: ModelConfig, path: Path) -> str:
 def _weight_bytes(
     config: ModelConfig, path: Path, matrices: list[MatrixLayer], known_bytes: int
 ) -> int:
-    """Of the weights in memory: as the files have them, or quantized at load.
+    """The size of the weights in memory: as the files have them, or quantized at load.
 
     Args:
         known_bytes: of all but experts, which have no tensors before they are read.

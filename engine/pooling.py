@@ -58,7 +58,7 @@ _DEFAULT_NUM_LABELS = 2  # of `transformers`, which then writes none into the co
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Of a request for a vector, a score or labels, in place of output.
+    """Parameters of a request for a vector, a score or labels, in place of output.
 
     Attributes:
         num_first_tokens: of a pair of texts, how many tokens the first one and what belongs to it
@@ -154,7 +154,7 @@ def shortened(vector: array[float], size: int) -> array[float]:
 
 
 def cosine(one: array[float], other: array[float]) -> float:
-    """Of the angle between two vectors."""
+    """The cosine of the angle between two vectors."""
     product = sum(map(mul, one, other))
     lengths = math.hypot(*one) * math.hypot(*other)
     return product / lengths if lengths else 0.0
@@ -216,7 +216,7 @@ def _encoder_task(architecture: str) -> Literal["embed", "score"] | None:
 
 
 def _labels(fields: ConfigFields) -> tuple[str, ...]:
-    """As `transformers` reads them.
+    """The names of the labels, as `transformers` reads them.
 
     Raises:
         ModelLoadError: they are not numbered from 0 on.
@@ -232,7 +232,7 @@ def _labels(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def _activation(fields: ConfigFields, num_labels: int) -> Activation:
-    """As sentence-transformers and vLLM read it."""
+    """What is applied to the numbers of the labels, as sentence-transformers and vLLM read it."""
     if "problem_type" in fields and fields.text("problem_type") in _OF_PROBLEMS:
         return _OF_PROBLEMS[fields.text("problem_type")]
     section = fields.section("sentence_transformers")
@@ -298,7 +298,7 @@ def _as_modules_say(pooling: ModelPooling, path: Path, modules: list[ConfigField
 
 
 def _kind(fields: ConfigFields) -> PoolingKind:
-    """Of a Pooling module."""
+    """The kind of pooling that a Pooling module does."""
     if not fields.boolean("include_prompt", True):
         raise fields.error("include_prompt", "pooling without the prompt is not supported")
     asked = {

@@ -532,7 +532,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
 
 
 class Requests(Protocol):
-    """Of a scheduler: what those need who let requests wait before it."""
+    """The part of a scheduler's interface that the queues before it use."""
 
     def add(self, request: Request) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Serves jobs that nobody vouches for, in a process of its own.
+"""Does untrusted work in a separate process, with limits of CPU time and memory.
 
 A thread cannot be stopped in the middle of a computation; a process can. Each job has a limit of
 CPU time, and the process one of memory; what exceeds them is killed.

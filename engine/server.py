@@ -143,7 +143,7 @@ class EngineServer:
 
     @property
     def request_ids(self) -> Set[str]:
-        """Of the requests that are not answered yet."""
+        """The ids of the requests that are not answered yet."""
         return self._owners.keys()
 
     def start(self) -> None:

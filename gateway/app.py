@@ -324,11 +324,11 @@ def _watch(
     """Registers numbers that are read from their owners when metrics are collected."""
     metrics.gauge(
         "admission_queue_requests",
-        "Requests in the engine's queue, as admission counts them.",
+        "Requests in the engine's queue, as this gateway's admission control counts them.",
         lambda: gate.admission.num_waiting,
     )
     metrics.gauge("response_logs_live", "Responses that are running.", lambda: service.num_running)
-    metrics.gauge("grammars_cached", "Grammars whose check is known.", lambda: len(grammars))
+    metrics.gauge("grammars_cached", "Grammars whose verdict is kept.", lambda: len(grammars))
     metrics.counter(
         "slow_readers_closed",
         "Connections closed because the client read too slowly.",
@@ -336,7 +336,7 @@ def _watch(
     )
     metrics.counter(
         "log_lines_dropped",
-        "Log lines dropped because the log was not read or could not be written.",
+        "Lines of this gateway's log dropped because it was not read or could not be written.",
         lambda: 0 if log is None else log.num_dropped,
     )
 
@@ -344,13 +344,15 @@ def _watch(
 def _watch_redis(
     metrics: Metrics, health: RedisHealth, is_up: Callable[[], Coroutine[None, None, bool]]
 ) -> None:
-    metrics.probe("redis_up", "1 while Redis answers and does what it is told.", is_up)
+    metrics.probe("redis_up", "1 while Redis answers and executes commands, otherwise 0.", is_up)
     metrics.gauge(
         "redis_round_trip_seconds",
-        "Least of the latest round trips to Redis.",
+        "The shortest of the latest round trips of heartbeats to Redis.",
         lambda: health.round_trip_s,
     )
-    metrics.states("redis_state", "1 for what Redis is.", health.states, lambda: health.state)
+    metrics.states(
+        "redis_state", "1 for the state that Redis is in.", health.states, lambda: health.state
+    )
 
 
 def _middleware(

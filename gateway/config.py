@@ -35,7 +35,7 @@ class GatewayConfig:
         tls_cert, tls_key, tls_ca: PEM files for engines on other machines.
         tls_server_name: what their certificates must name; None: the host of their address.
         routing: which engine gets a request.
-        kv_transfer: whether streams that leave an engine take their KV along.
+        kv_transfer: whether the KV of streams that leave an engine is transferred.
         host: the address the listening socket is bound to; on loopback the Host header is
             checked.
         host_name: the same as the user wrote it.
@@ -199,7 +199,7 @@ class GatewayConfig:
 
     @property
     def max_images(self) -> int:
-        """Of a prompt.
+        """The largest number of images of a prompt.
 
         Raises:
             ConfigError: the setting does not say.

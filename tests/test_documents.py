@@ -1,4 +1,4 @@
-"""The Markdown files: links lead somewhere, files and options exist, the sample configuration is
+"""The Markdown files: links lead somewhere, what they name exists, the sample configuration is
 valid."""
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from penstock.gateway.launch.cli import engine_config, resolve_settings
-from penstock.gateway.launch.flags import FLAGS, WITHOUT_EFFECT
+from penstock.gateway.launch.flags import FLAGS
 
-ROOT = Path(__file__).parents[1]
-_FOLDERS = (".github", "clients", "engine", "gateway", "kernels", "load", "tests")
-PAGES = [
-    *ROOT.glob("*.md"),
-    *(page for folder in _FOLDERS for page in (ROOT / folder).rglob("*.md")),
-]
+from .support.documents import (
+    ROOT,
+    missing_commands,
+    missing_files,
+    missing_names,
+    missing_options,
+    pages,
+)
+
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_PATH = re.compile(rf"`((?:{'|'.join(map(re.escape, _FOLDERS))})/[\w/.-]+)`")
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
-# Options of other programs and commands, and `serve`'s own that are not settings.
-_OTHERS = {"config", "model", "help", "no-install-recommends", "no-cache-dir", "create-home"}
-_OTHERS |= {"middleware", "ssl-cert-reqs", "kv-transfer-config"}  # of vLLM, refused
+_EACH = pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def _anchors(page: Path) -> set[str]:
@@ -33,7 +33,7 @@ def _anchors(page: Path) -> set[str]:
     return {text.replace(" ", "-") for text in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@_EACH
 def test_links_lead_somewhere(page: Path) -> None:
     for link in _LINK.findall(_FENCE.sub("", page.read_text("utf-8"))):
         if re.match(r"[a-z]+:", link):
@@ -45,19 +45,54 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in _anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@_EACH
 def test_the_files_they_name_exist(page: Path) -> None:
-    named = _PATH.findall(page.read_text("utf-8"))
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert missing_files(page.read_text("utf-8"), page.parent) == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "gateway/DEPLOYMENT.md", "gateway/LIMITS.md"])
-def test_the_options_of_serve_exist(name: str) -> None:
-    text = (ROOT / name).read_text("utf-8")
-    names = {alias for flag in FLAGS for alias in (f"--{flag.name}", *flag.aliases)}
-    names |= {name for each in WITHOUT_EFFECT for name in each.names}
-    unknown = set(_OPTION.findall(text)) - {name.removeprefix("--") for name in names} - _OTHERS
-    assert not unknown
+@_EACH
+def test_the_code_they_name_exists(page: Path) -> None:
+    of_tests = page.is_relative_to(ROOT / ".github") or page.is_relative_to(ROOT / "tests")
+    assert missing_names(page.read_text("utf-8"), with_tests=of_tests) == []
+
+
+@_EACH
+def test_the_commands_they_name_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert missing_options(text) + missing_commands(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`engine/scheduling/planner.py`",
+        "`planner.py`",
+        "`scheduling/planner/`",
+        "[`planner.py`](engine/request.py)",
+        "`StepPlanner`",
+        "`Sequence.num_guessed_tokens`",
+        "`SamplingParams(num_guesses=3)`",
+        "`plan_step()`",
+        "`num_guessed_tokens`",
+        "`penstock.engine.planner`",
+        "`--num-guesses 3`",
+        "`penstock bench guesses`",
+        "`python -m penstock.load.guesses`",
+        "`make guesses`",
+    ],
+)
+def test_a_name_that_is_nowhere_is_found(text: str) -> None:
+    missing = missing_files(text, ROOT) + missing_names(text) + missing_options(text)
+    assert missing + missing_commands(text)
+
+
+@pytest.mark.parametrize("name", ["clients", "engine", "gateway", "kernels"])
+def test_a_room_is_described_briefly(name: str) -> None:
+    assert (ROOT / name / "README.md").stat().st_size <= 8192
+
+
+def test_the_first_page_is_brief() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200
 
 
 def test_every_option_that_bounds_is_among_the_limits() -> None:

@@ -235,7 +235,7 @@ class LaneSource:
 
     @property
     def is_open(self) -> bool:
-        """Also true while events of a lost connection are unread."""
+        """Whether events may still come, such as unread ones of a lost connection."""
         is_current = self.generation == self._link.generation and self._link.is_up
         return self.has_some or (self.generation > 0 and is_current)
 

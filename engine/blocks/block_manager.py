@@ -198,7 +198,7 @@ class BlockManager:
     def grow_if_free(
         self, sequence: Sequence, num_tokens: int, *, num_spared: int
     ) -> tuple[int, ...] | None:
-        """The same as `grow` where it leaves `num_spared` blocks free, or takes none."""
+        """Grow a sequence (`grow`), unless that takes blocks and leaves fewer than `num_spared`."""
         num_missing = self._tables[sequence.seq_id].num_missing_blocks(num_tokens)
         if num_missing > 0 and num_missing + num_spared > self.tiers.device.num_available:
             return None

@@ -154,7 +154,7 @@ class PrefixCache:
             yield from children
 
     def keys(self) -> Iterable[bytes]:
-        """Those of all full blocks."""
+        """The keys of all full blocks."""
         return self._by_key.keys()
 
     def get(self, key: bytes) -> CachedBlock | None:

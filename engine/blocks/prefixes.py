@@ -192,7 +192,7 @@ class Prefixes:
         adapter: str | None,
         images: tuple[ImageInput, ...] = (),
     ) -> int:
-        """See `BlockManager.drop_prefix`."""
+        """Forget what is cached of a prefix; the number of blocks (`BlockManager.drop_prefix`)."""
         if not self._is_on:
             return 0
         root = self._root(cache_salt, adapter, num_prompt_tokens=len(token_ids))

@@ -67,7 +67,7 @@ class ModelFormats:
         tools: str | None = None,
         reasoning: str | None = None,
     ) -> ModelFormats:
-        """Those that a model's chat template shows, and what else it shows.
+        """The formats that a model's chat template shows, and what else it shows.
 
         Args:
             tools, reasoning: formats that are used instead; None: those of the template.
@@ -88,7 +88,7 @@ class ModelFormats:
 
     @classmethod
     def found_in(cls, template: str | None, added_tokens: Mapping[str, int]) -> ModelFormats:
-        """Those that the source of a chat template shows; calls are in the fallback's otherwise."""
+        """The formats that a chat template shows; the fallback's for calls if it shows none."""
         tools, reasoning = formats_of(template)
         return cls(
             tools=tools or FALLBACK_FORMAT,
@@ -165,7 +165,7 @@ class OfferedTools:
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Those that the model may call."""
+        """The tools that the model may call."""
         if self.choice == "none":
             return ()
         if self.named:

@@ -42,7 +42,7 @@ class OutputFormat:
     max_calls: int | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """As plain values, for storage."""
+        """The format as plain values, for storage."""
         syntax = self.syntax
         return {
             "syntax": (syntax.tools, syntax.reasoning, syntax.begins_in_reasoning),

@@ -120,8 +120,8 @@ class AdapterConfig:
         return {module for module in modules if not several.isdisjoint(_ends(module))}
 
     def _in_layers(self, modules: list[str], layers: Collection[int]) -> set[str]:
-        """Those in the layers that are to be transformed; the number follows the first pattern that
-        is found, as in PEFT."""
+        """The modules in the layers that are to be transformed. A layer's number follows the first
+        pattern that is found, as in PEFT."""
         patterns = [Pattern(rf".*\.{each}\.(\d+)\.") for each in self.layers_pattern]
         numbers: dict[str, str] = {}
         default = [Pattern(r".*?\.[^.]*\.(\d+)\.")]
@@ -276,7 +276,7 @@ def check_size(path: Path, *, max_bytes: int | None) -> None:
 
 
 def _module_names(file: Path) -> set[str]:
-    """Of the modules in a file of matrices; empty if it is damaged, which the engine says."""
+    """The modules in a file of matrices; none if it is damaged, which the engine reports."""
     with contextlib.suppress(OSError, ValueError, RecursionError), file.open("rb") as data:
         size = int.from_bytes(data.read(8), "little")
         header = json.loads(data.read(size)) if size <= MAX_HEADER_BYTES else {}

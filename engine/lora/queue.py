@@ -98,7 +98,7 @@ class AdapterQueue:
 
     @property
     def max_bytes(self) -> int:
-        """Of an adapter's file, at most."""
+        """The largest file of an adapter."""
         return self._adapters.max_bytes
 
     @property
@@ -259,7 +259,7 @@ class AdapterQueue:
         self._live = {key: each for key, each in self._live.items() if has_request(key)}
 
     def _digests(self) -> set[str]:
-        """Of adapters that have requests in the scheduler, or will have."""
+        """The digests of adapters that have requests in the scheduler, or will have."""
         return {adapter.digest for adapter in self._live.values()}
 
     def _make_room(self, used: set[str]) -> None:

@@ -207,7 +207,7 @@ class GrammarMasks:
         return len(self._bits)
 
     def write(self, number: int, grammar: SequenceGrammar, num: int = 1) -> FinishReason | None:
-        """As `SequenceGrammar.write_masks`, into `num` masks from this one on."""
+        """Write `num` masks of a grammar from this number on (`SequenceGrammar.write_masks`)."""
         address = self._address + number * self._row_bytes
         return grammar.write_masks(address, self._words[number : number + num])
 

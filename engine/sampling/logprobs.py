@@ -38,7 +38,7 @@ class Described:
     top_logprobs: Tensor
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> Described:
-        """The same with a copy of every tensor."""
+        """These log-probabilities with a copy of every tensor."""
         return Described(
             rows=self.rows,
             token_ids=copy(self.token_ids),

@@ -60,14 +60,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTokens:
-    """The same on the device, where it may not be computed yet; [num_rows] each, int64 and bool."""
+    """A result on the device, where it may not be computed yet; [num_rows] each, int64 and bool."""
 
     token_ids: Tensor
     is_valid: Tensor
     described: tuple[Described, ...]
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> ChosenTokens:
-        """The same with a copy of every tensor."""
+        """This result with a copy of every tensor."""
         return ChosenTokens(
             token_ids=copy(self.token_ids),
             is_valid=copy(self.is_valid),

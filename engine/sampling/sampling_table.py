@@ -56,7 +56,7 @@ class SamplingBatch:
         return not self.changed and not self.num_tops
 
     def plain(self) -> SamplingBatch:
-        """The same rows, drawn from the logits as they are."""
+        """These rows, drawn from the logits as they are."""
         return replace(self, changed={}, num_tops={}, masks=None)
 
 

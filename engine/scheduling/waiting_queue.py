@@ -222,7 +222,7 @@ class _Band:
         return head
 
     def peek_past(self, passed: Collection[str]) -> Sequence | None:
-        """The same without new sequences of some tenants."""
+        """The first sequence in the order of service, new ones of some tenants left out."""
         head = self._head(self._returning)
         if head is not None:
             return head

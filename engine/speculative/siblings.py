@@ -35,7 +35,7 @@ class Siblings:
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts and outputs."""
+        """Tokens of all prompts and outputs."""
         return self._num_bytes // 4
 
     def add(self, sequence: Sequence) -> None:

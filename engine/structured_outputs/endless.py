@@ -67,7 +67,7 @@ class _Endings:
         self._num_expanded = 0
 
     def endless(self) -> list[dict[str, Any]]:
-        """Those that have none."""
+        """The schemas that no finite value matches."""
         waiting = [frozenset({each}) for each in self._schemas]
         while waiting:
             together = waiting.pop()
@@ -94,7 +94,7 @@ class _Endings:
         ]
 
     def refusal(self) -> InvalidRequestError:
-        """Of the whole, which has no finite value: where it goes on without end."""
+        """The refusal of a schema that no finite value matches: where it goes on without end."""
         together, seen, path = frozenset({id(self._root)}), set[_Together](), ""
         while together not in seen:
             seen.add(together)

@@ -101,7 +101,7 @@ def structured_outputs(
 
 
 def _without_look_around(regex: str) -> str:
-    """The same without look-around, if there is such a one."""
+    """An expression without look-around that means the same; the given one if there is none."""
     if not look_around.has_look_around(regex):
         return regex
     found = look_around.rewritten(f"^(?:{regex})$", is_whole=True).patterns

@@ -43,7 +43,7 @@ class GrammarJob(TypedDict):
 
 
 def arguments(directory: str, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> list[str]:
-    """Of the process, after its parent's pid."""
+    """The process's arguments after its parent's pid."""
     return [directory, str(vocab_size), ",".join(map(str, eos_token_ids)), str(MAX_CPU_S)]
 
 

@@ -129,7 +129,7 @@ class KeptGrammars:
         self._heap_bytes = now
 
     def _freed_bytes(self) -> int:
-        """Of grammars that were dropped, and that no sequence has had since the last call."""
+        """Bytes of dropped grammars that no sequence has any more, since the last call."""
         freed = sum(num_bytes for kept, num_bytes in self._dropped if kept() is None)
         self._dropped = [each for each in self._dropped if each[0]() is not None]
         self._trimmable_bytes += freed

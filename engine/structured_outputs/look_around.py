@@ -267,7 +267,7 @@ class _State(NamedTuple):
 
 
 class _Automaton:
-    """Of the texts in which an expression is found, or is not."""
+    """An automaton of the texts in which an expression is found, or is not."""
 
     def __init__(self, nodes: _Nodes, budget: _Budget, *, is_negative: bool) -> None:
         self._budget = budget

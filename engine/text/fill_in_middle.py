@@ -116,7 +116,7 @@ class FillInMiddle:
 
     @property
     def num_tokens(self) -> int:
-        """Of a prompt without any text."""
+        """The number of tokens of a prompt without any text."""
         return len(self.prompt((), ()))
 
 

@@ -21,7 +21,7 @@ _MAX_KNOWN = 1024  # addresses, the most recent ones
 
 @dataclass(slots=True, eq=False)
 class Handshake:
-    """Of a gateway that has not shown its certificate yet.
+    """The handshake of a gateway that has not shown its certificate yet.
 
     Attributes:
         address: as `address_of` gives it.
@@ -43,7 +43,7 @@ def address_of(host: str) -> str:
 
 
 class Handshakes:
-    """Those under way, the oldest first."""
+    """The handshakes under way, the oldest first."""
 
     def __init__(self) -> None:
         self._all: dict[Handshake, None] = {}

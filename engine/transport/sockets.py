@@ -143,7 +143,7 @@ class Transport(threading.Thread):
 
     @property
     def num_connections(self) -> int:
-        """Of gateways, and of those who have yet to show that they are such."""
+        """Connections of gateways, and of peers that have yet to show that they are gateways."""
         return len(self._gateways) + len(self._handshakes)
 
     # -- called by the step loop ------------------------------------------------------------

@@ -78,7 +78,7 @@ class ImageQueue:
 
     @property
     def num_bytes(self) -> int:
-        """Of features that are kept."""
+        """The size of the features that are kept."""
         return sum(self._bytes.values())
 
     def check(self, request: Request) -> None:

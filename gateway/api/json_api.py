@@ -85,7 +85,7 @@ async def parsed(
 
 
 async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:
-    """The same without the fields that are null."""
+    """The body's JSON object, as by `read_json`, without the fields that are null."""
     body = await read_json(request, max_bytes=max_bytes)
     return {name: value for name, value in body.items() if value is not None}
 

@@ -51,7 +51,7 @@ class EngineClient:
 
     Args:
         addresses: the paths of the Unix sockets on which they listen; they need not exist yet.
-        kv_transfer: whether streams that leave an engine take their KV along.
+        kv_transfer: whether the KV of streams that leave an engine is transferred.
         tls: for engines on other machines.
         max_engine_lives: how many engines may die with a request before it fails.
         engine_wait_s: how long streams wait for an engine while there is none.

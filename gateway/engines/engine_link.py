@@ -147,7 +147,7 @@ class EngineLink:
 
     @property
     def since_step_s(self) -> float:
-        """See `EngineClient`."""
+        """Seconds since the engine's last step ended or its work began; 0 without work."""
         return 0.0 if self._last_step_s is None else time.monotonic() - self._last_step_s
 
     def start(self) -> None:

@@ -1,9 +1,9 @@
-"""Takes KV along when streams leave an engine that drains: from its memory through this gateway to
+"""Transfers KV when streams leave an engine that drains: from its memory through this gateway to
 the host tier of the engine that continues them, which then finds it as any cached prefix.
 
     gateway ── FetchBlocks ──► old engine ── KVBlocks ──► gateway ── KVBlocks ──► new engine
 
-It goes along where that is quicker than to compute it: chunks to send × the measured seconds of a
+It is sent where that is quicker than to compute it: chunks to send × the measured seconds of a
 chunk, against tokens ÷ the new engine's measured prefill rate. The first chunk is sent to measure
 the link. Whatever fails, the stream continues and the missing part is computed.
 
@@ -54,7 +54,7 @@ class Link(Engine, Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """A stream that moves, and the blocks that are to go along.
+    """A stream that moves, and the blocks that are to be sent.
 
     Attributes:
         is_sharing: others bring some of its blocks.
@@ -74,7 +74,7 @@ class _Move:
 
 
 class Handover:
-    """Of one engine's streams.
+    """The transfer of one engine's streams.
 
     Args:
         source: the engine that drains.

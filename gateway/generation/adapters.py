@@ -40,7 +40,7 @@ class AdapterChanges(Protocol):
 
 
 class MemoryChanges:
-    """Those of a single gateway."""
+    """Changes of the adapters of a single gateway, in its memory."""
 
     def __init__(self) -> None:
         self._changes: dict[str, Adapter | None] = {}

@@ -148,8 +148,8 @@ class Branch:
         return Delta(self._index, text, logprobs, reason, output.notice)
 
     def _add_singly(self, output: RequestOutput) -> Delta:
-        """As if each token came alone: which tokens are thoughts, and which is the last, must not
-        depend on how they arrive."""
+        """Add an output's tokens one by one: which tokens are thoughts, and which is the last, must
+        not depend on how they arrive."""
         merged: list[tuple[Piece, list[str]]] = []
         logprobs: list[TokenLogprobs] = []
         num_tokens = len(output.token_ids)

@@ -107,8 +107,8 @@ class GapPrompts:
         extra: Sequence[tuple[str, str]],
         num_output_tokens: int | None,
     ) -> GapPrompt:
-        """The same of texts that are cut to what fits, as llama.cpp does: the beginning of what is
-        before the gap, the end of what is after it, and the first of the other files.
+        """The prompt of texts that are cut to what fits, as llama.cpp does: the beginning of what
+        is before the gap, the end of what is after it, and the first of the other files.
 
         Args:
             written: what is written of the gap so far.

@@ -50,7 +50,7 @@ class Output:
 
     @property
     def text(self) -> str:
-        """Of its messages."""
+        """The text of its messages."""
         return "\n".join(item.text for item in self.items if item.kind == "message")
 
 
@@ -407,7 +407,7 @@ class DeltaSource(Source[Delta], Protocol):
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of the prompt's tokens from the second on, if they were asked for."""
+        """Log-probabilities of the prompt's tokens from the second on, if they were asked for."""
         ...
 
     @property

@@ -475,7 +475,7 @@ def _no_documents(template: ChatTemplate) -> str:
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Of all their texts; a template may show any."""
+    """Characters of all texts of the messages; a template may show any."""
     num, waiting = 0, list[Any](messages)
     while waiting:
         each = waiting.pop()

@@ -198,7 +198,7 @@ def stored_image(url: str, files: Mapping[str, bytes]) -> LoadedImage:
 
 
 def shown_url(url: str, files: Mapping[str, bytes]) -> str:
-    """The same image as a data URL."""
+    """The image that `stored_url` named, as a data URL."""
     data = stored_image(url, files).data
     return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
 

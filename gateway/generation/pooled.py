@@ -36,7 +36,7 @@ MANY_NUMBERS = 1 << 18  # of vectors: from here on working with them would stall
 
 @dataclass(frozen=True, slots=True)
 class PooledPrompt:
-    """Of a request for a vector or a score.
+    """The prompt of a request for a vector or a score.
 
     Attributes:
         param: the parameter that it came from.
@@ -81,7 +81,7 @@ class Embedder:
         self._pairs: PairPrompts | None = None
 
     def max_model_len(self) -> int:
-        """Of the engine that runs. Raises `EngineDeadError`."""
+        """The context of the engine that runs. Raises `EngineDeadError`."""
         return self._engine.info_for_running().max_model_len
 
     async def tokenise_each(

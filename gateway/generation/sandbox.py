@@ -1,4 +1,4 @@
-"""Runs a process that does jobs for which nobody vouches, and kills it when it takes too long.
+"""Runs a process that does untrusted work, and kills it when it takes too long.
 
 The process's own side is `penstock.engine.sandbox`.
 """

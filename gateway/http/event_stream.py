@@ -121,7 +121,7 @@ class EventStream:
         await self._send_unsent(more_body=False)
 
     async def _send_unsent(self, *, more_body: bool) -> None:
-        """As ASGI messages, the head first."""
+        """Send what is unsent as ASGI messages, the head first."""
         if not self._is_started:
             self._is_started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -148,7 +148,7 @@ class _Silence(ServerSentEvent):
 
 
 class ResumedEventStream(EventStream):
-    """The same by sse-starlette, which sends the head, the pings and the end, and watches for the
+    """A stream by sse-starlette, which sends the head, the pings and the end, and watches for the
     client leaving. The source writes past it: what sse-starlette sends itself wakes a task and
     enters a cancel scope at every event.
     """

@@ -110,7 +110,7 @@ def _hyphenated(argument: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """As JSON, else a text."""
+    """The value of a JSON text; if it is none, the text."""
     try:
         return json.loads(text)
     except ValueError:

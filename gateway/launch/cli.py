@@ -352,7 +352,7 @@ def _read_file(path: Path | str | None) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """As whoever comes from vLLM has it; a null counts as absent."""
+    """A configuration in YAML, as for vLLM; a null counts as absent."""
     import yaml  # type: ignore[import-untyped]  # `huggingface_hub` needs it, too
 
     try:

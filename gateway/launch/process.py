@@ -274,7 +274,7 @@ async def _trim_memory() -> None:
 
 
 def _resident_bytes() -> int:
-    """Of this process, now (Linux)."""
+    """Resident memory of this process, now (Linux)."""
     return int(_STATM.read_text().split()[1]) * resource.getpagesize()
 
 

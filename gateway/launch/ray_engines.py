@@ -75,7 +75,7 @@ class RayEngine:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def pid(self) -> int:
-        """Of the engine's supervisor."""
+        """The process id of the engine's supervisor."""
         return self._process.pid
 
     def address(self) -> str:

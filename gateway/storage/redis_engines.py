@@ -145,7 +145,7 @@ class RedisEngines:
         await self._forget([address])
 
     async def addresses(self) -> Collection[str]:
-        """Those of the engines whose lease lasts. Raises as `register`."""
+        """The addresses of the engines whose lease lasts. Raises as `register`."""
         _, version_key, _ = self._shared_keys
         with self._link.answering(self._key):
             found = cast("bytes | None", await self._link.client.get(version_key))
@@ -192,7 +192,7 @@ class RedisEngines:
             await self._link.run(_FORGET, keys, part)
 
     async def records(self) -> list[EngineRecord]:
-        """Those of the engines whose lease lasts. Raises as `register`."""
+        """The records of the engines whose lease lasts. Raises as `register`."""
         with self._link.answering(self._key):
             client = self._link.client
             named = cast("set[bytes]", await client.smembers(self._key))

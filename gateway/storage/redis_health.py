@@ -22,7 +22,7 @@ _DOES_NOT_REFUSE = frozenset({"ok", SLOW, "timeout", "unreachable", "cluster_dow
 
 
 class RedisHealth:
-    """Of one Redis, as one gateway sees it."""
+    """The health of one Redis, as one gateway sees it."""
 
     states = tuple(STATES)
 

@@ -72,7 +72,7 @@ class EngineCollector(Collector):
         )
         if (info := link.info) is not None:
             size = {info.quantization: float(info.weight_bytes)}
-            text = "Size of the weights in memory."
+            text = "Bytes of the weights in memory."
             yield self._fill(GaugeMetricFamily, _Row("weight_bytes", text, size, "quantization"))
         yield self._block_gauge(stats)
         yield from (self._fill(CounterMetricFamily, row) for row in _counters(stats))
@@ -136,7 +136,7 @@ def _gauges(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _one(
         "kv_cache_usage_perc",
-        "Share of KV blocks in use; 1 is all of them.",
+        "Share of KV blocks in use, from 0 to 1.",
         stats.num_blocks_used / max(stats.num_blocks, 1),
     )
     yield _one("num_grammars", "Compiled grammars that the engine keeps.", stats.num_grammars)
@@ -159,12 +159,12 @@ def _counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _one(
         "grammar_masks",
-        "Masks made of the tokens that a grammar allows.",
+        "Masks of allowed tokens made for outputs with a grammar.",
         stats.num_grammar_masks_total,
     )
     yield _one(
         "grammar_masks_seconds",
-        "Seconds that those masks took.",
+        "Seconds spent making masks of allowed tokens.",
         stats.grammar_masks_seconds_total,
     )
     yield from _preemption_counters(stats)
@@ -175,7 +175,7 @@ def _counters(stats: EngineStats) -> Iterator[_Row]:
 def _speculation_counters(stats: EngineStats) -> Iterator[_Row]:
     """By vLLM's names."""
     yield _one("spec_decode_num_drafts", "Steps of a sequence with drafts.", stats.num_drafts_total)
-    yield _one("spec_decode_num_draft_tokens", "Drafts.", stats.num_draft_tokens_total)
+    yield _one("spec_decode_num_draft_tokens", "Tokens drafted.", stats.num_draft_tokens_total)
     yield _one(
         "spec_decode_num_accepted_tokens",
         "Drafts that were right.",
@@ -183,7 +183,7 @@ def _speculation_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _Row(
         "spec_decode_num_accepted_tokens_per_pos",
-        "Drafts that were right, by their position among those of their step.",
+        "Drafts that were right, by their position in their step, from 0.",
         {str(position): n for position, n in enumerate(stats.num_accepted_tokens_per_pos_total)},
         "position",
     )
@@ -211,13 +211,13 @@ def _preemption_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _Row(
         "swapped_bytes",
-        "KV moved between device and host memory.",
+        "Bytes of KV moved between device and host memory.",
         {"out": stats.swapped_out_bytes_total, "in": stats.swapped_in_bytes_total},
         "direction",
     )
     yield _Row(
         "swap_seconds",
-        "Time spent moving KV between device and host memory.",
+        "Seconds spent moving KV between device and host memory.",
         {"out": stats.swap_out_seconds_total, "in": stats.swap_in_seconds_total},
         "direction",
     )
@@ -227,7 +227,7 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
     yield _one("kv_blocks_copied", "KV blocks copied on write.", stats.num_blocks_copied_total)
     yield _Row(
         "kv_blocks_evicted",
-        "Cached KV blocks that were evicted.",
+        "Cached KV blocks evicted.",
         {
             "device": stats.num_blocks_evicted_total,
             "host": stats.num_host_blocks_evicted_total,
@@ -236,7 +236,7 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _Row(
         "kv_blocks_transferred",
-        "KV blocks sent to other engines, received from them, and refused as damaged or foreign.",
+        "KV blocks sent to other engines, received, and refused as damaged or foreign.",
         {
             "sent": stats.num_kv_blocks_sent_total,
             "received": stats.num_kv_blocks_received_total,
@@ -246,7 +246,7 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _Row(
         "kv_transferred_bytes",
-        "KV sent to other engines, and received from them.",
+        "Bytes of KV sent to other engines, and received.",
         {"sent": stats.kv_sent_bytes_total, "received": stats.kv_received_bytes_total},
         "direction",
     )
@@ -262,7 +262,7 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _one(
         "prefix_cache_host_hits",
-        "Prompt tokens found in the prefix cache's host tier.",
+        "Prompt tokens found in host memory by the prefix cache.",
         stats.prefix_cache_host_hits_total,
     )
 

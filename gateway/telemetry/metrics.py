@@ -1,8 +1,8 @@
 """Prometheus metrics under vLLM's names with the prefix `penstock:`, in a separate registry.
 
 Each stream has a `StreamMeter`, which observes it once per frame. `engine_metrics` has the engine's
-own metrics, `worker_metrics` collects those of other gateway processes. A table in README.md lists
-all of them.
+own metrics, `worker_metrics` collects those of other gateway processes. `METRICS.md` lists all of
+them.
 """
 
 from __future__ import annotations
@@ -71,41 +71,60 @@ class Metrics:
         self._tokens: dict[str, TokenCount] = {}
         self._watched = _Watched(model_name)
         self._probes: dict[str, tuple[str, Callable[[], Awaitable[bool]]]] = {}
-        self._finished = self._counter("request_success", "Finished requests.", "finished_reason")
+        self._finished = self._counter(
+            "request_success",
+            "Generations that ended, including those with `abort` and `error`.",
+            "finished_reason",
+        )
         self._refused = self._counter(
-            "refusals", "Requests and WebSocket messages answered 429 or 503.", "code"
+            "refusals",
+            "Requests and WebSocket messages answered with 429 or 503.",
+            "code",
         )
         self._requests = self._counter(
-            "http_requests", "Requests, by route.", "method", "route", "status"
+            "http_requests",
+            "Requests that ended; a WebSocket counts once, as `WEBSOCKET` with 101.",
+            "method",
+            "route",
+            "status",
         )
         self._grammars = self._counter(
-            "grammar_checks", "Requests with a grammar, by what its check said.", "verdict"
+            "grammar_checks",
+            "Requests with a grammar: `accepted`, `refused`, `too_slow` to compile, or not "
+            "compiled because the server is `overloaded`.",
+            "verdict",
         )
         self._counts = {
             "sessions": self._plain_counter("sessions", "Conversations that got a first turn."),
-            "turns": self._plain_counter("turns", "Stored turns begun."),
-            "resumes": self._plain_counter("resumes", "Resumed streams."),
+            "turns": self._plain_counter("turns", "Stored turns that began."),
+            "resumes": self._plain_counter(
+                "resumes", "Streams resumed by `starting_after` or `penstock.resume`."
+            ),
         }
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", buckets=_TTFT_BUCKETS
+            "time_to_first_token_seconds",
+            "Seconds from admission to the first token.",
+            buckets=_TTFT_BUCKETS,
         )
         self.inter_token_latency = PlainHistogram(
             "penstock:inter_token_latency_seconds",
-            "Time per token after the first.",
+            "Seconds per token after the first.",
             labels={"model_name": model_name},
             buckets=_ITL_BUCKETS,
         )
         self.e2e_request_latency = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", buckets=_E2E_BUCKETS
+            "e2e_request_latency_seconds",
+            "Seconds from admission to the last token.",
+            buckets=_E2E_BUCKETS,
         )
         self.grammar_check = self._histogram(
             "grammar_check_seconds",
-            "Time until a new grammar was compiled or refused.",
+            "Seconds until a new grammar was accepted or refused.",
             buckets=_CHECK_BUCKETS,
         )
         self.event_loop_lag = PlainHistogram(
             "penstock:event_loop_lag_seconds",
-            "How much later than requested the event loop calls back; ten samples a second.",
+            "Seconds by which the event loop calls back late; ten samples a second.",
             labels={"model_name": model_name},
             buckets=_LAG_BUCKETS,
         )
@@ -114,7 +133,7 @@ class Metrics:
         self._registry.register(self.event_loop_lag)
         self._registry.register(self._watched)
         self._registry.register(_Tokens(model_name, self._tokens))
-        self.gauge("engine_up", "1 while an engine answers.", self._has_engine)
+        self.gauge("engine_up", "1 while an engine answers, otherwise 0.", self._has_engine)
         self.gauge(
             "engines",
             "Engines that take requests.",
@@ -298,8 +317,8 @@ class _Tokens(Collector):
 
     def collect(self) -> Iterator[Metric]:
         texts = {
-            "prompt": "Prompt tokens processed",
-            "generation": "Tokens generated and delivered",
+            "prompt": "Tokens of prompts",
+            "generation": "Tokens delivered",
         }
         for kind, text in texts.items():
             numbers = {tenant: getattr(count, kind) for tenant, count in self._counts.items()}
@@ -307,7 +326,9 @@ class _Tokens(Collector):
             total.add_metric([self._model_name], sum(numbers.values()))
             yield total
             each = CounterMetricFamily(
-                f"{_BY_TENANT}{kind}_tokens", f"{text}, by tenant.", labels=(*_LABELS, "tenant")
+                f"{_BY_TENANT}{kind}_tokens",
+                f"{text}; tenants beyond the first {_MAX_TENANTS} are `{_OTHERS}`.",
+                labels=(*_LABELS, "tenant"),
             )
             for tenant, number in numbers.items():
                 each.add_metric([self._model_name, tenant], number)

@@ -32,7 +32,7 @@ class PoolingRequest(Model):
     user: str | None = None  # without effect
 
     def max_tokens(self, max_model_len: int) -> int | None:
-        """Of a text with special tokens; None: nothing is cut off."""
+        """The length to which a text with special tokens is cut; None: nothing is cut off."""
         asked = self.truncate_prompt_tokens
         return max_model_len if asked == -1 else asked
 
@@ -86,8 +86,8 @@ class _VectorOptions(Model):
 
 
 class EmbeddingRequest(_VectorOptions, PooledTexts):
-    """Of texts."""
+    """The request for vectors of texts."""
 
 
 class EmbeddingChatRequest(_VectorOptions, PooledChat):
-    """Of a conversation."""
+    """The request for the vector of a conversation."""

@@ -110,7 +110,7 @@ class _Answer:
         return self._selected(self._last("".join(texts)))
 
     async def write_to(self, out: RawWriter) -> None:
-        """As events, without OpenAI's `[DONE]`."""
+        """Write the answer as events, without OpenAI's `[DONE]`."""
         with self._generation as generation:
             await pump(generation, self._events, out)
         out.write(self._event(self._last("")))

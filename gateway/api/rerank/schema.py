@@ -84,7 +84,7 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the two parameters that are given."""
+        """The names of the two parameters that are given."""
         return (
             "queries" if self.text_1 is None else "text_1",
             "documents" if self.text_2 is None else "text_2",

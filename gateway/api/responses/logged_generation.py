@@ -76,8 +76,8 @@ class LoggedGeneration:
         return self._end is not None
 
     def take(self) -> list[Delta]:
-        """As `Source.take`, but one log entry at a time, so that a replay's deltas are those of the
-        first reader.
+        """The deltas that have arrived (`Source.take`), one log entry at a time, so that a
+        replay's deltas are those of the first reader.
 
         Raises:
             InvalidRequestError: the engine refused the request.

@@ -38,7 +38,7 @@ _MAX_KEY_CHARS = 512
 
 
 class ResponseExtensions(Extensions):
-    """Those that only responses have.
+    """Extensions that only responses have.
 
     Attributes:
         continues: `continue` on the wire: continue the previous response where it was cut off.

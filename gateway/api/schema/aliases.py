@@ -71,7 +71,7 @@ def thinking(name: str) -> Alias:
 
 
 def thinking_of_responses(name: str) -> Alias:
-    """The same, where the effort is in `reasoning`."""
+    """Whether to think, as in `thinking`, for responses: the effort is in `reasoning`."""
     alias = thinking(name)
 
     def convert(value: Any) -> Mapping[str, Any]:

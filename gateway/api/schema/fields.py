@@ -328,7 +328,7 @@ class SamplingRequest(_Common):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for each token of the prompt."""
+        """How many alternatives to report beside each token of the prompt; None for no logprobs."""
         return None
 
     @property

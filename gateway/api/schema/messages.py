@@ -130,7 +130,7 @@ def _part_text(part: Any) -> str:
 
 
 def _chat_parts_of(content: Any) -> Any:
-    """As `_parts_of`, where a chat template may read further fields and kinds of parts."""
+    """The parts of a content (`_parts_of`); a chat template may read further fields and kinds."""
     if not isinstance(content, list):
         return _texts_of(content)
     return tuple(

@@ -202,7 +202,7 @@ class TextOptions(Model):
     verbosity: Literal["low", "medium", "high"] | None = None
 
     def echo(self) -> dict[str, Any]:
-        """The same in the Response object."""
+        """These options as the Response object has them."""
         verbosity = {} if self.verbosity is None else {"verbosity": self.verbosity}
         return {**self._format_echo(), **verbosity}
 
@@ -275,7 +275,7 @@ _KEYWORDS = {"json": "json_schema", "ebnf": "grammar"}
 
 
 def given(prefix: str, values: Mapping[str, Any]) -> Iterator[Asked]:
-    """Those that are not None of some parameters, by vLLM's names or SGLang's."""
+    """The parameters that are not None, by vLLM's names or SGLang's."""
     for name, value in values.items():
         if value is not None:
             keyword = _KEYWORDS.get(name, name)

@@ -174,7 +174,7 @@ class _Defined:
 
     @property
     def tool(self) -> Tool:
-        """As the model sees it."""
+        """The tool as the model sees it."""
         definition = self.definition
         name = seen_name(definition.name, self.namespace)
         hint = definition.format.hint if isinstance(definition, CustomDefinition) else ""

@@ -34,7 +34,7 @@ def new_response_id(conversation_id: str) -> str:
 
 
 def derived_response_id(*parts: str) -> str:
-    """The same id for the same parts, and a different one for any others."""
+    """An id that depends on the parts alone, and differs for any others."""
     joined = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
     return f"resp_{hashlib.sha256(joined).hexdigest()[: 4 * _NUM_BYTES]}"
 

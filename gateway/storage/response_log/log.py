@@ -75,7 +75,7 @@ class ResponseMovedError(RequestRefusedError):
 
 
 def left_behind(response_id: str) -> RequestRefusedError:
-    """As `ResponseMovedError`, but this gateway is stopping and does not look for the owner."""
+    """The error of a response whose gateway is stopping and does not look for the new owner."""
     return RequestRefusedError(
         f"this gateway is shutting down; resume {response_id!r} on a new connection",
         code="response_moved",
@@ -345,7 +345,7 @@ class LogReader:
         self._may_lag = not (found and not isinstance(found[0], LogNotice))
 
     def when_ready(self, call: Callable[[], None]) -> bool:
-        """As `Source.when_ready`. The call comes at once from the code that appends."""
+        """Have `call` called at once by the code that appends (`Source.when_ready`)."""
         log = self.log
         has_failed = log.failure is not None and not self._is_moving
         if self._is_behind or log.end is not None or has_failed:

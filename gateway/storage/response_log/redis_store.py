@@ -129,7 +129,8 @@ class RedisLogStore:
     async def start(
         self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
     ) -> None:
-        """As `LogStore.start`. `take_over` must have set `ResponseLog.owner` when it returns."""
+        """Start taking over responses (`LogStore.start`). `take_over` must have set
+        `ResponseLog.owner` when it returns."""
         self._take_over = take_over
         self._ownership.can_run = can_run
         await self._ownership.appear()

@@ -157,7 +157,7 @@ async def _pipelined(redis: Redis, commands: Sequence[Command]) -> list[Any]:
 
 
 async def lean_round_trip(redis: Redis, commands: Sequence[Command]) -> list[Any]:
-    """As `round_trip`, for commands whose reply does not matter beyond success or refusal. It costs
+    """A round trip of commands whose reply does not matter beyond success or refusal. It costs
     a fraction of redis-py's pipeline: no bookkeeping per command, no time-out (the caller has one),
     no retry. With a cluster it does not follow slots to another node: before anything is added
     there, the caller must find out what that node has.

@@ -323,7 +323,7 @@ class LogWriter:
             owned.is_suspect = True
 
     def _suspect(self, node: str) -> None:
-        """The same for the logs at one node."""
+        """Verify the logs at one node before more is added to them."""
         for owned in self.owned.values():
             owned.is_suspect |= owned.node == node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
+from penstock import gateway
 from penstock.engine.config import ModelConfig
 from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.openapi import ANSWERS, document
@@ -50,6 +52,16 @@ async def test_every_route_is_described(model_path: Path, tmp_path: Path) -> Non
     upgrades = {("get", "/v1/responses"), ("get", "/v1/stats")}  # WebSockets
     described = {(method, path) for path, methods in paths.items() for method in methods}
     assert described == served - upgrades
+
+
+def test_every_endpoint_is_in_the_document_of_the_api(model_path: Path, tmp_path: Path) -> None:
+    model = ModelConfig(model=str(model_path))
+    app = create_app(GatewayConfig(engine_address=f"{tmp_path}/engine.sock", model=model))
+    text = Path(gateway.__file__).with_name("API.md").read_text("utf-8")
+    told = set(re.findall(r"`(?:POST )?(…?/[^`]*)`", text.partition("\n## ")[0]))
+    paths = document(["tiny"], operations_of(app.routes))["paths"]
+    parts = {path: {path, f"…/{path.rpartition('/')[2]}"} for path in paths}
+    assert [path for path in paths if told.isdisjoint(parts[path])] == []
 
 
 async def test_a_parameter_is_described_as_it_is_taken(served: Served) -> None:

@@ -26,7 +26,7 @@ from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Use
 from penstock.gateway.api.schema.parsing import parse_json, parse_request
 from penstock.gateway.errors import RequestRefusedError
 
-_README = Path(gateway.__file__).with_name("README.md")
+_DOCUMENT = Path(gateway.__file__).with_name("API.md")
 _SCHEMAS: tuple[type[SamplingRequest], ...] = (
     ChatRequest,
     CompletionRequest,
@@ -66,7 +66,7 @@ def test_no_parameter_is_treated_in_two_ways(schema: type[SamplingRequest]) -> N
 
 def test_each_parameter_without_effect_is_documented() -> None:
     """In the one table of them, whose other rows are about fields of parameters."""
-    _, _, table = _README.read_text("utf-8").partition("| accepted without effect |")
+    _, _, table = _DOCUMENT.read_text("utf-8").partition("| accepted without effect |")
     table, _, _ = table.partition("\n\n")
     told = {name for row in table.splitlines() for name in re.findall(r"`(\w[\w.]*)`", row)}
     unread = {
@@ -79,7 +79,7 @@ def test_each_parameter_without_effect_is_documented() -> None:
 
 
 def test_each_other_name_is_documented() -> None:
-    _, _, section = _README.read_text("utf-8").partition("## Parameters of other servers")
+    _, _, section = _DOCUMENT.read_text("utf-8").partition("## Parameters of other servers")
     section, _, _ = section.partition("\n## ")
     for name in {name for names in ALIASES.values() for name in names}:
         assert f"`{name}`" in section

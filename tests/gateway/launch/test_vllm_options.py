@@ -22,6 +22,7 @@ from penstock.gateway.launch.cli import (
 )
 from penstock.gateway.launch.flags import CONTEXT, FLAGS, WITHOUT_EFFECT, parse_tokens
 
+from ...support import options_document
 from .test_cli import error_line, gateway_settings
 
 
@@ -244,9 +245,10 @@ def test_no_option_has_two_meanings() -> None:
     assert len({*ours, *theirs}) == len(ours) + len(theirs)
 
 
-def test_options_without_effect_are_in_the_documents() -> None:
-    text = Path("gateway/DEPLOYMENT.md").read_text("utf-8")
-    assert not [name for each in WITHOUT_EFFECT for name in each.names if f"`{name}`" not in text]
+def test_the_document_is_made_of_the_options() -> None:
+    assert options_document.PAGE.read_text("utf-8") == options_document.written(), (
+        "run `make documents`"
+    )
 
 
 @pytest.mark.parametrize(

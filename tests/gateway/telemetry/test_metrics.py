@@ -17,12 +17,12 @@ from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.telemetry.metrics import _MAX_TENANTS, Metrics, StreamMeter
 from penstock.gateway.telemetry.worker_metrics import Workers
 
+from ...support import metrics_document
 from ..conftest import PATIENCE_S, Serve, Served
 from ..fake_engine import FakeEngine
 
 _ROOT = Path(__file__).parents[3]
 _DASHBOARD = _ROOT / "gateway" / "telemetry" / "grafana.json"
-_README = _ROOT / "gateway" / "README.md"
 _NAME = re.compile(r"\b(?:penstock:|process_)[a-z0-9_]+")
 
 _Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -341,9 +341,12 @@ def test_the_dashboard_can_be_imported() -> None:
             assert panel["targets"]
 
 
-async def test_the_readme_names_every_metric(names: set[str]) -> None:
-    section = _README.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    told = set(re.findall(r"`((?:penstock:|process_)[a-z0-9_]+)`", section))
-    assert {name for name in names if name.startswith("penstock:")} == {
-        name for name in told if name.startswith("penstock:")
-    }
+async def test_the_document_is_made_of_the_declarations() -> None:
+    written = await metrics_document.written()
+    assert metrics_document.PAGE.read_text("utf-8") == written, "run `make documents`"
+
+
+async def test_the_document_names_every_metric(names: set[str]) -> None:
+    written = await metrics_document.written()
+    told = set(re.findall(r"^\| `([a-z0-9_:]+)`", written, re.MULTILINE))
+    assert {name for name in names if name.startswith("penstock:")} == told
