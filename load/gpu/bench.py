@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.gpu.tuning import Config
-from penstock.load.gpu.report import BARS, Results
-from penstock.load.workloads.lengths import TraceSpec
+from penstock.load.report.tables import table
 
 GIB, MIB = 1 << 30, 1 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,10 @@ class AttentionSizes:
     batches: tuple[int, ...] = (32, 64, 128)
     contexts: tuple[int, ...] = (1024, 4096, 16384)
     long_context: int = 4096  # the bar for decode holds from here
-    sweep_batch: int = 64  # of what is measured at the long context alone: FP8, other block sizes
+    sweep_batch: int = 64  # of what is measured at the long context alone: FP8
     prefills: tuple[int, ...] = (2048, 8192, 16384)
     bar_prefill: int = 8192
-    block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # of the sweep
+    block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # that are tuned
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -54,17 +55,6 @@ class DecodeSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndToEndSizes:
-    """A workload for the engine and for Hugging Face, whose static batches have the sizes
-    `hf_batches`, or the whole workload's. After `hf_limit_s` seconds, the rate is that of the
-    completed batches."""
-
-    trace: TraceSpec
-    hf_batches: tuple[int, ...] = (1, 8, 32, 128)
-    hf_limit_s: float = 20.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Everything that is chosen once for a run. `matmuls` are n of the n × n products; the
     fastest is the ceiling."""
@@ -75,16 +65,12 @@ class Sizes:
     flush_bytes: int = GIB  # read between timed calls, so that none finds its data in a cache
     num_repeats: int = 30
     dtype: torch.dtype = torch.bfloat16
-    model: dict[str, Any]  # `config.json` of the random checkpoint
-    check_lens: tuple[int, ...] = (1, 16, 33, 1025, 2051)  # of sequences whose attention is checked
-    num_rows: int = 32768  # of the small operations, each a token
-    product_rows: tuple[int, ...] = (1, 4, 16, 2048)  # of products with quantized weights
+    model: Mapping[str, Any]  # `config.json` of the random checkpoint
     num_sampled: int = 256  # rows of logits
     vocab_sizes: tuple[int, ...] = (128256, 32000, 151936)  # that sampling is tuned for
     swap_blocks: int = 1024  # moved each way
     attention: AttentionSizes = AttentionSizes()
     decode: DecodeSizes = DecodeSizes()
-    end_to_end: EndToEndSizes
 
 
 def full_sizes() -> Sizes:
@@ -100,7 +86,6 @@ def full_sizes() -> Sizes:
             max_position_embeddings=8192,
             dtype="bfloat16",
         ),
-        end_to_end=EndToEndSizes(trace=TraceSpec(num_requests=384, output_mean=192.0, longest=512)),
     )
 
 
@@ -118,6 +103,8 @@ def llama(**fields: Any) -> dict[str, Any]:
     }
 
 
+# -- time -----------------------------------------------------------------------------------------
+
 _NUM_WARM_UPS = 3  # the first compiles
 
 
@@ -131,16 +118,16 @@ class Timer:
     """
 
     def __init__(self, device: torch.device, *, flush_bytes: int, num_repeats: int) -> None:
-        self._device = device
+        self._is_cuda = device.type == "cuda"
         self._num_repeats = num_repeats
         self._flushed = torch.ones(flush_bytes // 4, device=device)
         self._sum = torch.empty((), device=device)
 
     def median_s(self, call: Callable[[], object]) -> float:
         """Seconds of one call on the device, after all earlier work."""
-        for _ in range(_NUM_WARM_UPS if self._device.type == "cuda" else 1):
+        for _ in range(_NUM_WARM_UPS if self._is_cuda else 1):
             call()
-        if self._device.type == "cuda":
+        if self._is_cuda:
             return statistics.median(self._on_stream(call))
         return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
 
@@ -176,52 +163,8 @@ class Timer:
         torch.sum(self._flushed, dim=0, out=self._sum)
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize()
-
-
-# Launch configurations worth trying, and the search for the fastest.
-#
-# Each replaces some of what a launcher chooses by itself.
-
-DECODE: tuple[Config, ...] = tuple(
-    {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
-    for block_n, num_warps, num_stages in product((32, 64, 128), (2, 4, 8), (2, 3, 4))
-)
-PREFILL: tuple[Config, ...] = tuple(
-    {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
-    for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3))
-)
-# Some of DECODE, where there is no time for all.
-FEW_DECODE: tuple[Config, ...] = (
-    {"BLOCK_N": 32, "num_warps": 2, "num_stages": 4},
-    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
-    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_N": 128, "num_warps": 4, "num_stages": 2},
-    {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
-)
-
-
-def sampling(own: Config) -> tuple[Config, ...]:
-    """Variations of the launcher's own choice for a vocabulary."""
-    return tuple(
-        {**own, "BLOCK": block, "num_warps": num_warps}
-        for block, num_warps in product((1024, 2048, 4096, 8192), (4, 8, 16))
-    )
-
-
-# Of a product with quantized weights, by class of rows.
-PRODUCTS: dict[str, tuple[Config, ...]] = {
-    name: tuple(
-        {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
-        for block_n, num_warps, num_stages in product(block_ns, (2, 4, 8), (2, 3, 4, 5))
-    )
-    for name, block_m, block_ns in (
-        ("few", 16, (16, 32, 64)),
-        ("some", 64, (32, 64, 128)),
-        ("many", 128, (64, 128, 256)),
-    )
-}
 
 
 def seconds_of(timer: Timer, call: Callable[[], object]) -> float:
@@ -238,9 +181,133 @@ def fastest_s(timer: Timer, run: Callable[..., object], configs: Sequence[Config
     return min(seconds_of(timer, partial(run, config=config)) for config in (None, *configs))
 
 
-# -- what every section is given ----------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
-T = TypeVar("T")
+COPY = "copy_bytes_per_s"  # bytes read and bytes written
+MATMUL = "matmul_flop_per_s"
+TO_DEVICE = "host_to_device_bytes_per_s"
+TO_HOST = "device_to_host_bytes_per_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """The bound that a figure must reach."""
+
+    bound: float
+    is_upper: bool = False  # the figure may not exceed it; else it may not fall below
+    meaning: str  # of the figure, with the cells it is the worst of
+
+    def is_met(self, value: float) -> bool:
+        return value <= self.bound if self.is_upper else value >= self.bound
+
+
+BARS: Mapping[str, Bar] = {
+    "decode_attention_of_copy": Bar(
+        bound=0.85,
+        meaning="decode attention, KV bytes/s ÷ copy bandwidth: batch ≥ 32, context ≥ 4k",
+    ),
+    "paged_over_contiguous": Bar(
+        bound=1.05,
+        is_upper=True,
+        meaning="time of decode attention over random block tables ÷ over contiguous KV: "
+        "context ≥ 1k",
+    ),
+    "prefill_attention_of_matmul": Bar(
+        bound=0.50, meaning="prefill attention, causal FLOP/s ÷ bf16 matrix product: a prompt of 8k"
+    ),
+    "decode_step_of_roofline": Bar(
+        bound=0.75,
+        meaning="decode step of an 8B Llama: time to read weights and KV at copy bandwidth ÷ step, "
+        "batch 1–64",
+    ),
+    "swap_of_pinned_copy": Bar(
+        bound=0.85, meaning="swap, bytes/s ÷ copy from and to pinned memory: both directions"
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class Results:
+    """The results of a run so far, written to all `paths` at every addition.
+
+    A figure is the worst of the cells that its bar covers, and None unless all were measured.
+    """
+
+    about: Mapping[str, Any]
+    paths: Sequence[Path] = ()
+    ceilings: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(BARS))
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by section
+    notes: list[str] = field(default_factory=list)
+    is_complete: bool = False
+
+    def add_ceiling(self, name: str, value: float) -> None:
+        self.ceilings[name] = value
+        self.save()
+
+    def add_row(self, section: str, row: Mapping[str, Any]) -> None:
+        self.rows.setdefault(section, []).append(dict(row))
+        self.save()
+
+    def add_note(self, note: str) -> None:
+        self.notes.append(note)
+        self.save()
+
+    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
+        """Set a figure to the worst of its cells, if all of them were measured."""
+        worst = max if BARS[figure].is_upper else min
+        self.figures[figure] = worst(values) if len(values) == num_cells else None
+        self.save()
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("is_complete", "ceilings", "figures", "rows", "notes")
+        return {**self.about, **{name: getattr(self, name) for name in names}}
+
+    def save(self) -> None:
+        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        for path in self.paths:
+            write_whole(path, text)
+
+    def markdown(self) -> str:
+        """Every cell, then machine, figures with their bars, and ceilings."""
+        about = "; ".join(f"{name} {value}" for name, value in self.about.items())
+        if not self.is_complete:
+            about += "; **the run did not end**"
+        figures = [
+            [bar.meaning, "not measured" if value is None else f"{value:.3f}",
+             f"{'≤' if bar.is_upper else '≥'} {bar.bound:g}",
+             "–" if value is None else "yes" if bar.is_met(value) else "**no**"]
+            for bar, value in ((BARS[name], value) for name, value in self.figures.items())
+        ]  # fmt: skip
+        ceilings = [[name, _shown(name, value)] for name, value in self.ceilings.items()]
+        parts = [f"### {name}\n\n{_row_table(rows)}" for name, rows in self.rows.items()]
+        parts += [*self.notes, about, table(("figure", "measured", "bar", "met"), figures)]
+        return "\n\n".join([*parts, table(("ceiling", ""), ceilings)])
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is complete at every moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return table(keys, [[_shown(key, row.get(key)) for key in keys] for row in rows])
+
+
+def _shown(key: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if key.endswith("_per_s"):
+        is_flop = key.endswith("flop_per_s")
+        return f"{value / 1e12:,.1f} TFLOP/s" if is_flop else f"{value / 1e9:,.1f} GB/s"
+    return f"{value:,.3f}"
+
+
+# -- what every section is given ------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -252,11 +319,11 @@ class Bench:
     results: Results
     deadline_s: float = float("inf")  # of the present section, by `time.perf_counter`
     timer: Timer = field(init=False)
-    _generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
+        sizes = self.sizes
         self.timer = Timer(
-            self.device, flush_bytes=self.sizes.flush_bytes, num_repeats=self.sizes.num_repeats
+            self.device, flush_bytes=sizes.flush_bytes, num_repeats=sizes.num_repeats
         )
         self._generator = torch.Generator(self.device).manual_seed(time.time_ns())
 
@@ -266,17 +333,12 @@ class Bench:
 
     def in_time(self, section: str, cells: Iterable[T]) -> Iterator[T]:
         """The cells, until the section's time is up; the rest is noted."""
-        left_out = []
         for cell in cells:
             if self.remaining_s > 0:
                 print(f"  {section}: {cell}", flush=True)
                 yield cell
             else:
-                left_out.append(cell)
-        if left_out:
-            self.results.add_note(
-                section, f"no time left for {', '.join(str(cell) for cell in left_out)}"
-            )
+                self.results.add_note(f"{section}: no time left for {cell}")
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Normal numbers, different in every run."""
@@ -286,12 +348,3 @@ class Bench:
     def permutation(self, size: int) -> Tensor:
         """0 … size - 1 in random order: int64 [size]."""
         return torch.randperm(size, generator=self._generator, device=self.device)
-
-    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
-        """Set a figure to the worst of its cells, if all of them were measured."""
-        is_whole = len(values) == num_cells
-        self.results.add_figure(figure, BARS[figure].worst(values) if is_whole else None)
-
-
-Section = Callable[[Bench], None]
-Check = tuple[str, float, float]  # what was checked, its error, the bound of that

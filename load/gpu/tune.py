@@ -15,44 +15,56 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.gpu.quantized import GpuCodes, pack_codes
 from penstock.kernels.gpu.tuning import TABLE, Config, Table, device_name
+from penstock.kernels.gpu_operations import gpu_operation
+from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.load.gpu.attention import attend, attention_inputs, contiguous
 from penstock.load.gpu.bench import (
-    DECODE,
-    PREFILL,
-    PRODUCTS,
     AttentionSizes,
     Bench,
+    Results,
     full_sizes,
-    sampling,
     seconds_of,
+    write_whole,
 )
 from penstock.load.gpu.command import has_gpu
-from penstock.load.gpu.inputs import (
-    attend,
-    attention_inputs,
-    bound_of,
-    contiguous,
-    multiply,
-    quantized_matrix,
-    sample,
-    sampling_inputs,
-    worst_row,
-)
-from penstock.load.gpu.report import Results, write_whole
 
 _FP8 = torch.float8_e4m3fn
 # Of models in use, beside the one that is measured: head_dim, and query heads for each KV head.
 _OTHER_HEADS = ((128, 8), (128, 1), (128, 7), (64, 1), (64, 7), (64, 4), (256, 2), (96, 1))
 Run = Callable[..., Tensor]  # with `config`, None for the launcher's own choice
+# Launch configurations worth trying: each replaces some of what a launcher chooses by itself.
+DECODE: tuple[Config, ...] = tuple(
+    {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+    for block_n, num_warps, num_stages in product((32, 64, 128), (2, 4, 8), (2, 3, 4))
+)
+PREFILL: tuple[Config, ...] = tuple(
+    {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+    for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+)
+# Of a product with quantized weights, by class of rows.
+PRODUCTS: Mapping[str, tuple[Config, ...]] = {
+    name: tuple(
+        {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+        for block_n, num_warps, num_stages in product(block_ns, (2, 4, 8), (2, 3, 4, 5))
+    )
+    for name, block_m, block_ns in (
+        ("few", 16, (16, 32, 64)),
+        ("some", 64, (32, 64, 128)),
+        ("many", 128, (64, 128, 256)),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,29 +155,65 @@ def _key(bench: Bench, sizes: AttentionSizes, *, is_fp8: bool, is_contiguous: bo
 
 # -- sampling ---------------------------------------------------------------------------------
 
+_TEMPERATURE, _TOP_P = 0.8, 0.95
+_SPREAD = 3.0  # standard deviation of logits, about as models have it
+
 
 def _sampling(bench: Bench, vocab_size: int) -> Tunable:
+    """Variations of the launcher's own choice for a vocabulary."""
     own: Config = importlib.import_module("penstock.kernels.gpu.sampling").config_for(vocab_size)
+    candidates = tuple(
+        {**own, "BLOCK": block, "num_warps": num_warps}
+        for block, num_warps in product((1024, 2048, 4096, 8192), (4, 8, 16))
+    )
+    operation = gpu_operation("sample_tokens", "sampling")
+
+    def sample(inputs: tuple[Tensor, ...], **options: Any) -> Tensor:
+        token_ids: Tensor = operation(*inputs, **options)[0]
+        return token_ids
 
     def runs() -> Iterator[Run]:
         for num_rows in (1, bench.sizes.num_sampled):
-            yield partial(sample, sampling_inputs(bench, num_rows, vocab_size))
+            none = torch.zeros(num_rows, dtype=torch.float64, device=bench.device)
+            logits = _SPREAD * bench.random(num_rows, vocab_size)
+            uniforms = bench.random(num_rows, dtype=torch.float64).abs() % 1
+            # Without top_k and min_p.
+            inputs = (logits, none + _TEMPERATURE, none, none + _TOP_P, none, uniforms)
+            yield partial(sample, inputs)
 
-    return Tunable(
-        operation="sample_tokens", key=str(vocab_size), candidates=sampling(own), runs=runs
-    )
+    return Tunable(operation="sample_tokens", key=str(vocab_size), candidates=candidates, runs=runs)
 
 
 # -- quantized weights ------------------------------------------------------------------------
 
 _NUM_ROWS = {"few": (1, 16), "some": (64,), "many": (256, 2048)}
+_BLOCK = 128  # columns of a scale, but for fp8: it has one for each row
+
+
+def quantized_matrix(bench: Bench, kind: str, out_features: int, in_features: int) -> GpuCodes:
+    """Random codes of int4, int8 or fp8, and scales that make numbers around 1."""
+    values = bench.random(out_features, in_features)
+    block = in_features if kind == "fp8" else _BLOCK
+    scales = bench.random(out_features, -(-in_features // block), dtype=torch.float32).abs() + 0.5
+    bits = 4 if kind == "int4" else 8
+    if kind == "fp8":
+        codes = values.to(_FP8).view(torch.uint8)
+    else:
+        zero, spread = 1 << (bits - 1), 1 << (bits - 3)
+        codes = (values.float() * spread + zero).round().clamp(0, 2 * zero - 1).to(torch.uint8)
+        scales /= spread
+    matrix = QuantizedCodes(
+        codes=codes, bits=bits, scales=scales, columns_per_scale=block,
+        zero=0 if kind == "fp8" else zero, is_float8=kind == "fp8",
+    )  # fmt: skip
+    return pack_codes(matrix, values)
 
 
 def _product(bench: Bench, kind: str, rows: str, *, in_bytes: bool) -> Tunable:
     """All of a layer's matrices have one configuration: the widest and the narrowest count."""
     launcher = importlib.import_module("penstock.kernels.gpu.linear_quantized")
     size, wide = (bench.sizes.model[name] for name in ("hidden_size", "intermediate_size"))
-    sizes = ((2 * wide, size), (size, size))
+    sizes, multiply = ((2 * wide, size), (size, size)), gpu_operation("linear_quantized")
 
     def runs() -> Iterator[Run]:
         for out_features, in_features in sizes:
@@ -229,10 +277,12 @@ def best(bench: Bench, tunable: Tunable, candidates: Sequence[Config]) -> tuple[
 
 
 def _is_same(result: Tensor, expected: Tensor) -> bool:
-    """Integers exactly, other numbers up to rounding."""
+    """Integers exactly, other numbers up to rounding: they are rounded a few times on their way."""
     if not result.is_floating_point():
         return torch.equal(result, expected)
-    return worst_row(result, expected.double()) <= bound_of(result.dtype)
+    exact = expected.double()
+    errors = (result.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return float(errors.max()) <= 2 * torch.finfo(result.dtype).eps
 
 
 def _parser() -> argparse.ArgumentParser:

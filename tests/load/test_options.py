@@ -6,7 +6,9 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
@@ -14,11 +16,11 @@ from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Endpoint
 from penstock.load.workloads.datasets import load_tokenizer, plain_ids
-from penstock.load.workloads.driver import ClosedLoop, OpenLoop
+from penstock.load.workloads.driver import Arrivals, ClosedLoop, OpenLoop, gamma_offsets
 from penstock.load.workloads.options import (
-    add_arrival_arguments,
     add_dataset_arguments,
-    make_arrivals,
+    add_load_arguments,
+    loads_of,
     make_dialogues,
 )
 
@@ -36,7 +38,7 @@ def write_lines(path: Path, items: Sequence[object]) -> Path:
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_dataset_arguments(parser, num_prompts=6)
-    add_arrival_arguments(parser)
+    add_load_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -103,39 +105,52 @@ def test_datasets_without_sense_are_refused(arguments: tuple[str, ...], fault: s
         dialogues_of(*arguments)
 
 
-def test_arrivals_follow_from_the_arguments(tmp_path: Path) -> None:
+def test_loads_follow_from_the_arguments(tmp_path: Path) -> None:
     plain = dialogues_of()
     path = str(write_lines(tmp_path / "trace.jsonl", TRACE))
     trace = dialogues_of("--dataset", "trace", "--dataset-path", path)
 
-    assert make_arrivals(parse(), plain) == OpenLoop((0.0,) * 6)
-    assert make_arrivals(parse("--max-concurrency", "3"), plain) == ClosedLoop(3)
-    assert make_arrivals(parse(), trace) == OpenLoop((0.0, 1.0, 2.5))
-    capped = make_arrivals(parse("--max-concurrency", "3"), trace)
-    assert capped == OpenLoop((0.0, 1.0, 2.5), max_concurrency=3)
+    def arrivals(dialogues: list[Dialogue], *arguments: str) -> Arrivals:
+        (load,) = loads_of(parse(*arguments))
+        return load.arrivals(dialogues, seed=0)
+
+    assert arrivals(plain) == arrivals(plain, "--request-rate", "inf") == OpenLoop((0.0,) * 6)
+    assert arrivals(plain, "--max-concurrency", "3") == ClosedLoop(3)
+    assert arrivals(trace) == OpenLoop((0.0, 1.0, 2.5))
+    capped = OpenLoop((0.0, 1.0, 2.5), max_concurrency=3)
+    assert arrivals(trace, "--max-concurrency", "3") == capped
     for dialogues in (plain, trace):  # a rate counts more than a trace's times
-        rated = make_arrivals(parse("--request-rate", "4", "--max-concurrency", "2"), dialogues)
+        rated = arrivals(dialogues, "--request-rate", "4", "--max-concurrency", "2")
         assert isinstance(rated, OpenLoop)
         assert rated.offsets_s[-1] == pytest.approx(len(dialogues) / 4)
         assert rated.max_concurrency == 2
-    even = parse("--ramp-from", "1", "--ramp-to", "2", "--burstiness", str(math.inf))
-    ramp = make_arrivals(even, plain)
-    assert isinstance(ramp, OpenLoop)
-    assert ramp.offsets_s[:2] == pytest.approx((1.0, 1.0 + 1 / 1.2))
+    sweep = loads_of(parse("--max-concurrency", "4,1,4"))
+    assert list(map(str, sweep)) == ["1 in flight", "4 in flight"]
+    assert [load.rate for load in loads_of(parse("--request-rate", "2,0.5"))] == [0.5, 2]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--ramp-from", "1"),
-        ("--ramp-to", "1"),
-        ("--ramp-from", "1", "--ramp-to", "2", "--request-rate", "3"),
         ("--burstiness", "2"),
+        ("--burstiness", "0", "--request-rate", "1"),
         ("--burstiness", "2", "--max-concurrency", "4"),
-        ("--request-rate", "0"),
-        ("--max-concurrency", "0"),
+        ("--request-rate", "1", "--max-concurrency", "1,2"),
     ],
 )
-def test_arrivals_without_sense_are_refused(arguments: tuple[str, ...]) -> None:
+def test_loads_without_sense_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
-        make_arrivals(parse(*arguments), dialogues_of())
+        loads_of(parse(*arguments))
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_are_gamma_distributed_and_end_where_the_rate_says(burstiness: float) -> None:
+    offsets_s = gamma_offsets(20_000, rate=8.0, burstiness=burstiness)
+    assert offsets_s[-1] == pytest.approx(20_000 / 8)
+    gaps_s = [later - earlier for earlier, later in pairwise((0.0, *offsets_s))]
+    assert min(gaps_s) >= 0
+    # A gamma distribution's coefficient of variation is 1 ÷ √shape.
+    assert stdev(gaps_s) / fmean(gaps_s) == pytest.approx(burstiness**-0.5, rel=0.05)
+    assert gamma_offsets(9, rate=8.0, seed=1) != gamma_offsets(9, rate=8.0, seed=2)
+    even = gamma_offsets(4, rate=2.0, burstiness=math.inf)
+    assert even == pytest.approx((0.5, 1.0, 1.5, 2.0))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.load.client.records import Fault
+from penstock.load.report.summary import sample_of
 from penstock.load.soak.journal import (
     Adversity,
     Journal,
@@ -28,7 +29,7 @@ from penstock.load.soak.verdict import (
     is_settled,
     slopes,
 )
-from penstock.load.soak.watch import ProcessSample, Sample, read_metrics
+from penstock.load.soak.watch import ProcessSample, Sample
 
 MIB, KIB = 1 << 20, 1 << 10
 
@@ -252,7 +253,7 @@ def test_metrics_are_read_with_their_states() -> None:
         'penstock:kv_blocks{model_name="m",state="used",tier="host"} 1.0\n'
         'penstock:kv_blocks{model_name="m",state="free",tier="host"} 9.0\n'
     )
-    values = read_metrics(text)
+    values = sample_of(text)
     assert values == {"num_requests_running": 3, "kv_blocks used": 3, "kv_blocks free": 9}
     assert not dataclasses.replace(sample(0), metrics=values).is_idle
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from penstock.kernels.gpu import paged_attention, tuning
 from penstock.kernels.gpu.sampling import config_for
 from penstock.load.gpu import tune as tuner
-from penstock.load.gpu.bench import DECODE, FEW_DECODE, Bench, seconds_of
-from penstock.load.gpu.report import Results
-from penstock.load.gpu.tune import Run, Tunable, tunables
+from penstock.load.gpu.attention import FEW_DECODE
+from penstock.load.gpu.bench import Bench, Results, seconds_of
+from penstock.load.gpu.tune import DECODE, Run, Tunable, tunables
 
 KEY = "head_dim 32 group 2 block_size 16 float16 float16 paged"
 OWN, FAST, SLOW, WRONG = ({"BLOCK_N": n} for n in (0, 1, 2, 3))
