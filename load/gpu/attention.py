@@ -8,21 +8,25 @@ in the fastest of several configurations; paged sequences lie in random blocks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock.kernels.gpu.measuring import (
+    AttentionSizes,
+    attend,
+    attention_inputs,
+    contiguous,
+    seconds_of,
+)
 from penstock.kernels.gpu.tuning import Config
-from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.paged_layout import PagedLayout
-from penstock.load.gpu.bench import COPY, MATMUL, AttentionSizes, Bench, fastest_s
+from penstock.load.gpu.bench import COPY, MATMUL, Bench
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -31,91 +35,14 @@ _BACKENDS = {
 }
 Run = Callable[[], Tensor]
 # Launch configurations worth trying; the tuner tries more.
-FEW_DECODE: tuple[Config, ...] = (
+FEW_DECODE: tuple[Config | None, ...] = (
+    None,  # the launcher's own choice
     {"BLOCK_N": 32, "num_warps": 2, "num_stages": 4},
     {"BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
     {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 128, "num_warps": 4, "num_stages": 2},
     {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
 )
-
-
-# -- sequences with their KV in blocks ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PagedKV:
-    """Caches [num_blocks, block_size, num_kv_heads, head_dim] and the sequences in them. Scales
-    are float32 [num_kv_heads], for FP8 caches."""
-
-    key_cache: Tensor
-    value_cache: Tensor
-    layout: PagedLayout
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-
-
-def attend(query: Tensor, kv: PagedKV, **options: Any) -> Tensor:
-    """Our kernel on query [num_tokens, num_heads, head_dim], with its options for measurements."""
-    run: Callable[..., Tensor] = gpu_operation("paged_attention")
-    return run(
-        query,
-        kv.key_cache,
-        kv.value_cache,
-        kv.layout,
-        scale=query.shape[2] ** -0.5,
-        key_scale=kv.key_scale,
-        value_scale=kv.value_scale,
-        **options,
-    )
-
-
-def attention_inputs(
-    bench: Bench,
-    sizes: AttentionSizes,
-    seq_lens: Sequence[int],
-    query_lens: Sequence[int],
-    *,
-    is_fp8: bool = False,
-) -> tuple[Tensor, PagedKV]:
-    """A random query [num_tokens, num_heads, head_dim] and KV: sequences of which the last
-    `query_lens` tokens are new, in blocks of random order."""
-    block_size, num_kv_heads = sizes.block_size, sizes.num_kv_heads
-    num_columns = -(-max(seq_lens) // block_size)
-    tables = bench.permutation(len(seq_lens) * num_columns).view(-1, num_columns)
-    offsets = torch.arange(block_size, device=bench.device)
-    slots = (tables[:, :, None] * block_size + offsets).flatten(1)
-    new_slots = [
-        row[seq_len - query_len : seq_len]
-        for row, seq_len, query_len in zip(slots, seq_lens, query_lens, strict=True)
-    ]
-
-    def int32(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=bench.device)
-
-    layout = PagedLayout(
-        query_start_loc=int32([0, *accumulate(query_lens)]),
-        seq_lens=int32(seq_lens),
-        block_tables=tables.to(torch.int32),
-        slot_mapping=torch.cat(new_slots),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-    )
-    shape = (tables.numel(), block_size, num_kv_heads, sizes.head_dim)
-    kv = PagedKV(bench.random(*shape), bench.random(*shape), layout)
-    if is_fp8:
-        fp8 = torch.float8_e4m3fn
-        scales = (0.5 + bench.random(num_kv_heads, dtype=torch.float32).abs() for _ in range(2))
-        kv = PagedKV(kv.key_cache.to(fp8), kv.value_cache.to(fp8), layout, *scales)
-    return bench.random(sum(query_lens), sizes.num_heads, sizes.head_dim), kv
-
-
-def contiguous(kv: PagedKV) -> PagedKV:
-    """The same caches, read as if each sequence lay in neighbouring blocks: other tokens, but as
-    many."""
-    tables = kv.layout.block_tables
-    in_order = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device)
-    return replace(kv, layout=replace(kv.layout, block_tables=in_order.view(tables.shape)))
 
 
 def fastest_sdpa(bench: Bench, runs: Mapping[str, Run]) -> tuple[str, float]:
@@ -188,7 +115,7 @@ def _decode_row(bench: Bench, cell: DecodeCell) -> Mapping[str, Any]:
     """Paged, contiguous, and by SDPA."""
     sizes, timer = bench.sizes.attention, bench.timer
     lens, ones = [cell.context] * cell.batch, [1] * cell.batch
-    query, kv = attention_inputs(bench, sizes, lens, ones, is_fp8=cell.is_fp8)
+    query, kv = attention_inputs(bench.draw, sizes, lens, ones, is_fp8=cell.is_fp8)
     paged_s = timer.median_s(lambda: attend(query, kv))
     side_by_side = partial(attend, query, contiguous(kv), is_contiguous=True)
     rate = cell.num_bytes(sizes) / paged_s
@@ -199,7 +126,8 @@ def _decode_row(bench: Bench, cell: DecodeCell) -> Mapping[str, Any]:
         "ms": 1e3 * paged_s,
         "bytes_per_s": rate,
         "of_copy": rate / bench.results.ceilings[COPY],
-        "over_contiguous": paged_s / fastest_s(timer, side_by_side, FEW_DECODE),
+        "over_contiguous": paged_s
+        / min(seconds_of(timer, partial(side_by_side, config=each)) for each in FEW_DECODE),
     }
     if not cell.is_fp8:  # SDPA has none
         keys, values = (
@@ -221,9 +149,9 @@ def _decode_row(bench: Bench, cell: DecodeCell) -> Mapping[str, Any]:
 
 def _prefill_row(bench: Bench, length: int) -> Mapping[str, Any]:
     sizes = bench.sizes.attention
-    query, kv = attention_inputs(bench, sizes, [length], [length])
+    query, kv = attention_inputs(bench.draw, sizes, [length], [length])
     seconds = bench.timer.median_s(lambda: attend(query, kv))
-    keys, values = (bench.random(length, sizes.num_kv_heads, sizes.head_dim) for _ in range(2))
+    keys, values = (bench.draw.random(length, sizes.num_kv_heads, sizes.head_dim) for _ in range(2))
     heads = [each.transpose(0, 1)[None] for each in (query, keys, values)]
     sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
     run = partial(sdpa, *heads, is_causal=True, enable_gqa=True)

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from penstock.kernels.gpu.tuning import Config
+from penstock.kernels.gpu.measuring import AttentionSizes, Draw, Timer
+from penstock.kernels.gpu.tuning import write_whole
 from penstock.load.report.tables import table
 
 GIB, MIB = 1 << 30, 1 << 20
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSizes:
-    """Shapes of one layer's attention. Decode runs every pair of `batches` and `contexts`;
-    `prefills` are lengths of whole prompts, and the bar holds for `bar_prefill`."""
-
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
-    batches: tuple[int, ...] = (32, 64, 128)
-    contexts: tuple[int, ...] = (1024, 4096, 16384)
-    long_context: int = 4096  # the bar for decode holds from here
-    sweep_batch: int = 64  # of what is measured at the long context alone: FP8
-    prefills: tuple[int, ...] = (2048, 8192, 16384)
-    bar_prefill: int = 8192
-    block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # that are tuned
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """In 16-bit numbers: keys and values of each KV head."""
-        return 2 * self.num_kv_heads * self.head_dim * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +40,8 @@ class Sizes:
     num_repeats: int = 30
     dtype: torch.dtype = torch.bfloat16
     model: Mapping[str, Any]  # `config.json` of the random checkpoint
-    num_sampled: int = 256  # rows of logits
-    vocab_sizes: tuple[int, ...] = (128256, 32000, 151936)  # that sampling is tuned for
     swap_blocks: int = 1024  # moved each way
-    attention: AttentionSizes = AttentionSizes()
+    attention: AttentionSizes = field(default_factory=AttentionSizes)
     decode: DecodeSizes = DecodeSizes()
 
 
@@ -101,84 +73,6 @@ def llama(**fields: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **fields,
     }
-
-
-# -- time -----------------------------------------------------------------------------------------
-
-_NUM_WARM_UPS = 3  # the first compiles
-
-
-class Timer:
-    """Median seconds of a call on a device, from cold caches.
-
-    Between two timed calls a buffer larger than any cache is read, not written: dirty cache
-    lines would be written back during the measured call. The read also keeps the device busy
-    while the next call is launched, so that launching is not timed. On a CPU, wall time is
-    measured.
-    """
-
-    def __init__(self, device: torch.device, *, flush_bytes: int, num_repeats: int) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._num_repeats = num_repeats
-        self._flushed = torch.ones(flush_bytes // 4, device=device)
-        self._sum = torch.empty((), device=device)
-
-    def median_s(self, call: Callable[[], object]) -> float:
-        """Seconds of one call on the device, after all earlier work."""
-        for _ in range(_NUM_WARM_UPS if self._is_cuda else 1):
-            call()
-        if self._is_cuda:
-            return statistics.median(self._on_stream(call))
-        return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
-
-    def wall_s(self, call: Callable[[], object]) -> float:
-        """Wall time of one call with launching, for calls that use several streams."""
-        call()
-        return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
-
-    def _on_stream(self, call: Callable[[], object]) -> list[float]:
-        cuda: Any = torch.cuda
-        moments = [
-            (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
-            for _ in range(self._num_repeats)
-        ]
-        torch.cuda.synchronize()
-        for start, end in moments:
-            self._flush()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in moments]
-
-    def _on_wall(self, call: Callable[[], object]) -> float:
-        self._flush()
-        self._wait()
-        began_s = time.perf_counter()
-        call()
-        self._wait()
-        return time.perf_counter() - began_s
-
-    def _flush(self) -> None:
-        torch.sum(self._flushed, dim=0, out=self._sum)
-
-    def _wait(self) -> None:
-        if self._is_cuda:
-            torch.cuda.synchronize()
-
-
-def seconds_of(timer: Timer, call: Callable[[], object]) -> float:
-    """Seconds of a call; infinite if its configuration needs more than the device has."""
-    triton = importlib.import_module("triton")  # not before it is known whether to interpret
-    try:
-        return timer.median_s(call)
-    except triton.OutOfResources:
-        return float("inf")
-
-
-def fastest_s(timer: Timer, run: Callable[..., object], configs: Sequence[Config]) -> float:
-    """Seconds with the best of the configurations and the launcher's own choice."""
-    return min(seconds_of(timer, partial(run, config=config)) for config in (None, *configs))
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -285,14 +179,6 @@ class Results:
         return "\n\n".join([*parts, table(("ceiling", ""), ceilings)])
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is complete at every moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)
-
-
 def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return table(keys, [[_shown(key, row.get(key)) for key in keys] for row in rows])
@@ -319,13 +205,14 @@ class Bench:
     results: Results
     deadline_s: float = float("inf")  # of the present section, by `time.perf_counter`
     timer: Timer = field(init=False)
+    draw: Draw = field(init=False)
 
     def __post_init__(self) -> None:
         sizes = self.sizes
         self.timer = Timer(
             self.device, flush_bytes=sizes.flush_bytes, num_repeats=sizes.num_repeats
         )
-        self._generator = torch.Generator(self.device).manual_seed(time.time_ns())
+        self.draw = Draw(self.device, sizes.dtype)
 
     @property
     def remaining_s(self) -> float:
@@ -339,12 +226,3 @@ class Bench:
                 yield cell
             else:
                 self.results.add_note(f"{section}: no time left for {cell}")
-
-    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers, different in every run."""
-        numbers = torch.empty(shape, dtype=dtype or self.sizes.dtype, device=self.device)
-        return numbers.normal_(generator=self._generator)
-
-    def permutation(self, size: int) -> Tensor:
-        """0 … size - 1 in random order: int64 [size]."""
-        return torch.randperm(size, generator=self._generator, device=self.device)

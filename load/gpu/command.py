@@ -40,18 +40,11 @@ SECTIONS: Mapping[str, tuple[Callable[[Bench], None], float]] = {
 def main(words: Sequence[str] | None = None) -> int:
     """Returns 1 if a section failed, 2 without a GPU."""
     parsed = parser().parse_args(words)
-    if not has_gpu():
+    if not torch.cuda.is_available():
+        print("penstock: error: torch finds no GPU here", file=sys.stderr)
         return 2
     device, name = torch.device("cuda"), torch.cuda.get_device_name()
     return measure(parsed, device, full_sizes(), device_name=name)
-
-
-def has_gpu() -> bool:
-    """Whether torch finds a GPU; prints an error if not."""
-    is_there = torch.cuda.is_available()
-    if not is_there:
-        print("penstock: error: torch finds no GPU here", file=sys.stderr)
-    return is_there
 
 
 def measure(

@@ -16,11 +16,11 @@ from penstock.load.gpu.bench import COPY, MATMUL, TO_DEVICE, TO_HOST, Bench
 def measure_ceilings(bench: Bench) -> None:
     """Copy bandwidth of the memory and of the link, and the rate of matrix products."""
     sizes, timer, results = bench.sizes, bench.timer, bench.results
-    source = bench.random(sizes.copy_bytes // 4, dtype=torch.float32)
+    source = bench.draw.random(sizes.copy_bytes // 4, dtype=torch.float32)
     seconds = timer.median_s(partial(torch.empty_like(source).copy_, source))
     results.add_ceiling(COPY, 2 * source.nbytes / seconds)
     del source
-    here = bench.random(sizes.pinned_bytes // 4, dtype=torch.float32)
+    here = bench.draw.random(sizes.pinned_bytes // 4, dtype=torch.float32)
     host = torch.empty(here.shape, pin_memory=here.is_cuda)
     to_host = timer.median_s(lambda: host.copy_(here, non_blocking=True))
     to_device = timer.median_s(lambda: here.copy_(host, non_blocking=True))
@@ -28,7 +28,7 @@ def measure_ceilings(bench: Bench) -> None:
     results.add_ceiling(TO_DEVICE, here.nbytes / to_device)
     rates = []
     for size in sizes.matmuls:  # of random numbers, since zeros are multiplied faster
-        left, right = bench.random(size, size), bench.random(size, size)
+        left, right = bench.draw.random(size, size), bench.draw.random(size, size)
         seconds = timer.median_s(partial(torch.mm, left, right, out=torch.empty_like(left)))
         rates.append(2 * size**3 / seconds)
     results.add_ceiling(MATMUL, max(rates))
@@ -47,7 +47,7 @@ def measure_swap(bench: Bench) -> None:
     pool = shape.allocate(num_blocks, bench.device)
     pool.normal_()
     tier = HostTier(pool, num_blocks)
-    pairs = tuple(zip(range(num_blocks), bench.permutation(num_blocks).tolist(), strict=True))
+    pairs = tuple(zip(range(num_blocks), bench.draw.permutation(num_blocks).tolist(), strict=True))
     back = tuple((host, device) for device, host in pairs)
     shares = []
     for direction, moves, ceiling in (

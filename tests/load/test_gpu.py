@@ -20,9 +20,10 @@ import torch
 from penstock.engine.config import ModelConfig
 from penstock.engine.models.loader import load_model
 from penstock.engine.transport.messages import EngineInfo
-from penstock.load.gpu import bench as gpu_bench
+from penstock.kernels.gpu import measuring
+from penstock.kernels.gpu.measuring import Timer
 from penstock.load.gpu.attention import causal_flop
-from penstock.load.gpu.bench import BARS, Bench, Results, Timer, full_sizes
+from penstock.load.gpu.bench import BARS, Bench, Results, full_sizes
 from penstock.load.gpu.command import main
 from penstock.load.gpu.decode_step import num_weights_read, roofline_s
 
@@ -191,7 +192,7 @@ def test_the_timer_gives_the_median_of_warm_calls(monkeypatch):
     def call() -> None:
         clock[0] += next(durations_s)
 
-    monkeypatch.setattr(gpu_bench.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
     timer = Timer(torch.device("cpu"), flush_bytes=1024, num_repeats=3)
     assert timer.median_s(call) == pytest.approx(0.02)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from penstock.kernels.gpu.measuring import AttentionSizes
 from penstock.load.gpu import command
 from penstock.load.gpu.bench import (
     MIB,
-    AttentionSizes,
     DecodeSizes,
     Sizes,
     llama,
@@ -24,7 +24,7 @@ from penstock.load.gpu.bench import (
 
 from .interpreter import interpret_kernels
 
-_SMALL_ATTENTION = AttentionSizes(
+SMALL_ATTENTION = AttentionSizes(
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
@@ -57,10 +57,8 @@ def small_sizes() -> Sizes:
             max_position_embeddings=256,
             dtype="float32",
         ),
-        num_sampled=2,
-        vocab_sizes=(96,),
         swap_blocks=3,
-        attention=_SMALL_ATTENTION,
+        attention=SMALL_ATTENTION,
         decode=DecodeSizes(batches=(1, 2), prompt_tokens=10, output_tokens=6),
     )
 
