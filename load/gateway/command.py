@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,151 +42,106 @@ _NOTES = (
     "frame's send by the engine to the receipt of the event that holds the token. Readers and the "
     "engine share the machine with the gateway; their CPU is not counted."
 )
+Row = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--wires", nargs="+", choices=WIRES, default=WIRES, help="APIs and transports to measure")
-    add(
-        "--streams",
-        type=counts,
-        default=(100, 1000),
-        help="numbers of concurrent streams, such as 100,1000",
-    )
+    add("--streams", type=counts, default=(100, 1000),
+        help="numbers of concurrent streams, such as 100,1000")  # fmt: skip
     add("--intervals-ms", type=float, nargs="+", default=(0.0, 200.0),
-                        help="--stream-interval-ms of the gateway: the least time between two "
-                        "events of a response (/v1/responses)")  # fmt: skip
+        help="--stream-interval-ms of the gateway: the least time between two events of a response "
+        "(/v1/responses)")  # fmt: skip
     add("--frames-per-s", type=float, default=100.0, help="the engine's frame rate")
     add("--window-s", type=float, default=5.0, help="duration of each measurement")
-    add(
-        "--idle-sockets", type=positive, default=1000, help="open WebSockets to measure memory with"
-    )
+    add("--idle-sockets", type=positive, default=1000,
+        help="open WebSockets to measure memory with")  # fmt: skip
     add("--redis-url", help="store response logs in this Redis")
     add_out(parser)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One measurement."""
-
-    wire: str
-    num_streams: int
-    interval_ms: float
-    tokens_per_s: float
-    tokens_per_event: float
-    cpu_us_per_token: float
-    cpu_share: float
-    p50_ms: float
-    p99_ms: float
-    reader_cpu_us_per_token: float
-
-
 def run(parsed: argparse.Namespace) -> int:
     """Measure; print and write the table; return 1 if a stream broke."""
-    num_frames = parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)
-    if num_frames > MAX_FRAMES:
+    if _num_frames(parsed) > MAX_FRAMES:
         raise ConfigError("--frames-per-s times --window-s exceeds the size of the clock file")
-    rows, is_clean = [], True
-    for interval_ms in parsed.intervals_ms:
-        for wire in parsed.wires:
-            if wire == "chat" and interval_ms:
-                continue  # it merges events only for slow readers
-            for num_streams in parsed.streams:
-                seen, row = _measure(parsed, wire, num_streams, interval_ms=interval_ms)
-                is_clean &= seen["num_lost"] == 0
-                rows.append(row)
-                print(" · ".join(text(row) for text in _COLUMNS.values()), flush=True)
+    rows: list[Row] = []
+    for interval_ms, wire, num_streams in product(
+        parsed.intervals_ms, parsed.wires, parsed.streams
+    ):
+        if wire == "chat" and interval_ms:
+            continue  # it merges events only for slow readers
+        rows.append(_measure(parsed, wire, num_streams, interval_ms=interval_ms))
+        print(" · ".join(text(rows[-1]) for text in _COLUMNS.values()), flush=True)
     num_bytes = _idle_socket_bytes(parsed)
     report = (
-        f"{markdown(rows)}\n\n{_NOTES}\n\nAn idle WebSocket takes {num_bytes / 1024:.1f} KiB of "
-        f"the gateway's memory (of {parsed.idle_sockets:,})."
+        f"{table_of(rows, _COLUMNS)}\n\n{_NOTES}\n\nAn idle WebSocket takes "
+        f"{num_bytes / 1024:.1f} KiB of the gateway's memory (of {parsed.idle_sockets:,})."
     )
     print()
-    data = {
-        "settings": settings_of(parsed),
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "idle_socket_bytes": num_bytes,
-    }
+    data = {"settings": settings_of(parsed), "rows": rows, "idle_socket_bytes": num_bytes}
     publish(parsed.out, "gateway", "The gateway", report, data)
-    return 0 if is_clean else 1
+    return int(any(row["num_lost"] for row in rows))
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "": lambda row: row.wire,
-    "streams": lambda row: f"{row.num_streams:,}",
-    "interval ms": lambda row: f"{row.interval_ms:g}",
-    "tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
-    "tokens per event": lambda row: f"{row.tokens_per_event:.2f}",
-    "CPU µs per token": lambda row: f"{row.cpu_us_per_token:.1f}",
-    "CPU": lambda row: f"{row.cpu_share:.0%}",
-    "late p50 ms": lambda row: f"{row.p50_ms:.1f}",
-    "p99 ms": lambda row: f"{row.p99_ms:.1f}",
-    "reader µs": lambda row: f"{row.reader_cpu_us_per_token:.1f}",
+    "": lambda row: row["wire"],
+    "streams": lambda row: f"{row['num_streams']:,}",
+    "interval ms": lambda row: f"{row['interval_ms']:g}",
+    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+    "tokens per event": lambda row: f"{row['tokens_per_event']:.2f}",
+    "CPU µs per token": lambda row: f"{row['cpu_us_per_token']:.1f}",
+    "CPU": lambda row: f"{row['cpu_share']:.0%}",
+    "late p50 ms": lambda row: f"{row['p50_ms']:.1f}",
+    "p99 ms": lambda row: f"{row['p99_ms']:.1f}",
+    "reader µs": lambda row: f"{row['reader_cpu_us_per_token']:.1f}",
 }
 
 
-def markdown(rows: list[Row]) -> str:
-    return table_of(rows, _COLUMNS)
+def _num_frames(parsed: argparse.Namespace) -> int:
+    return int(parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S))
 
 
-def _measure(
-    parsed: argparse.Namespace, wire: str, num_streams: int, *, interval_ms: float
-) -> tuple[dict[str, Any], Row]:
-    with _servers(parsed, interval_ms) as started:
-        seen, cpu_s = window(parsed, wire, num_streams, *started)
-    num_tokens = max(seen["num_tokens"], 1)
-    return seen, Row(
-        wire=wire,
-        num_streams=num_streams,
-        interval_ms=interval_ms,
-        tokens_per_s=seen["num_tokens"] / parsed.window_s,
-        tokens_per_event=seen["num_tokens"] / max(seen["num_events"], 1),
-        cpu_us_per_token=1e6 * cpu_s / num_tokens,
-        cpu_share=cpu_s / parsed.window_s,
-        p50_ms=seen["p50_ms"],
-        p99_ms=seen["p99_ms"],
-        reader_cpu_us_per_token=1e6 * seen["reader_cpu_s"] / num_tokens,
-    )
-
-
-def window(
-    parsed: argparse.Namespace, wire: str, num_streams: int, port: int, pid: int, clock_file: Path
-) -> tuple[dict[str, Any], float]:
-    """What readers see within a window, and the CPU seconds of the process that serves them."""
-    process = psutil.Process(pid)
-    settings = {
-        "wire": wire,
-        "port": port,
-        "num_streams": num_streams,
-        "num_tokens": int(parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)),
-        "window_s": parsed.window_s,
-        "clock_file": str(clock_file),
-    }
-    with _readers(settings) as told:
-        before = process.cpu_times()
+def _measure(parsed: argparse.Namespace, wire: str, num_streams: int, *, interval_ms: float) -> Row:
+    """What readers see within a window, and the gateway's CPU in it."""
+    with (
+        _servers(parsed, interval_ms) as (gateway, settings),
+        _readers(
+            {**settings, "wire": wire, "num_streams": num_streams,
+             "num_tokens": _num_frames(parsed), "window_s": parsed.window_s}
+        ) as told,
+    ):  # fmt: skip
+        before = gateway.cpu_times()
         time.sleep(parsed.window_s - 0.05)
-        after = process.cpu_times()
+        after = gateway.cpu_times()
         seen: dict[str, Any] = json.loads(told.readline())
-    return seen, after.user + after.system - before.user - before.system
+    cpu_s = after.user + after.system - before.user - before.system
+    num_tokens = max(seen["num_tokens"], 1)
+    return {
+        "wire": wire,
+        "num_streams": num_streams,
+        "interval_ms": interval_ms,
+        "num_lost": seen["num_lost"],
+        "tokens_per_s": seen["num_tokens"] / parsed.window_s,
+        "tokens_per_event": seen["num_tokens"] / max(seen["num_events"], 1),
+        "cpu_us_per_token": 1e6 * cpu_s / num_tokens,
+        "cpu_share": cpu_s / parsed.window_s,
+        "p50_ms": seen["p50_ms"],
+        "p99_ms": seen["p99_ms"],
+        "reader_cpu_us_per_token": 1e6 * seen["reader_cpu_s"] / num_tokens,
+    }
 
 
 def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
     """Growth of the gateway's memory per open, silent WebSocket."""
-    with _servers(parsed, 0.0) as (port, gateway, clock_file):
-        process = psutil.Process(gateway)
-        before = process.memory_info().rss
-        settings = {
-            "wire": IDLE,
-            "port": port,
-            "num_streams": parsed.idle_sockets,
-            "num_tokens": 1,
-            "window_s": 1.0,
-            "clock_file": str(clock_file),
-        }
-        with _readers(settings) as told:
-            grown: int = process.memory_info().rss - before
+    with _servers(parsed, 0.0) as (gateway, settings):
+        before = gateway.memory_info().rss
+        num_streams = parsed.idle_sockets
+        asked = {"wire": IDLE, "num_streams": num_streams, "num_tokens": 1, "window_s": 1.0}
+        with _readers({**settings, **asked}) as told:
+            grown: int = gateway.memory_info().rss - before
             told.read()  # until they end
-    return float(grown / parsed.idle_sockets)
+    return float(grown / num_streams)
 
 
 @contextlib.contextmanager
@@ -202,27 +157,30 @@ def _readers(settings: Mapping[str, Any]) -> Iterator[IO[str]]:
 
 
 @contextlib.contextmanager
-def _servers(parsed: argparse.Namespace, interval_ms: float) -> Iterator[tuple[int, int, Path]]:
-    """A stub engine and a gateway: the port, the gateway's process id, the clock file."""
+def _servers(
+    parsed: argparse.Namespace, interval_ms: float
+) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
+    """A stub engine and a gateway, whose process it yields; and where readers find them."""
     path = resolve_model(ModelConfig(model=DEMO_MODEL), weights=False)
     [token_id] = Tokenizer.from_directory(path).encode(LETTER, add_special_tokens=False)
     with (
         tempfile.TemporaryDirectory() as directory,
-        _listener() as listener,
+        socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
         contextlib.ExitStack() as children,
     ):
-        clock_file = Path(directory) / "clock"
+        clock_file, address = Path(directory) / "clock", f"{directory}/engine.sock"
         ClockFile(clock_file, create=True)
-        address = f"{directory}/engine.sock"
-        values = {
-            "address": address,
-            "clock_file": str(clock_file),
-            "token_id": token_id,
-            "frames_per_s": parsed.frames_per_s,
-            "vocab_size": 1 << 20,
-        }
-        engine = Child("a stub engine", "penstock.load.gateway.stub_engine", values)
-        children.enter_context(_running(engine))
+        engine = Child(
+            "a stub engine",
+            "penstock.load.gateway.stub_engine",
+            {
+                "address": address,
+                "clock_file": str(clock_file),
+                "token_id": token_id,
+                "frames_per_s": parsed.frames_per_s,
+                "vocab_size": 1 << 20,
+            },
+        )
         gateway = Child(
             "the gateway",
             "penstock.gateway.launch.process",
@@ -236,16 +194,11 @@ def _servers(parsed: argparse.Namespace, interval_ms: float) -> Iterator[tuple[i
             },
             listener,
         )
-        children.enter_context(_running(gateway))
+        for child in (engine, gateway):
+            children.enter_context(_running(child))
         assert gateway.process is not None
-        yield listener.getsockname()[1], gateway.process.pid, clock_file
-
-
-def _listener() -> socket.socket:
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    return listener
+        port: int = listener.getsockname()[1]
+        yield psutil.Process(gateway.process.pid), {"port": port, "clock_file": str(clock_file)}
 
 
 @contextlib.contextmanager
