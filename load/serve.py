@@ -27,7 +27,7 @@ import orjson
 import uvloop
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Call, Dialogue, Message, StreamRecord
+from penstock.load.client.records import Dialogue, StreamRecord
 from penstock.load.report.options import (
     add_report_arguments,
     file_stem,
@@ -47,7 +47,8 @@ from penstock.load.report.summary import (
     warnings,
 )
 from penstock.load.report.tables import publish, table, table_of
-from penstock.load.workloads.driver import RunResult
+from penstock.load.workloads.driver import ClosedLoop, RunResult
+from penstock.load.workloads.driver import run as drive
 from penstock.load.workloads.measure import Target, measure, target_of, warm_up
 from penstock.load.workloads.options import (
     WARM_UP_SEED,
@@ -65,7 +66,7 @@ _DEFAULT_URL = "http://127.0.0.1:8000"
 _PROMPTS_PER_STREAM, _SECONDS = 4, 10.0  # of each load of a sweep, at least
 _FLOOD_SEED = WARM_UP_SEED << 1
 _FLOOD_START_S, _FLOOD_RUN_UP_S = 60.0, 5.0
-_FLOOD_NICE, _BACKOFF_S = 19, 1.0
+_FLOOD_NICE, _FLOOD_ROUNDS = 19, 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -244,29 +245,16 @@ def _flood(target: Target, wire: Wire, parsed: argparse.Namespace) -> Iterator[N
 def _run_flood(target: Target, wire: Wire, dialogues: list[Dialogue], is_there: Event) -> None:
     os.nice(_FLOOD_NICE)
 
+    def note(record: StreamRecord) -> None:
+        if record.is_clean:
+            is_there.set()
+
     async def hold() -> None:
+        arrivals = ClosedLoop(len(dialogues))
+        again = dialogues * _FLOOD_ROUNDS
         async with wire.open(target.base_url) as transport:
-
-            async def ask_again(dialogue: Dialogue) -> None:
-                turn = dialogue.turns[0]
-                is_text = isinstance(turn.text, str)
-                call = Call(
-                    model=target.model,
-                    max_tokens=turn.max_tokens,
-                    ignore_eos=turn.ignore_eos,
-                    messages=(Message(role="user", content=str(turn.text)),) if is_text else (),
-                    prompt_token_ids=() if isinstance(turn.text, str) else turn.text,
-                    extra=wire.extra,
-                )
-                while True:
-                    record = StreamRecord(scheduled_s=time.perf_counter())
-                    await transport.stream(call, record)
-                    if record.is_clean:
-                        is_there.set()
-                    else:
-                        await asyncio.sleep(_BACKOFF_S)  # as Retry-After asks
-
-            await asyncio.gather(*map(ask_again, dialogues))
+            await drive(transport, again, arrivals=arrivals, model=target.model, extra=wire.extra,
+                        on_end=note)  # fmt: skip
 
     asyncio.run(hold())
 

@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -272,86 +271,6 @@ def _messages(value: object, place: str) -> Iterator[tuple[str, str]]:
         if not isinstance(message.get("content"), str):
             raise ConfigError(f"{place}: a message's content must be a text")
         yield message["role"], message["content"]
-
-
-_HASH_BLOCK_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """Times and lengths of a recorded trace, with made-up words.
-
-    A JSONL file of lines as Mooncake's (Qin et al., FAST 2025): timestamp (ms), input_length,
-    output_length, hash_ids (optional). These name the prompt's blocks of 512 tokens: requests with
-    the same first ids share those parts of their prompts, as recorded.
-    """
-
-    path: Path
-    num_dialogues: int  # the maximum, from the file's start
-    speedup: float = 1.0  # times are divided by it
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.speedup < math.inf:
-            raise ConfigError("--trace-speedup must be positive")
-
-    def make(self, prompts: PromptMaker) -> list[Dialogue]:
-        """The dialogues in order of time, the first at 0. Raises ConfigError if the file or a line
-        is invalid."""
-        read = read_lines(self.path, max_lines=self.num_dialogues)
-        lines = sorted((_Line.read(item, place) for place, item in read), key=attrgetter("time_s"))
-        rng = random.Random(f"trace {self.seed}")
-        return [
-            single_turn(
-                self._prompt(line, rng, prompts),
-                line.num_output,
-                at_s=(line.time_s - lines[0].time_s) / self.speedup,
-            )
-            for line in lines
-        ]
-
-    def _prompt(self, line: _Line, rng: random.Random, prompts: PromptMaker) -> Prompt:
-        parts, missing = [], line.num_input
-        for hash_id in line.hash_ids[: -(-line.num_input // _HASH_BLOCK_TOKENS)]:
-            num_tokens = min(_HASH_BLOCK_TOKENS, missing)
-            parts.append(prompts.draw(random.Random(f"{self.seed} {hash_id}"), num_tokens))
-            missing -= num_tokens
-        if missing:
-            parts.append(prompts.draw(rng, missing))
-        return _joined(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One request as recorded."""
-
-    time_s: float
-    num_input: int
-    num_output: int
-    hash_ids: tuple[int, ...]
-
-    @classmethod
-    def read(cls, item: Mapping[str, Any], place: str) -> _Line:
-        hash_ids = item.get("hash_ids", [])
-        if not isinstance(hash_ids, list):
-            raise ConfigError(f"{place}: hash_ids must be a list")
-        time_s = _number(item.get("timestamp"), "timestamp", place) / 1000
-        names = ("input_length", "output_length")
-        num_input, num_output = (positive_int(item.get(name), name, place) for name in names)
-        return cls(time_s, num_input, num_output, tuple(hash_ids))
-
-
-def _number(value: object, name: str, place: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(f"{place}: {name} must be a number, not {value!r}")
-    return value
-
-
-def _joined(parts: Sequence[Prompt]) -> Prompt:
-    texts = [part for part in parts if isinstance(part, str)]
-    if texts:
-        return " ".join(texts)
-    return tuple(token_id for part in parts if not isinstance(part, str) for token_id in part)
 
 
 # -- prompts -------------------------------------------------------------------------------------

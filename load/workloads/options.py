@@ -26,7 +26,6 @@ from penstock.load.workloads.datasets import (
     SharedPrefix,
     ShareGpt,
     TokenIds,
-    Trace,
     Words,
     lengths,
     load_tokenizer,
@@ -140,7 +139,7 @@ def add_dataset_arguments(
         help="token ids drawn for --endpoint completions; else the tokenizer's, or "
         f"{DEFAULT_VOCAB_SIZE:,}",
     )
-    add("--dataset-path", type=Path, help="file for trace and jsonl")
+    add("--dataset-path", type=Path, help="the file of jsonl")
     _add_length_arguments(parser)
 
 
@@ -159,7 +158,7 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prefixes", type=int, default=1, help="shared-prefix: number of prefixes")
     add("--turns", type=int, default=4, help="conversations: turns per dialogue")
     add("--think-s", type=float, default=0.0, help="conversations: mean pause before the next turn")
-    group = parser.add_argument_group("lengths of sharegpt, and speed of trace")
+    group = parser.add_argument_group("lengths of sharegpt")
     default = ShareGpt(num_dialogues=1)
     for name, kind, value, text in (
         ("--prompt-mean", float, default.prompt_mean, "tokens, before clipping"),
@@ -168,7 +167,6 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
         ("--shortest", int, default.shortest, "tokens of either"),
         ("--max-input-len", int, default.max_input_tokens, "tokens"),
         ("--max-output-len", int, default.max_output_tokens, "tokens"),
-        ("--trace-speedup", float, 1.0, "a trace's times are divided by it"),
     ):
         group.add_argument(name, type=kind, default=value, help=text)
 
@@ -176,9 +174,8 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "load",
-        "--max-concurrency alone is a closed loop; otherwise requests are sent at a rate, or at "
-        "the times of a trace. Beside a rate it delays requests, but latency counts from when they "
-        "were due. Several loads, comma-separated, are a sweep.",
+        "--max-concurrency alone is a closed loop. Beside a rate it delays requests, but latency "
+        "counts from when they were due. Several loads, comma-separated, are a sweep.",
     )
     add = group.add_argument
     add("--request-rate", type=rates, help="dialogues per second; default: all at once")
@@ -188,8 +185,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a server is asked to bear: dialogues a second, in flight, or both; neither: all at once,
-    or at the times of a trace."""
+    """What a server is asked to bear: dialogues a second, in flight, or both; neither: all at
+    once."""
 
     rate: float | None = None
     concurrency: int | None = None
@@ -201,14 +198,14 @@ class Load:
                 len(dialogues), rate=self.rate, burstiness=self.burstiness, seed=seed
             )
             return OpenLoop(offsets_s, self.concurrency)
-        if dialogues[0].at_s is None and self.concurrency is not None:
+        if self.concurrency is not None:
             return ClosedLoop(self.concurrency)
-        return OpenLoop(tuple(dialogue.at_s or 0.0 for dialogue in dialogues), self.concurrency)
+        return OpenLoop((0.0,) * len(dialogues))
 
     def __str__(self) -> str:
         cap = None if self.concurrency is None else f"{self.concurrency:,} in flight"
         rate = None if self.rate is None else f"{self.rate:g} a second"
-        return ", at most ".join(filter(None, (rate, cap))) or "as they come"
+        return ", at most ".join(filter(None, (rate, cap))) or "all at once"
 
 
 def loads_of(parsed: argparse.Namespace) -> list[Load]:
@@ -261,7 +258,6 @@ _DATASETS: Mapping[str, type[Dataset]] = {
     "sharegpt": ShareGpt,
     "shared-prefix": SharedPrefix,
     "conversations": Conversations,
-    "trace": Trace,
     "jsonl": Jsonl,
 }
 
@@ -277,7 +273,6 @@ def _dataset(parsed: argparse.Namespace, num_dialogues: int, seed: int) -> Datas
         "system_len": parsed.prefix_len,
         "max_input_tokens": parsed.max_input_len,
         "max_output_tokens": parsed.max_output_len,
-        "speedup": parsed.trace_speedup,
         "path": parsed.dataset_path,
         "max_tokens": parsed.output_len.high,
     }

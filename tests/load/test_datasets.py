@@ -23,17 +23,11 @@ from penstock.load.workloads.datasets import (
     SharedPrefix,
     ShareGpt,
     TokenIds,
-    Trace,
     Words,
     load_tokenizer,
 )
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
-MOONCAKE = (
-    {"timestamp": 1000, "input_length": 700, "output_length": 52, "hash_ids": [7, 8]},
-    {"timestamp": 3500, "input_length": 600, "output_length": 26, "hash_ids": [7, 9]},
-    {"timestamp": 2000, "input_length": 20, "output_length": 1},
-)
 
 
 def write_lines(path: Path, items: Sequence[object]) -> Path:
@@ -155,31 +149,6 @@ def test_conversations_need_words() -> None:
 # -- files ------------------------------------------------------------------------------------
 
 
-def test_a_mooncake_trace_keeps_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "trace.jsonl", MOONCAKE)
-    dialogues = Trace(path=path, num_dialogues=9, speedup=2.0).make(Words())
-    assert [dialogue.at_s for dialogue in dialogues] == [0.0, 0.5, 1.25]
-    assert prompt_lengths(dialogues) == [700, 20, 600]
-    assert output_lengths(dialogues) == [52, 1, 26]
-    first, _, last = (str(dialogue.turns[0].text).split() for dialogue in dialogues)
-    assert first[:512] == last[:512]
-    assert first[512:600] != last[512:600]
-
-
-def test_a_block_that_is_cut_short_is_still_the_same_block(tmp_path: Path) -> None:
-    items = [
-        {"timestamp": 0, "input_length": length, "output_length": 1, "hash_ids": [3]}
-        for length in (100, 512, 700)
-    ]
-    path = write_lines(tmp_path / "trace.jsonl", items)
-    for prompts in (TokenIds(), Words()):
-        dialogues = Trace(path=path, num_dialogues=9).make(prompts)
-        assert prompt_lengths(dialogues) == [100, 512, 700]
-        short, full, longer = (dialogue.turns[0].text for dialogue in dialogues)
-        assert full[: len(short)] == short
-        assert longer[: len(full)] == full
-
-
 def test_a_file_is_read_as_far_as_wanted(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('\n{"prompt": "one"}\n\n{"prompt": "two"}\nbroken')
@@ -233,27 +202,9 @@ def test_a_line_of_own_prompts_without_sense_is_named(
         Jsonl(path=path, num_dialogues=9, max_tokens=5).make(Words())
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"timestamp": "now"}, "timestamp must be a number"),
-        ({"timestamp": None}, "timestamp must be a number"),
-        ({"input_length": 0}, "input_length must be a whole number"),
-        ({"output_length": 1.5}, "output_length must be a whole number"),
-        ({"hash_ids": 3}, "hash_ids must be a list"),
-    ],
-)
-def test_a_line_of_a_trace_without_sense_is_named(
-    tmp_path: Path, change: dict[str, object], fault: str
-) -> None:
-    path = write_lines(tmp_path / "trace.jsonl", [MOONCAKE[0], MOONCAKE[1] | change])
-    with pytest.raises(ConfigError, match=f"line 2: .*{fault}"):
-        Trace(path=path, num_dialogues=9).make(Words())
-
-
 def test_a_file_that_is_not_there_or_empty_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none"):
         Jsonl(path=tmp_path / "none", num_dialogues=1, max_tokens=1).make(Words())
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="empty is empty"):
-        Trace(path=tmp_path / "empty", num_dialogues=1).make(Words())
+        Jsonl(path=tmp_path / "empty", num_dialogues=1, max_tokens=1).make(Words())

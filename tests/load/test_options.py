@@ -25,9 +25,6 @@ from penstock.load.workloads.options import (
 )
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
-TRACE = tuple(
-    {"timestamp": time_ms, "input_length": 20, "output_length": 1} for time_ms in (1000, 3500, 2000)
-)
 
 
 def write_lines(path: Path, items: Sequence[object]) -> Path:
@@ -91,7 +88,6 @@ def test_own_token_ids_need_completions(tmp_path: Path) -> None:
     ("arguments", "fault"),
     [
         (("--num-prompts", "0"), "--num-prompts"),
-        (("--dataset", "trace"), "--dataset-path"),
         (("--dataset", "jsonl"), "--dataset-path"),
         (("--dataset", "shared-prefix", "--num-prefixes", "0"), "--num-prefixes"),
         (("--dataset", "conversations", "--turns", "0"), "--turns"),
@@ -105,25 +101,17 @@ def test_datasets_without_sense_are_refused(arguments: tuple[str, ...], fault: s
         dialogues_of(*arguments)
 
 
-def test_loads_follow_from_the_arguments(tmp_path: Path) -> None:
-    plain = dialogues_of()
-    path = str(write_lines(tmp_path / "trace.jsonl", TRACE))
-    trace = dialogues_of("--dataset", "trace", "--dataset-path", path)
-
-    def arrivals(dialogues: list[Dialogue], *arguments: str) -> Arrivals:
+def test_loads_follow_from_the_arguments() -> None:
+    def arrivals(*arguments: str) -> Arrivals:
         (load,) = loads_of(parse(*arguments))
-        return load.arrivals(dialogues, seed=0)
+        return load.arrivals(dialogues_of(), seed=0)
 
-    assert arrivals(plain) == arrivals(plain, "--request-rate", "inf") == OpenLoop((0.0,) * 6)
-    assert arrivals(plain, "--max-concurrency", "3") == ClosedLoop(3)
-    assert arrivals(trace) == OpenLoop((0.0, 1.0, 2.5))
-    capped = OpenLoop((0.0, 1.0, 2.5), max_concurrency=3)
-    assert arrivals(trace, "--max-concurrency", "3") == capped
-    for dialogues in (plain, trace):  # a rate counts more than a trace's times
-        rated = arrivals(dialogues, "--request-rate", "4", "--max-concurrency", "2")
-        assert isinstance(rated, OpenLoop)
-        assert rated.offsets_s[-1] == pytest.approx(len(dialogues) / 4)
-        assert rated.max_concurrency == 2
+    assert arrivals() == arrivals("--request-rate", "inf") == OpenLoop((0.0,) * 6)
+    assert arrivals("--max-concurrency", "3") == ClosedLoop(3)
+    rated = arrivals("--request-rate", "4", "--max-concurrency", "2")
+    assert isinstance(rated, OpenLoop)
+    assert rated.offsets_s[-1] == pytest.approx(6 / 4)
+    assert rated.max_concurrency == 2
     sweep = loads_of(parse("--max-concurrency", "4,1,4"))
     assert list(map(str, sweep)) == ["1 in flight", "4 in flight"]
     assert [load.rate for load in loads_of(parse("--request-rate", "2,0.5"))] == [0.5, 2]

@@ -136,20 +136,6 @@ def test_a_conversations_turns_are_told_one_by_one(
             assert after["scheduled_s"] == pytest.approx(before["ended_s"], abs=1e-6)
 
 
-def test_a_trace_keeps_its_times(bench: Bench, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps({"timestamp": time_ms, "input_length": 9, "output_length": 3})
-            for time_ms in (5000, 5100, 5400)
-        )
-    )
-    bench("--dataset", "trace", "--dataset-path", str(path), "--save-records")
-    records = bench.records()
-    assert [record["scheduled_s"] for record in records] == pytest.approx([0, 0.1, 0.4], abs=1e-9)
-    assert {(record["prompt_tokens"], record["output_tokens"]) for record in records} == {(9, 3)}
-
-
 @pytest.mark.parametrize(("fault", "name"), [("cut:5", "cut"), ("lose:5", "lost_tokens")])
 def test_a_fault_is_seen_named_and_fatal(bench: Bench, fault: str, name: str) -> None:
     body = json.dumps({"synthetic": {"fault": fault}})
