@@ -65,11 +65,6 @@ def test_a_tokenizer_makes_lengths_exact(name: str) -> None:
         assert len(tokenizer.encode(text, add_special_tokens=False).ids) == num_tokens
 
 
-def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"--tokenizer.*{tmp_path}"):
-        load_tokenizer(tmp_path)
-
-
 # -- drawn datasets ---------------------------------------------------------------------------
 
 SHORT, LONG = Lengths(2, 5), Lengths(10, 12)
@@ -96,31 +91,11 @@ def test_the_seed_says_all(name: str) -> None:
     assert len(other.make(Words())) == 40
 
 
-@pytest.mark.parametrize("name", ["random", "shared-prefix", "conversations"])
-def test_lengths_cover_their_range(name: str) -> None:
-    dialogues = DRAWN[name].make(Words())
-    assert set(prompt_lengths(dialogues)) == {2, 3, 4, 5}
-    assert set(output_lengths(dialogues)) == {10, 11, 12}
-
-
 def test_sharegpts_means_are_those_of_its_paper() -> None:
     dialogues = ShareGpt(num_dialogues=4000, max_input_tokens=1 << 20, max_output_tokens=1 << 20)
     made = dialogues.make(TokenIds())
     assert fmean(prompt_lengths(made)) == pytest.approx(161, rel=0.1)
     assert fmean(output_lengths(made)) == pytest.approx(338, rel=0.1)
-
-
-def test_sharegpt_clips_each_length_by_its_own_bound() -> None:
-    dialogues = ShareGpt(
-        num_dialogues=500,
-        prompt_mean=160,
-        output_mean=300,
-        shortest=16,
-        max_input_tokens=128,
-        max_output_tokens=256,
-    ).make(Words())
-    assert min(prompt_lengths(dialogues)) == min(output_lengths(dialogues)) == 16
-    assert (max(prompt_lengths(dialogues)), max(output_lengths(dialogues))) == (128, 256)
 
 
 def test_a_prefix_is_shared_and_the_rest_is_not() -> None:
@@ -139,11 +114,6 @@ def test_conversations_share_a_system_prompt_and_pause_between_turns() -> None:
     pauses_s = [turn.think_s for dialogue in dialogues for turn in dialogue.turns[1:]]
     assert fmean(pauses_s) == pytest.approx(2.0, rel=0.5)
     assert len(set(pauses_s)) == 80
-
-
-def test_conversations_need_words() -> None:
-    with pytest.raises(ConfigError, match="words"):
-        DRAWN["conversations"].make(TokenIds())
 
 
 # -- files ------------------------------------------------------------------------------------

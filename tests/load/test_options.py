@@ -53,35 +53,10 @@ def test_completions_get_token_ids_and_the_others_words(name: str) -> None:
         assert {type(dialogue.turns[0].text) for dialogue in dialogues} == {kind}
 
 
-def test_conversations_are_words_everywhere() -> None:
-    dialogues = dialogues_of("--dataset", "conversations", "--turns", "2")
-    assert {type(turn.text) for dialogue in dialogues for turn in dialogue.turns} == {str}
-
-
-def test_token_ids_stay_below_the_bound() -> None:
-    for arguments, bound in (((), 1000), (("--vocab-size", "7"), 7)):
-        drawn = {token for item in dialogues_of(*arguments) for token in item.turns[0].text}
-        assert bound * 0.9 < max(drawn) + 1 <= bound
-
-
 def test_a_tokenizer_bounds_token_ids() -> None:
     dialogues = dialogues_of("--tokenizer", str(DEMO_TOKENIZER), "--input-len", "4000")
     drawn = {token for dialogue in dialogues for token in dialogue.turns[0].text}
     assert drawn == set(plain_ids(load_tokenizer(DEMO_TOKENIZER)))
-
-
-def test_ignore_eos_reaches_every_turn() -> None:
-    for flag, expected in (("--ignore-eos", True), ("--no-ignore-eos", False)):
-        dialogues = dialogues_of("--dataset", "conversations", flag)
-        assert {turn.ignore_eos for item in dialogues for turn in item.turns} == {expected}
-
-
-def test_own_token_ids_need_completions(tmp_path: Path) -> None:
-    path = str(write_lines(tmp_path / "own.jsonl", [{"prompt": [1, 2]}]))
-    arguments = ("--dataset", "jsonl", "--dataset-path", path)
-    assert dialogues_of(*arguments)[0].turns[0].max_tokens == 128
-    with pytest.raises(ConfigError, match="--endpoint completions"):
-        dialogues_of(*arguments, endpoint="chat")
 
 
 @pytest.mark.parametrize(

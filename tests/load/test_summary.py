@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import astuple, replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Fault
-from penstock.load.report.options import add_report_arguments, file_stem, slo_of
+from penstock.load.report.options import add_report_arguments, slo_of
 from penstock.load.report.summary import (
     Goodput,
     Quantiles,
@@ -20,7 +19,6 @@ from penstock.load.report.summary import (
     Slo,
     latency_table,
     notes,
-    rate_table,
     read_metrics,
     summarize,
     warnings,
@@ -58,23 +56,11 @@ def test_quantiles_are_over_requests_and_gaps_over_all_streams() -> None:
     assert equal(summary.tpot_ms, 4.0)
 
 
-def test_an_answer_of_one_token_has_no_tpot() -> None:
-    summary = summarize(result_of(record([30]), record([10, 20])))
-    assert equal(summary.tpot_ms, 10)
-    assert math.isnan(summarize(result_of(record([30]))).tpot_ms.mean)
-
-
 def test_tokens_are_those_the_server_counts_or_the_events_say() -> None:
     silent = record([10, 20], num_tokens=-1)
     assert summarize(result_of(silent)).num_output_tokens == 2
     assert summarize(result_of(replace(silent, event_tokens=[3, 4]))).num_output_tokens == 7
     assert summarize(result_of(replace(silent, output_tokens=9))).num_output_tokens == 9
-
-
-def test_what_a_server_does_not_say_counts_as_nothing() -> None:
-    unsaid = replace(record([10]), prompt_tokens=-1, cached_tokens=-1)
-    summary = summarize(result_of(unsaid, record([10])))
-    assert (summary.num_prompt_tokens, summary.num_cached_tokens) == (10, 4)
 
 
 # -- counts and rates -------------------------------------------------------------------------
@@ -99,14 +85,6 @@ def test_failed_requests_are_shown_and_left_out() -> None:
     assert (mixed.num_requests, mixed.num_failed) == (4, 2)
     assert mixed.faults == {"cut": 1, "lost_tokens": 1, "refused": 1}
     assert mixed.fault_details["refused"] == "it was refused"
-
-
-def test_an_answer_without_text_is_counted_and_not_timed() -> None:
-    summary = summarize(result_of(record([], num_tokens=3), record([10, 20])), Slo(ttft_ms=1e9))
-    assert (summary.num_completed, summary.num_without_text) == (2, 1)
-    assert equal(summary.ttft_ms, 10)
-    assert summary.num_output_tokens == 5
-    assert summary.goodput == Goodput(share=0.5, requests_per_s=0.5)
 
 
 def test_peak_concurrency_is_of_any_moment() -> None:
@@ -147,16 +125,6 @@ def test_goodput_counts_who_kept_to_every_objective(slo: Slo, num_good: int) -> 
     )
 
 
-def test_one_token_keeps_to_any_tpot() -> None:
-    goodput = summarize(result_of(record([10])), Slo(tpot_ms=0.001)).goodput
-    assert goodput == Goodput(share=1.0, requests_per_s=0.5)
-
-
-def test_without_objectives_there_is_no_goodput() -> None:
-    for slo in (None, Slo()):
-        assert summarize(result_of(record([10])), slo).goodput is None
-
-
 def parsed(*goodput: str) -> Slo:
     parser = argparse.ArgumentParser()
     add_report_arguments(parser)
@@ -187,20 +155,6 @@ def test_a_run_without_any_success_is_plain_json() -> None:
     assert json.loads(json.dumps(summarize(result_of()).to_json()))["num_requests"] == 0
 
 
-def test_tables_say_what_the_summary_says() -> None:
-    summary = summarize(result_of(record([1000, 1010, 1030])), Slo(ttft_ms=1))
-    assert latency_table(summary).splitlines()[2].split("|")[1:-1] == [
-        " TTFT ", " 1,000.0 ", " 1,000.0 ", " 1,000.0 ", " 1,000.0 ",
-    ]  # fmt: skip
-    rates = rate_table(summary)
-    assert [line.split("|")[1:-1] for line in rates.splitlines()[2:]] == [
-        [" requests                 ", "      1 ", "       0.50 "],
-        [" output tokens            ", "      3 ", "        1.5 "],
-        [" prompt and output tokens ", "     13 ", "        6.5 "],
-        [" good requests            ", "      0 ", "       0.00 "],
-    ]
-
-
 def test_notes_name_each_fault_and_what_the_server_says() -> None:
     bad = record([5], fault=Fault.CUT)
     result = replace(result_of(record([1, 2]), bad, bad), num_unsent=7)
@@ -224,11 +178,6 @@ def test_a_busy_or_late_client_is_doubted() -> None:
     [lag] = warnings(late, has_cap=False)
     assert "30 ms late" in lag
     assert warnings(late, has_cap=True) == []
-
-
-def test_files_are_named_after_the_label() -> None:
-    assert file_stem("serve", "") == "serve"
-    assert file_stem("serve", "my run/../2") == "serve-my-run-..-2"
 
 
 # -- the server's own metrics ---------------------------------------------------------------------
