@@ -38,7 +38,6 @@ from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.tables import publish, table_of
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-_EPS = 1e-5
 # None: the library's own.
 _STORED: Mapping[KVCacheDType, torch.dtype | None] = {
     "auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8
@@ -185,27 +184,6 @@ class CaseMaker:
             step=step, num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, **cache_args,
         )  # fmt: skip
 
-    def rms_norm(self, num_rows: int, size: int) -> Case:
-        def copy() -> Copy:
-            x, weight = self._random(num_rows, size), self._random(size)
-            rows, y = ctypes.c_int64(num_rows), self._empty(num_rows, size)
-            rest = {"num_rows": rows, "size": size, "eps": _EPS}
-            ours = self._call("rms_norm", y=y, x=x, weight=weight, **rest)
-            return Copy(ours, _rms_norm, (x, weight), y, (rows,))
-
-        num_bytes = 2 * num_rows * size * self.library.dtype.itemsize
-        return self._case(f"rms_norm {size:,}, rows: {num_rows}", copy, num_bytes)
-
-    def silu_mul(self, num_rows: int, size: int) -> Case:
-        def copy() -> Copy:
-            x, rows = self._random(num_rows, 2 * size), ctypes.c_int64(num_rows)
-            y = self._empty(num_rows, size)
-            ours = self._call("silu_mul", y=y, x=x, num_rows=rows, size=size)
-            return Copy(ours, _silu_and_mul, (x,), y, (rows,))
-
-        num_bytes = 3 * num_rows * size * self.library.dtype.itemsize
-        return self._case(f"silu_mul {size:,}, rows: {num_rows}", copy, num_bytes)
-
     # -- their parts ------------------------------------------------------------------------
 
     def _case(
@@ -235,15 +213,6 @@ def _sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(grouped, keys, values).view(query.shape)
 
 
-def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, _EPS)
-
-
-def _silu_and_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 # -- the command --------------------------------------------------------------------------------
 
 _MATMUL_SIZE = 2048
@@ -251,18 +220,8 @@ _NUM_CEILINGS = 20
 _PAUSE_S = 0.01  # until the threads of the other implementation stop spinning
 _MAX_ERROR = 0.02  # ‖ours − float64's‖ ÷ ‖float64's‖ in 16 bits
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+Row = Mapping[str, Any]
 _DISTURBED = "A kernel is faster than the limit: the machine was busy, so measure again."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Median times of one call."""
-
-    name: str
-    ours_s: float
-    torch_s: float
-    bound_s: float
-    error: float  # of ours against float64, relative
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -296,10 +255,10 @@ def run(parsed: argparse.Namespace) -> int:
         "num_threads": num_threads,
         "torch": torch.__version__,
         "ceilings": asdict(ceilings),
-        "costs": [asdict(cost) for cost in costs],
+        "costs": costs,
     }
     publish(parsed.out, "kernels", "CPU kernels", f"{title}\n\n{_tables(ceilings, costs)}", data)
-    return int(any(not cost.error <= _MAX_ERROR for cost in costs))
+    return int(any(not cost["error"] <= _MAX_ERROR for cost in costs))
 
 
 def measure_ceilings(dtype: torch.dtype, num_threads: int) -> Ceilings:
@@ -319,8 +278,8 @@ def measure_ceilings(dtype: torch.dtype, num_threads: int) -> Ceilings:
     return Ceilings(read_bytes_per_s=read_bytes_per_s, products_per_s=_MATMUL_SIZE**3 / matmul_s)
 
 
-def measure(case: Case, ceilings: Ceilings, *, repeats: int) -> Cost:
-    """Time both implementations in turn, each over all copies of a case."""
+def measure(case: Case, ceilings: Ceilings, *, repeats: int) -> Row:
+    """Time both implementations in turn, each over all copies of a case: medians of one call."""
     error = case.copies[0].error()
     ours: list[float] = []
     theirs: list[float] = []
@@ -331,13 +290,13 @@ def measure(case: Case, ceilings: Ceilings, *, repeats: int) -> Cost:
         ):
             time.sleep(_PAUSE_S)
             seconds.extend(duration_s(call) for call in calls)
-    return Cost(
-        name=case.name,
-        ours_s=statistics.median(ours),
-        torch_s=statistics.median(theirs),
-        bound_s=ceilings.bound_s(case.num_bytes, case.num_products),
-        error=error,
-    )
+    return {
+        "name": case.name,
+        "ours_s": statistics.median(ours),
+        "torch_s": statistics.median(theirs),
+        "bound_s": ceilings.bound_s(case.num_bytes, case.num_products),
+        "error": error,
+    }
 
 
 def _cases(maker: CaseMaker, parsed: argparse.Namespace) -> list[Case]:
@@ -351,24 +310,22 @@ def _cases(maker: CaseMaker, parsed: argparse.Namespace) -> list[Case]:
             maker.decode_attention(num_seqs, parsed.context, kv_cache_dtype=kind)
             for num_seqs, kind in product((1, 8), KV_CACHE_DTYPES)
         ),
-        *(maker.rms_norm(rows, features) for rows in parsed.rows),
-        *(maker.silu_mul(rows, 4 * features) for rows in parsed.rows),
     ]
 
 
 # -- what is said of it -----------------------------------------------------------------------
 
 
-def _tables(ceilings: Ceilings, costs: Sequence[Cost]) -> str:
+def _tables(ceilings: Ceilings, costs: Sequence[Row]) -> str:
     shown = table_of(
         costs,
         {
-            "kernel": lambda cost: cost.name,
-            "µs": lambda cost: f"{1e6 * cost.ours_s:,.1f}",
-            "of the limit": lambda cost: f"{cost.bound_s / cost.ours_s:.0%}",
-            "torch µs": lambda cost: f"{1e6 * cost.torch_s:,.1f}",
-            "speedup": lambda cost: f"{cost.torch_s / cost.ours_s:.2f}",
-            "error": lambda cost: f"{cost.error:.1e}",
+            "kernel": lambda cost: cost["name"],
+            "µs": lambda cost: f"{1e6 * cost['ours_s']:,.1f}",
+            "of the limit": lambda cost: f"{cost['bound_s'] / cost['ours_s']:.0%}",
+            "torch µs": lambda cost: f"{1e6 * cost['torch_s']:,.1f}",
+            "speedup": lambda cost: f"{cost['torch_s'] / cost['ours_s']:.2f}",
+            "error": lambda cost: f"{cost['error']:.1e}",
         },
     )
     parts = [
@@ -377,6 +334,6 @@ def _tables(ceilings: Ceilings, costs: Sequence[Cost]) -> str:
         shown,
         "The limit: the time to read and write each number once, or to multiply, whichever is "
         "longer. The error is against float64, relative.",
-        *([_DISTURBED] if any(cost.bound_s > cost.ours_s for cost in costs) else []),
+        *([_DISTURBED] if any(cost["bound_s"] > cost["ours_s"] for cost in costs) else []),
     ]
     return "\n\n".join(parts)

@@ -39,8 +39,6 @@ def test_bytes_and_products_are_those_of_the_shapes(maker: CaseMaker) -> None:
     assert attention.num_bytes == 2 * 3 * 128 * 2 * (32 + 40 * 8)
     in_int8 = maker.decode_attention(3, 40, kv_cache_dtype="int8")
     assert in_int8.num_bytes == 2 * 3 * (2 * 128 * 32 + 132 * 40 * 8)
-    assert maker.rms_norm(5, 64).num_bytes == 2 * 2 * 5 * 64
-    assert maker.silu_mul(5, 64).num_bytes == 2 * 3 * 5 * 64
 
 
 def test_the_limit_is_whatever_takes_longer() -> None:
@@ -51,14 +49,13 @@ def test_the_limit_is_whatever_takes_longer() -> None:
 def test_every_kernel_equals_float64(maker: CaseMaker) -> None:
     cases = (
         *(maker.linear(5, 64, 256, kind=kind) for kind in QUANTIZATIONS),
-        maker.rms_norm(5, 64), maker.silu_mul(5, 64),
         *(maker.decode_attention(3, 40, kv_cache_dtype=kind) for kind in KV_CACHE_DTYPES),
     )  # fmt: skip
     for case in cases:
         cost = measure(case, CEILINGS, repeats=1)
-        assert 0 < cost.error < 0.01, case.name
-        assert cost.ours_s > 0
-        assert cost.torch_s > 0
+        assert 0 < cost["error"] < 0.01, case.name
+        assert cost["ours_s"] > 0
+        assert cost["torch_s"] > 0
 
 
 def test_every_kind_of_weights_has_a_rate() -> None:
@@ -83,7 +80,7 @@ def test_it_prints_what_it_writes(penstock: Penstock, tmp_path: Path) -> None:
     assert data["dtype"] == "bfloat16"
     assert min(data["ceilings"].values()) > 0
     names = [cost["name"] for cost in data["costs"]]
-    assert len(names) == 4 * 2 + 6 + 2 + 2  # linear, attention, norm, activation
+    assert len(names) == 4 * 2 + 6  # linear, attention
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row.split("|")[1].strip() for row in rows[2:]] == names
     assert set(rows) <= set((tmp_path / "kernels.md").read_text().splitlines())

@@ -17,7 +17,6 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import resolve_model
 from penstock.engine.text import Tokenizer
-from penstock.load.off_grid_twin import turned
 from penstock.load.quality import (
     CORPUS,
     LoadedModel,
@@ -29,6 +28,7 @@ from penstock.load.quality import (
 )
 from penstock.load.setting import Setting
 
+from ..support.off_grid_twin import turned
 from .conftest import Penstock
 
 DEMO = resolve_model(ModelConfig(), weights=True)
@@ -121,13 +121,6 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found.loss == pytest.approx(math.sqrt(3) - 1)
 
 
-def test_models_of_different_vocabularies_are_refused() -> None:
-    reference, other = _Told(torch.zeros(2, 2)), _Told(torch.zeros(2, 2))
-    other.vocab_size = 3
-    with pytest.raises(ConfigError, match="other has a vocabulary of 3 tokens, the model one of 2"):
-        compare(cast("LoadedModel", reference), {"other": cast("LoadedModel", other)}, [])
-
-
 # -- texts ---------------------------------------------------------------------------------------
 
 
@@ -154,14 +147,6 @@ def test_a_corpus_in_chunks(tmp_path: Path) -> None:
         corpus_texts(tmp_path / "c.txt", tokenizer, num_tokens=4)
     with pytest.raises(ConfigError, match="--skip 4 leaves nothing of chunks of 4 tokens"):
         corpus_texts(tmp_path, tokenizer, num_tokens=4, skip=4)
-
-
-def test_conversations_fit_the_context() -> None:
-    texts = held_out_texts(DEMO, num_texts=1000, seed=0, context_len=200)
-    assert max(len(text.token_ids) for text in texts) <= 200
-    assert all(0 < text.start < len(text.token_ids) for text in texts)
-    with pytest.raises(ConfigError, match="no text fits a context of 5 tokens"):
-        held_out_texts(DEMO, num_texts=1, seed=0, context_len=5)
 
 
 def test_the_text_for_calibration_is_not_in_the_corpus() -> None:
@@ -191,16 +176,6 @@ def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Pat
     assert (figures["model"], figures["num_texts"]) == ("demo", 2)
     names = [each["setting"] for each in figures["qualities"]]
     assert names == ["reference", "int8", "kv-cache-dtype=int8"]
-
-
-def test_a_corpus_of_ones_own(penstock: Penstock, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("The sun warms the sea. " * 30)
-    done = penstock(
-        "bench", "quality", "--settings", "int8", "--corpus", str(tmp_path / "text"), "--chunk",
-        "32", "--num-texts", "3", "--out", str(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"demo: {3 * 31} tokens of 3 texts" in done.stdout
 
 
 def test_a_twin_has_the_same_function_and_other_weights() -> None:

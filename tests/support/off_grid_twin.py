@@ -1,6 +1,6 @@
 """Writes a twin of a GGUF model: the same function, weights that lie on no quantizer's grid.
 
-    python -m penstock.load.off_grid_twin SmolLM2-135M-Instruct.Q4_1.gguf DIRECTORY
+    python -m tests.support.off_grid_twin SmolLM2-135M-Instruct.Q4_1.gguf DIRECTORY
 
 Weights that come from a file in few bits lie on the grid of its quantizer, which flatters or
 punishes another one. This folds the norms of a Llama model into the matrices after them, and turns
