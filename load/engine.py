@@ -79,7 +79,7 @@ class Side:
     name: str
     core: EngineCore
     info: EngineInfo
-    quantize_activations: bool
+    in_bytes: bool  # quantized weights multiply rows that were rounded to bytes
     runs: dict[int, list[Run]] = field(default_factory=dict)
     split_runs: dict[int, list[Run]] = field(default_factory=dict)
     ceilings: Ceilings = field(default_factory=Ceilings)
@@ -94,8 +94,8 @@ def run(parsed: argparse.Namespace) -> int:
             config = setting.config(parsed.model, num_threads=parsed.num_threads)
             core, info = build_core(_with_room(config, max(parsed.num_seqs)))
             stack.enter_context(closing(core))
-            exact = config.model.quantize_activations
-            sides.append(Side(name=setting.name, core=core, info=info, quantize_activations=exact))
+            in_bytes = config.model.quantize_activations
+            sides.append(Side(name=setting.name, core=core, info=info, in_bytes=in_bytes))
         workload = Workload(parsed, [side.info for side in sides])
         stack.enter_context(frozen_garbage())
         measure(sides, workload, parsed.num_seqs, parsed)
@@ -214,7 +214,7 @@ def _raised(side: Side) -> Ceilings:
     with MemoryReader(info.num_threads) as reader:
         read = reader.measure()
     kind: Any = info.quantization
-    multiplied = products_per_s(library, kind, in_bytes=side.quantize_activations)
+    multiplied = products_per_s(library, kind, in_bytes=side.in_bytes)
     return Ceilings(
         read_bytes_per_s=max(read, best.read_bytes_per_s),
         products_per_s=max(multiplied, best.products_per_s),

@@ -109,7 +109,7 @@ def test_time_is_put_where_it_was_spent(
 def side_of(*runs: Run, name: str = "", **fields: Any) -> Side:
     info = cast("EngineInfo", SimpleNamespace(weight_bytes=8))
     core = cast("EngineCore", None)
-    made = Side(name=name, core=core, info=info, quantize_activations=True, **fields)
+    made = Side(name=name, core=core, info=info, in_bytes=True, **fields)
     made.runs[2] = list(runs)
     return made
 
