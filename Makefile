@@ -60,7 +60,7 @@ path: $(VENV)/.installed-test ## list our files that a request meets, in order; 
 	$(BIN)/python -m tests.support.request_path $(ARGS)
 
 bench: $(VENV)/.installed $(model_package) ## start-up time, memory and tokens per second on this machine
-	$(BIN)/python -m penstock.load.bench.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(BIN)/penstock bench startup --repeats 1 $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # The first run makes an environment for each of the others under build/peers: a quarter of an hour
 # and about 10 GB.

@@ -38,6 +38,7 @@ from penstock.engine.packaged_models import PACKAGED_MODELS
 from penstock.gateway.config import is_any
 from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
+from penstock.gateway.launch.benches import add_benches
 from penstock.gateway.launch.flags import (
     ENGINE_FLAGS,
     ENGINE_GROUPS,
@@ -49,7 +50,6 @@ from penstock.gateway.launch.flags import (
     WITHOUT_EFFECT,
     Flag,
 )
-from penstock.load.bench.commands import add_benches
 
 _MODEL_FLAGS = (
     "tokenizer", "tokenizer_revision", "chat_template", "revision", "download_dir", "hf_overrides",
@@ -66,7 +66,8 @@ def _key(option: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """A command with its options; its exit code."""
-    parsed = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = _parser(has_benches=given[:1] == ["bench"]).parse_args(given)
     try:
         return int(parsed.run(parsed))
     except ConfigError as error:
@@ -98,7 +99,16 @@ class _Note(argparse.Action):
         setattr(found, self.dest, [*getattr(found, self.dest, []), option])
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse_engine_config(words: Sequence[str], *, model: str) -> EngineConfig:
+    """The engine's part of a `serve` command line, where it names no other model of this one. A
+    mistake ends the process with a line that says it."""
+    given = vars(_parser().parse_args(["serve", *words]))
+    if not given.get("model") and "model_option" not in given:
+        given["model"] = model
+    return engine_config(resolve_settings(given, {}))
+
+
+def _parser(*, has_benches: bool = False) -> argparse.ArgumentParser:
     parser = OneLineParser(prog="penstock")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser(
@@ -164,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
             _add_flag(models, flag)
     models.set_defaults(run=_models)
     text = "Measure parts of penstock on this machine."
-    add_benches(commands.add_parser("bench", description=text))
+    bench = commands.add_parser("bench", description=text)
+    if has_benches:  # finding them takes a while
+        add_benches(bench)
     return parser
 
 

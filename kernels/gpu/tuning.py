@@ -1,6 +1,6 @@
 """Launch configurations that were fastest on real GPUs: `tuned.json`, shipped with the kernels.
 
-`python -m penstock.load.gpu.tune` writes the table on a GPU; it is never edited by hand:
+`python -m penstock.kernels.gpu.tune` writes the table on a GPU; it is never edited by hand:
 
     {device: {operation: {key: {"BLOCK_N": …, "num_warps": …, …}}}}
 
@@ -37,3 +37,11 @@ def read_table() -> Table:
 def device_name() -> str:
     """The driver's name of the device; `""` without a GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is complete at every moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)

@@ -31,19 +31,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """Successive turns; each sees all before it. `at_s` is its start in a trace, from the start
-    of the run."""
+    """Successive turns; each sees all before it."""
 
     turns: tuple[Turn, ...]
     system: str = ""
-    at_s: float | None = None
 
 
-def single_turn(
-    text: Prompt, max_tokens: int, *, system: str = "", at_s: float | None = None
-) -> Dialogue:
+def single_turn(text: Prompt, max_tokens: int, *, system: str = "") -> Dialogue:
     """A dialogue of one turn."""
-    return Dialogue(turns=(Turn(text=text, max_tokens=max_tokens),), system=system, at_s=at_s)
+    return Dialogue(turns=(Turn(text=text, max_tokens=max_tokens),), system=system)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

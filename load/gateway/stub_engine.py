@@ -23,27 +23,17 @@ _CONTEXT = 1 << 20
 
 
 class StubEngine:
-    """Sends `frames_per_s` frames a second, late ones at once; every stream gets `token_id`.
-
-    Args:
-        first_frame: where this engine's frames begin in the clock file.
-    """
+    """Sends `frames_per_s` frames a second, late ones at once; every stream gets `token_id`."""
 
     def __init__(
-        self,
-        transport: Transport,
-        clock: ClockFile,
-        *,
-        token_id: int,
-        frames_per_s: float,
-        first_frame: int,
+        self, transport: Transport, clock: ClockFile, *, token_id: int, frames_per_s: float
     ) -> None:
         self._transport = transport
         self._clock = clock
         self._token_ids = (token_id,)
         self._period_s = 1.0 / frames_per_s
         self._left: dict[tuple[GatewayId, str], int] = {}  # tokens, by gateway and request
-        self._num_frames = first_frame
+        self._num_frames = 0
 
     def run(self) -> None:
         next_s = time.monotonic()
@@ -104,7 +94,6 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
         clock,
         token_id=settings["token_id"],
         frames_per_s=settings["frames_per_s"],
-        first_frame=settings["first_frame"],
     )
     transport.start()
     status.ready()

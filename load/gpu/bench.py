@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import statistics
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from penstock.kernels.gpu.tuning import Config
-from penstock.load.gpu.report import BARS, Results
-from penstock.load.workloads.lengths import TraceSpec
+from penstock.kernels.gpu.measuring import AttentionSizes, Draw, Timer
+from penstock.kernels.gpu.tuning import write_whole
+from penstock.load.report.tables import table
 
 GIB, MIB = 1 << 30, 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSizes:
-    """Shapes of one layer's attention. Decode runs every pair of `batches` and `contexts`;
-    `prefills` are lengths of whole prompts, and the bar holds for `bar_prefill`."""
-
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
-    batches: tuple[int, ...] = (32, 64, 128)
-    contexts: tuple[int, ...] = (1024, 4096, 16384)
-    long_context: int = 4096  # the bar for decode holds from here
-    sweep_batch: int = 64  # of what is measured at the long context alone: FP8, other block sizes
-    prefills: tuple[int, ...] = (2048, 8192, 16384)
-    bar_prefill: int = 8192
-    block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # of the sweep
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """In 16-bit numbers: keys and values of each KV head."""
-        return 2 * self.num_kv_heads * self.head_dim * 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +26,6 @@ class DecodeSizes:
     batches: tuple[int, ...] = (1, 4, 16, 64)
     prompt_tokens: int = 1024
     output_tokens: int = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndToEndSizes:
-    """A workload for the engine and for Hugging Face, whose static batches have the sizes
-    `hf_batches`, or the whole workload's. After `hf_limit_s` seconds, the rate is that of the
-    completed batches."""
-
-    trace: TraceSpec
-    hf_batches: tuple[int, ...] = (1, 8, 32, 128)
-    hf_limit_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +39,10 @@ class Sizes:
     flush_bytes: int = GIB  # read between timed calls, so that none finds its data in a cache
     num_repeats: int = 30
     dtype: torch.dtype = torch.bfloat16
-    model: dict[str, Any]  # `config.json` of the random checkpoint
-    check_lens: tuple[int, ...] = (1, 16, 33, 1025, 2051)  # of sequences whose attention is checked
-    num_rows: int = 32768  # of the small operations, each a token
-    product_rows: tuple[int, ...] = (1, 4, 16, 2048)  # of products with quantized weights
-    num_sampled: int = 256  # rows of logits
-    vocab_sizes: tuple[int, ...] = (128256, 32000, 151936)  # that sampling is tuned for
+    model: Mapping[str, Any]  # `config.json` of the random checkpoint
     swap_blocks: int = 1024  # moved each way
-    attention: AttentionSizes = AttentionSizes()
+    attention: AttentionSizes = field(default_factory=AttentionSizes)
     decode: DecodeSizes = DecodeSizes()
-    end_to_end: EndToEndSizes
 
 
 def full_sizes() -> Sizes:
@@ -100,7 +58,6 @@ def full_sizes() -> Sizes:
             max_position_embeddings=8192,
             dtype="bfloat16",
         ),
-        end_to_end=EndToEndSizes(trace=TraceSpec(num_requests=384, output_mean=192.0, longest=512)),
     )
 
 
@@ -118,129 +75,125 @@ def llama(**fields: Any) -> dict[str, Any]:
     }
 
 
-_NUM_WARM_UPS = 3  # the first compiles
+# -- results --------------------------------------------------------------------------------------
+
+COPY = "copy_bytes_per_s"  # bytes read and bytes written
+MATMUL = "matmul_flop_per_s"
+TO_DEVICE = "host_to_device_bytes_per_s"
+TO_HOST = "device_to_host_bytes_per_s"
 
 
-class Timer:
-    """Median seconds of a call on a device, from cold caches.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """The bound that a figure must reach."""
 
-    Between two timed calls a buffer larger than any cache is read, not written: dirty cache
-    lines would be written back during the measured call. The read also keeps the device busy
-    while the next call is launched, so that launching is not timed. On a CPU, wall time is
-    measured.
-    """
+    bound: float
+    is_upper: bool = False  # the figure may not exceed it; else it may not fall below
+    meaning: str  # of the figure, with the cells it is the worst of
 
-    def __init__(self, device: torch.device, *, flush_bytes: int, num_repeats: int) -> None:
-        self._device = device
-        self._num_repeats = num_repeats
-        self._flushed = torch.ones(flush_bytes // 4, device=device)
-        self._sum = torch.empty((), device=device)
-
-    def median_s(self, call: Callable[[], object]) -> float:
-        """Seconds of one call on the device, after all earlier work."""
-        for _ in range(_NUM_WARM_UPS if self._device.type == "cuda" else 1):
-            call()
-        if self._device.type == "cuda":
-            return statistics.median(self._on_stream(call))
-        return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
-
-    def wall_s(self, call: Callable[[], object]) -> float:
-        """Wall time of one call with launching, for calls that use several streams."""
-        call()
-        return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
-
-    def _on_stream(self, call: Callable[[], object]) -> list[float]:
-        cuda: Any = torch.cuda
-        moments = [
-            (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
-            for _ in range(self._num_repeats)
-        ]
-        torch.cuda.synchronize()
-        for start, end in moments:
-            self._flush()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in moments]
-
-    def _on_wall(self, call: Callable[[], object]) -> float:
-        self._flush()
-        self._wait()
-        began_s = time.perf_counter()
-        call()
-        self._wait()
-        return time.perf_counter() - began_s
-
-    def _flush(self) -> None:
-        torch.sum(self._flushed, dim=0, out=self._sum)
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+    def is_met(self, value: float) -> bool:
+        return value <= self.bound if self.is_upper else value >= self.bound
 
 
-# Launch configurations worth trying, and the search for the fastest.
-#
-# Each replaces some of what a launcher chooses by itself.
-
-DECODE: tuple[Config, ...] = tuple(
-    {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
-    for block_n, num_warps, num_stages in product((32, 64, 128), (2, 4, 8), (2, 3, 4))
-)
-PREFILL: tuple[Config, ...] = tuple(
-    {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
-    for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3))
-)
-# Some of DECODE, where there is no time for all.
-FEW_DECODE: tuple[Config, ...] = (
-    {"BLOCK_N": 32, "num_warps": 2, "num_stages": 4},
-    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
-    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_N": 128, "num_warps": 4, "num_stages": 2},
-    {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
-)
-
-
-def sampling(own: Config) -> tuple[Config, ...]:
-    """Variations of the launcher's own choice for a vocabulary."""
-    return tuple(
-        {**own, "BLOCK": block, "num_warps": num_warps}
-        for block, num_warps in product((1024, 2048, 4096, 8192), (4, 8, 16))
-    )
-
-
-# Of a product with quantized weights, by class of rows.
-PRODUCTS: dict[str, tuple[Config, ...]] = {
-    name: tuple(
-        {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
-        for block_n, num_warps, num_stages in product(block_ns, (2, 4, 8), (2, 3, 4, 5))
-    )
-    for name, block_m, block_ns in (
-        ("few", 16, (16, 32, 64)),
-        ("some", 64, (32, 64, 128)),
-        ("many", 128, (64, 128, 256)),
-    )
+BARS: Mapping[str, Bar] = {
+    "decode_attention_of_copy": Bar(
+        bound=0.85,
+        meaning="decode attention, KV bytes/s ÷ copy bandwidth: batch ≥ 32, context ≥ 4k",
+    ),
+    "paged_over_contiguous": Bar(
+        bound=1.05,
+        is_upper=True,
+        meaning="time of decode attention over random block tables ÷ over contiguous KV: "
+        "context ≥ 1k",
+    ),
+    "prefill_attention_of_matmul": Bar(
+        bound=0.50, meaning="prefill attention, causal FLOP/s ÷ bf16 matrix product: a prompt of 8k"
+    ),
+    "decode_step_of_roofline": Bar(
+        bound=0.75,
+        meaning="decode step of an 8B Llama: time to read weights and KV at copy bandwidth ÷ step, "
+        "batch 1–64",
+    ),
+    "swap_of_pinned_copy": Bar(
+        bound=0.85, meaning="swap, bytes/s ÷ copy from and to pinned memory: both directions"
+    ),
 }
 
 
-def seconds_of(timer: Timer, call: Callable[[], object]) -> float:
-    """Seconds of a call; infinite if its configuration needs more than the device has."""
-    triton = importlib.import_module("triton")  # not before it is known whether to interpret
-    try:
-        return timer.median_s(call)
-    except triton.OutOfResources:
-        return float("inf")
+@dataclass(kw_only=True)
+class Results:
+    """The results of a run so far, written to all `paths` at every addition.
+
+    A figure is the worst of the cells that its bar covers, and None unless all were measured.
+    """
+
+    about: Mapping[str, Any]
+    paths: Sequence[Path] = ()
+    ceilings: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(BARS))
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by section
+    notes: list[str] = field(default_factory=list)
+    is_complete: bool = False
+
+    def add_ceiling(self, name: str, value: float) -> None:
+        self.ceilings[name] = value
+        self.save()
+
+    def add_row(self, section: str, row: Mapping[str, Any]) -> None:
+        self.rows.setdefault(section, []).append(dict(row))
+        self.save()
+
+    def add_note(self, note: str) -> None:
+        self.notes.append(note)
+        self.save()
+
+    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
+        """Set a figure to the worst of its cells, if all of them were measured."""
+        worst = max if BARS[figure].is_upper else min
+        self.figures[figure] = worst(values) if len(values) == num_cells else None
+        self.save()
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("is_complete", "ceilings", "figures", "rows", "notes")
+        return {**self.about, **{name: getattr(self, name) for name in names}}
+
+    def save(self) -> None:
+        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        for path in self.paths:
+            write_whole(path, text)
+
+    def markdown(self) -> str:
+        """Every cell, then machine, figures with their bars, and ceilings."""
+        about = "; ".join(f"{name} {value}" for name, value in self.about.items())
+        if not self.is_complete:
+            about += "; **the run did not end**"
+        figures = [
+            [bar.meaning, "not measured" if value is None else f"{value:.3f}",
+             f"{'≤' if bar.is_upper else '≥'} {bar.bound:g}",
+             "–" if value is None else "yes" if bar.is_met(value) else "**no**"]
+            for bar, value in ((BARS[name], value) for name, value in self.figures.items())
+        ]  # fmt: skip
+        ceilings = [[name, _shown(name, value)] for name, value in self.ceilings.items()]
+        parts = [f"### {name}\n\n{_row_table(rows)}" for name, rows in self.rows.items()]
+        parts += [*self.notes, about, table(("figure", "measured", "bar", "met"), figures)]
+        return "\n\n".join([*parts, table(("ceiling", ""), ceilings)])
 
 
-def fastest_s(timer: Timer, run: Callable[..., object], configs: Sequence[Config]) -> float:
-    """Seconds with the best of the configurations and the launcher's own choice."""
-    return min(seconds_of(timer, partial(run, config=config)) for config in (None, *configs))
+def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return table(keys, [[_shown(key, row.get(key)) for key in keys] for row in rows])
 
 
-# -- what every section is given ----------------------------------------------------------------
+def _shown(key: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if key.endswith("_per_s"):
+        is_flop = key.endswith("flop_per_s")
+        return f"{value / 1e12:,.1f} TFLOP/s" if is_flop else f"{value / 1e9:,.1f} GB/s"
+    return f"{value:,.3f}"
 
-T = TypeVar("T")
+
+# -- what every section is given ------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -252,13 +205,14 @@ class Bench:
     results: Results
     deadline_s: float = float("inf")  # of the present section, by `time.perf_counter`
     timer: Timer = field(init=False)
-    _generator: torch.Generator = field(init=False)
+    draw: Draw = field(init=False)
 
     def __post_init__(self) -> None:
+        sizes = self.sizes
         self.timer = Timer(
-            self.device, flush_bytes=self.sizes.flush_bytes, num_repeats=self.sizes.num_repeats
+            self.device, flush_bytes=sizes.flush_bytes, num_repeats=sizes.num_repeats
         )
-        self._generator = torch.Generator(self.device).manual_seed(time.time_ns())
+        self.draw = Draw(self.device, sizes.dtype)
 
     @property
     def remaining_s(self) -> float:
@@ -266,32 +220,9 @@ class Bench:
 
     def in_time(self, section: str, cells: Iterable[T]) -> Iterator[T]:
         """The cells, until the section's time is up; the rest is noted."""
-        left_out = []
         for cell in cells:
             if self.remaining_s > 0:
                 print(f"  {section}: {cell}", flush=True)
                 yield cell
             else:
-                left_out.append(cell)
-        if left_out:
-            self.results.add_note(
-                section, f"no time left for {', '.join(str(cell) for cell in left_out)}"
-            )
-
-    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers, different in every run."""
-        numbers = torch.empty(shape, dtype=dtype or self.sizes.dtype, device=self.device)
-        return numbers.normal_(generator=self._generator)
-
-    def permutation(self, size: int) -> Tensor:
-        """0 … size - 1 in random order: int64 [size]."""
-        return torch.randperm(size, generator=self._generator, device=self.device)
-
-    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
-        """Set a figure to the worst of its cells, if all of them were measured."""
-        is_whole = len(values) == num_cells
-        self.results.add_figure(figure, BARS[figure].worst(values) if is_whole else None)
-
-
-Section = Callable[[Bench], None]
-Check = tuple[str, float, float]  # what was checked, its error, the bound of that
+                self.results.add_note(f"{section}: no time left for {cell}")

@@ -1,17 +1,22 @@
 """The engine's decode step, compared with reading weights and KV once at copy bandwidth.
 
 The engine's own mode runs at every batch; others show the effect of graphs, overlap and
-determinism.
+determinism. The model is only a `config.json`: its weights follow from a seed.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import random
 import statistics
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from penstock.engine.config import (
     CacheConfig,
@@ -21,12 +26,11 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.models.registry import read_model_config
 from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import EngineInfo
-from penstock.load.engine_runs import Lengths, make_requests, run_requests
-from penstock.load.gpu.bench import Bench, DecodeSizes
-from penstock.load.gpu.model import checkpoint, free_memory, num_weights_read
-from penstock.load.gpu.operations import COPY
+from penstock.load.engine_runs import make_requests, run_requests
+from penstock.load.gpu.bench import COPY, Bench, DecodeSizes
 from penstock.load.machine import frozen_garbage
 
 _FIGURE = "decode_step_of_roofline"
@@ -44,11 +48,10 @@ class Mode:
 
 
 # The engine's own first: the bar is of that.
-MODES: dict[str, Mode] = {
+MODES: Mapping[str, Mode] = {
     OWN_MODE: Mode(),
     "eager": Mode({"cudagraph_mode": "none"}),
     "graphs, one step at a time": Mode(max_steps_in_flight=1),
-    "eager, one step at a time": Mode({"cudagraph_mode": "none"}, max_steps_in_flight=1),
     "deterministic": Mode({"deterministic": True}),
 }
 
@@ -56,9 +59,21 @@ MODES: dict[str, Mode] = {
 def measure(bench: Bench) -> None:
     """The engine's own mode at every batch gives the figure; others run at the smallest and
     largest."""
-    with checkpoint(bench.sizes) as model:
-        shares = {mode: _measure_mode(bench, model, mode) for mode in MODES}
-    bench.conclude(_FIGURE, shares[OWN_MODE], num_cells=len(bench.sizes.decode.batches))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(bench.sizes.model), encoding="utf-8")
+        shares = {mode: _measure_mode(bench, folder, mode) for mode in MODES}
+    num_cells = len(bench.sizes.decode.batches)
+    bench.results.conclude(_FIGURE, shares[OWN_MODE], num_cells=num_cells)
+
+
+def num_weights_read(path: Path) -> int:
+    """Numbers of the weights that a step must read: all but the embedding, which is looked up."""
+    _, config = read_model_config(path)
+    query, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    attention = config.hidden_size * 2 * (query + kv)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    layer = attention + mlp + 2 * config.hidden_size
+    return config.num_layers * layer + config.hidden_size * (config.vocab_size + 1)
 
 
 def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: float) -> float:
@@ -68,12 +83,12 @@ def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: flo
     return (num_weights_read(Path(info.model_path)) * itemsize + kv_bytes) / bytes_per_s
 
 
-def _measure_mode(bench: Bench, model: ModelConfig, mode: str) -> list[float]:
+def _measure_mode(bench: Bench, model: str, mode: str) -> list[float]:
     """The roofline share of every batch that is in time."""
     sizes = bench.sizes.decode
     batches = sizes.batches if mode == OWN_MODE else (sizes.batches[0], sizes.batches[-1])
     if bench.remaining_s <= 0:  # no time to load it either
-        bench.results.add_note(_SECTION, f"no time left for {mode}")
+        bench.results.add_note(f"{_SECTION}: no time left for {mode}")
         return []
     core, info = build_core(_config(model, sizes, bench, MODES[mode]))
     try:
@@ -84,17 +99,19 @@ def _measure_mode(bench: Bench, model: ModelConfig, mode: str) -> list[float]:
     finally:
         core.close()
         del core
-        free_memory()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _step_s(core: EngineCore, info: EngineInfo, batch: int, sizes: DecodeSizes) -> float:
     """The median of the steps in which every sequence gets a token."""
-    lengths = Lengths(prompt_tokens=sizes.prompt_tokens, output_tokens=sizes.output_tokens)
     rng = random.Random(batch)
+    lengths = (sizes.prompt_tokens, sizes.output_tokens)
     for _ in range(2):  # kernels are compiled, and pools filled, in the first
-        requests = make_requests(batch, lengths, vocab_size=info.vocab_size, rng=rng)
+        requests = make_requests(batch, *lengths, vocab_size=info.vocab_size, rng=rng)
         with frozen_garbage():
-            run = run_requests(core, requests, lengths)
+            run = run_requests(core, requests)
     return statistics.median(step.step_s for step in run.phase("decode"))
 
 
@@ -109,15 +126,13 @@ def _add_row(bench: Bench, info: EngineInfo, mode: str, batch: int, step_s: floa
     return bound_s / step_s
 
 
-def _config(model: ModelConfig, sizes: DecodeSizes, bench: Bench, mode: Mode) -> EngineConfig:
+def _config(model: str, sizes: DecodeSizes, bench: Bench, mode: Mode) -> EngineConfig:
     """An engine with room for the largest batch and no more."""
     block_size = bench.sizes.attention.block_size
     num_tokens = sizes.prompt_tokens + sizes.output_tokens
     blocks_per_seq = -(-num_tokens // block_size) + 1
     return EngineConfig(
-        model=ModelConfig(
-            model=model.model, load_format=model.load_format, max_model_len=num_tokens
-        ),
+        model=ModelConfig(model=model, load_format="dummy", max_model_len=num_tokens),
         cache=CacheConfig(
             block_size=block_size,
             num_blocks=blocks_per_seq * (max(sizes.batches) + 1),

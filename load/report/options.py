@@ -31,6 +31,14 @@ def counts(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def rates(text: str) -> tuple[float, ...]:
+    """Comma-separated positive numbers. Raises ValueError otherwise."""
+    numbers = tuple(float(number) for number in text.split(","))
+    if not all(number > 0 for number in numbers):  # infinite: all at once
+        raise ValueError(text)
+    return numbers
+
+
 _OBJECTIVES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}
 
 
@@ -44,7 +52,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         help="objectives in milliseconds, such as ttft:200 tpot:50 e2e:5000",
     )
-    add("--plot", action="store_true", help="also draw a picture")
     add("--label", default="", help="label in the title and file names")
     add_out(parser)
 

@@ -213,70 +213,53 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-# The server's own metrics of a run, from Prometheus texts:
-#
-#     penstock: or vllm:   prefix_cache_queries_total, prefix_cache_hits_total,
-#                          num_preemptions_total, kv_cache_usage_perc
-#     penstock:            kv_slots{state="allocated"|"empty"}
-#
-# A figure is None if the server lacks its metric.
+# -- the server's own metrics ---------------------------------------------------------------------
 
-Sample: TypeAlias = Mapping[str, float]  # values by name without its prefix, with a state if any
-
-_PREFIXES = ("penstock:", "vllm:")
-_USAGE = "kv_cache_usage_perc"
+# Values by name without its prefix (`penstock:`, `vllm:`), with a state if any.
+Sample: TypeAlias = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMetrics:
-    """What the server's metrics say about a run; None: not reported. `kv_waste` is empty ÷
-    allocated token slots of running sequences, over all samples."""
+    """What the server's metrics say about a run; None: not reported."""
 
     prefix_cache_hit_rate: float | None = None  # prompt tokens found ÷ looked up
     num_preemptions: int | None = None
     peak_kv_usage: float | None = None  # the largest share of KV blocks in use in any sample
-    kv_waste: float | None = None
 
 
 def read_metrics(texts: Sequence[str]) -> ServerMetrics | None:
     """The figures of a run from its metrics texts (before, during, after); None without any."""
-    samples = [_sample(text) for text in texts]
-    if not any(samples):
+    samples = list(filter(None, map(sample_of, texts)))
+    if not samples:
         return None
     first, last = samples[0], samples[-1]
-    queries = _growth("prefix_cache_queries_total", first, last)
-    hits = _growth("prefix_cache_hits_total", first, last)
-    preemptions = _growth("num_preemptions_total", first, last)
-    usages = [
-        sample["kv_cache_usage_perc"] for sample in samples if "kv_cache_usage_perc" in sample
-    ]
-    allocated = sum(sample.get("kv_slots allocated", 0.0) for sample in samples)
-    empty = sum(sample.get("kv_slots empty", 0.0) for sample in samples)
+
+    def growth(name: str) -> float | None:
+        return last[name] - first[name] if name in first and name in last else None
+
+    queries, hits = growth("prefix_cache_queries_total"), growth("prefix_cache_hits_total")
+    preemptions = growth("num_preemptions_total")
+    usage = "kv_cache_usage_perc"
     return ServerMetrics(
         prefix_cache_hit_rate=hits / queries if hits is not None and queries else None,
         num_preemptions=None if preemptions is None else round(preemptions),
-        peak_kv_usage=max(usages, default=None),
-        kv_waste=empty / allocated if allocated else None,
+        peak_kv_usage=max((sample[usage] for sample in samples if usage in sample), default=None),
     )
 
 
-def _sample(text: str) -> Sample:
-    """All series under one name, and state, are one: their sum. Empty for what is no such text."""
+def sample_of(text: str) -> Sample:
+    """Of a Prometheus text: series of one name, and state, are added up. Empty for what is no such
+    text."""
     values: defaultdict[str, float] = defaultdict(float)
     try:
-        families = list(text_string_to_metric_families(text))
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = sample.name.rpartition(":")[2]
+                values[f"{name} {sample.labels.get('state', '')}".strip()] += sample.value
     except ValueError:
         return {}
-    for sample in (sample for family in families for sample in family.samples):
-        prefix = next((known for known in _PREFIXES if sample.name.startswith(known)), None)
-        if prefix is not None:
-            name = sample.name.removeprefix(prefix)
-            values[f"{name} {sample.labels.get('state', '')}".strip()] += sample.value
-    return values
-
-
-def _growth(name: str, first: Sample, last: Sample) -> float | None:
-    return last[name] - first[name] if name in first and name in last else None
+    return dict(values)
 
 
 # -- tables and notes ----------------------------------------------------------------------------
@@ -366,8 +349,6 @@ def _server_notes(server: ServerMetrics | None) -> Iterator[str]:
         yield f"server: {server.num_preemptions:,} preemptions"
     if server.peak_kv_usage is not None:
         yield f"server: KV cache in use, highest sample {server.peak_kv_usage:.1%}"
-    if server.kv_waste is not None:
-        yield f"server: KV slots allocated but empty {server.kv_waste:.1%}"
 
 
 def _faults(summary: Summary) -> Iterator[str]:

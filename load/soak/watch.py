@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.load.report.summary import sample_of
 
 Family = Mapping[str, psutil.Process]
 
@@ -110,19 +110,9 @@ class Watch:
     async def _metrics(self) -> Mapping[str, float]:
         try:
             async with self.http.get("/metrics", timeout=aiohttp.ClientTimeout(5)) as response:
-                return read_metrics(await response.text()) if response.status == 200 else {}
+                return sample_of(await response.text()) if response.status == 200 else {}
         except (aiohttp.ClientError, OSError, TimeoutError):
             return {}
-
-
-def read_metrics(text: str) -> Mapping[str, float]:
-    """Prometheus text as in a sample: names without the prefix before their colon."""
-    values: defaultdict[str, float] = defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name.rpartition(":")[2]
-            values[f"{name} {sample.labels.get('state', '')}".strip()] += sample.value
-    return dict(values)
 
 
 def _sample(name: str, process: psutil.Process) -> ProcessSample:

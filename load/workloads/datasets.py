@@ -6,8 +6,6 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -16,7 +14,6 @@ from tokenizers import Tokenizer
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Prompt, Turn, single_turn
-from penstock.load.workloads.lengths import TraceSpec, make_trace
 
 
 class Dataset(Protocol):
@@ -108,42 +105,42 @@ class RandomLengths:
         ]
 
 
-_DEFAULT = TraceSpec()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGpt:
-    """Single turns with ShareGPT's lognormal lengths in tokens; means are those before clipping."""
+    """Single turns of lognormal lengths in tokens.
+
+    The default means, before clipping, are those of ShareGPT's conversations, as in PagedAttention
+    (Kwon et al., SOSP 2023), section 6.1.
+    """
 
     num_dialogues: int
-    prompt_mean: float = _DEFAULT.prompt_mean
-    output_mean: float = _DEFAULT.output_mean
-    sigma: float = _DEFAULT.sigma  # of the logarithm of either length
-    shortest: int = _DEFAULT.shortest
-    max_input_tokens: int = _DEFAULT.longest
-    max_output_tokens: int = _DEFAULT.longest
+    prompt_mean: float = 161.0
+    output_mean: float = 338.0
+    sigma: float = 1.0  # of the logarithm of either length
+    shortest: int = 4
+    max_input_tokens: int = 1024
+    max_output_tokens: int = 1024
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if min(self.prompt_mean, self.output_mean) <= 0 or self.sigma < 0:
+            raise ConfigError(
+                "--prompt-mean and --output-mean must be positive, --sigma at least 0"
+            )
+
     def make(self, prompts: PromptMaker) -> list[Dialogue]:
-        rng = random.Random(f"sharegpt {self.seed}")
-        trace = make_trace(
-            TraceSpec(
-                num_requests=self.num_dialogues,
-                seed=self.seed,
-                prompt_mean=self.prompt_mean,
-                output_mean=self.output_mean,
-                sigma=self.sigma,
-                shortest=self.shortest,
-                longest=max(self.max_input_tokens, self.max_output_tokens),
-            )
-        )
-        return [
-            single_turn(
-                prompts.draw(rng, min(traced.num_prompt_tokens, self.max_input_tokens)),
-                min(traced.num_output_tokens, self.max_output_tokens),
-            )
-            for traced in trace
-        ]
+        rng, lengths = random.Random(f"sharegpt {self.seed}"), random.Random(self.seed)
+        dialogues = []
+        for _ in range(self.num_dialogues):
+            num_prompt = self._draw(lengths, self.prompt_mean, self.max_input_tokens)
+            num_output = self._draw(lengths, self.output_mean, self.max_output_tokens)
+            dialogues.append(single_turn(prompts.draw(rng, num_prompt), num_output))
+        return dialogues
+
+    def _draw(self, rng: random.Random, mean: float, longest: int) -> int:
+        # A lognormal's mean is exp(μ + σ²/2).
+        length = round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma))
+        return min(max(length, self.shortest), longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,108 +271,6 @@ def _messages(value: object, place: str) -> Iterator[tuple[str, str]]:
         if not isinstance(message.get("content"), str):
             raise ConfigError(f"{place}: a message's content must be a text")
         yield message["role"], message["content"]
-
-
-_HASH_BLOCK_TOKENS = 512
-_MOONCAKE_LENGTHS = ("input_length", "output_length")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """Times and lengths of a recorded trace, with made-up words.
-
-    A JSONL file; each line may use either set of field names:
-
-        Mooncake    timestamp (ms), input_length, output_length, hash_ids (optional)
-        Azure       TIMESTAMP (a date and time), ContextTokens, GeneratedTokens
-
-    `hash_ids` name the prompt's blocks of 512 tokens: requests with the same first ids share
-    those parts of their prompts, as recorded. Azure publishes CSV, which must be converted.
-
-    Sources: Mooncake (Qin et al., FAST 2025); AzurePublicDataset, LLM inference traces of 2023
-    and 2024.
-    """
-
-    path: Path
-    num_dialogues: int  # the maximum, from the file's start
-    speedup: float = 1.0  # times are divided by it
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.speedup < math.inf:
-            raise ConfigError("--trace-speedup must be positive")
-
-    def make(self, prompts: PromptMaker) -> list[Dialogue]:
-        """The dialogues in order of time, the first at 0. Raises ConfigError if the file or a line
-        is invalid."""
-        read = read_lines(self.path, max_lines=self.num_dialogues)
-        lines = sorted((_Line.read(item, place) for place, item in read), key=attrgetter("time_s"))
-        rng = random.Random(f"trace {self.seed}")
-        return [
-            single_turn(
-                self._prompt(line, rng, prompts),
-                line.num_output,
-                at_s=(line.time_s - lines[0].time_s) / self.speedup,
-            )
-            for line in lines
-        ]
-
-    def _prompt(self, line: _Line, rng: random.Random, prompts: PromptMaker) -> Prompt:
-        parts, missing = [], line.num_input
-        for hash_id in line.hash_ids[: -(-line.num_input // _HASH_BLOCK_TOKENS)]:
-            num_tokens = min(_HASH_BLOCK_TOKENS, missing)
-            parts.append(prompts.draw(random.Random(f"{self.seed} {hash_id}"), num_tokens))
-            missing -= num_tokens
-        if missing:
-            parts.append(prompts.draw(rng, missing))
-        return _joined(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """One request as recorded."""
-
-    time_s: float
-    num_input: int
-    num_output: int
-    hash_ids: tuple[int, ...] = ()
-
-    @classmethod
-    def read(cls, item: Mapping[str, Any], place: str) -> _Line:
-        is_azure = "TIMESTAMP" in item
-        names = ("ContextTokens", "GeneratedTokens") if is_azure else _MOONCAKE_LENGTHS
-        hash_ids = [] if is_azure else item.get("hash_ids", [])
-        if not isinstance(hash_ids, list):
-            raise ConfigError(f"{place}: hash_ids must be a list")
-        time_s = (
-            _date_s(item["TIMESTAMP"], place)
-            if is_azure
-            else _number(item.get("timestamp"), "timestamp", place) / 1000
-        )
-        num_input, num_output = (positive_int(item.get(name), name, place) for name in names)
-        return cls(
-            time_s=time_s, num_input=num_input, num_output=num_output, hash_ids=tuple(hash_ids)
-        )
-
-
-def _number(value: object, name: str, place: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(f"{place}: {name} must be a number, not {value!r}")
-    return value
-
-
-def _date_s(value: object, place: str) -> float:
-    try:
-        return datetime.fromisoformat(str(value)).timestamp()
-    except ValueError as error:
-        raise ConfigError(f"{place}: TIMESTAMP must be a date and time, not {value!r}") from error
-
-
-def _joined(parts: Sequence[Prompt]) -> Prompt:
-    texts = [part for part in parts if isinstance(part, str)]
-    if texts:
-        return " ".join(texts)
-    return tuple(token_id for part in parts if not isinstance(part, str) for token_id in part)
 
 
 # -- prompts -------------------------------------------------------------------------------------

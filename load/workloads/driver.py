@@ -1,6 +1,6 @@
 """Sends dialogues through a transport at their times, and keeps the records.
 
-`--request-rate`, `--burstiness` and a linear ramp mean the same as in `vllm bench serve`.
+`--request-rate` and `--burstiness` mean the same as in `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -66,30 +66,12 @@ def gamma_offsets(
     shape of the gamma distribution: 1 is a Poisson process, less is burstier, more is more even,
     infinite is equal gaps. Raises ConfigError if either is not positive.
     """
-    gaps_s = _gaps(np.full(num, float(rate)), burstiness, seed)
-    total_s = gaps_s.sum()
-    if total_s > 0:
-        gaps_s *= num / rate / total_s
-    return tuple(np.cumsum(gaps_s).tolist())
-
-
-def ramp_offsets(
-    num: int, *, first_rate: float, last_rate: float, burstiness: float = 1.0, seed: int = 0
-) -> tuple[float, ...]:
-    """Arrivals whose rate changes linearly by request, not scaled. Raises ConfigError for a rate
-    or burstiness that is not positive."""
-    return tuple(
-        np.cumsum(_gaps(np.linspace(first_rate, last_rate, num), burstiness, seed)).tolist()
-    )
-
-
-def _gaps(rates: np.ndarray, burstiness: float, seed: int) -> np.ndarray:
-    """A gap before each arrival, in seconds: gamma with mean 1 ÷ rate."""  # [num], [num]
-    _check(bool((rates > 0).all()), "a request rate must be positive")
+    _check(rate > 0, "a request rate must be positive")
     _check(burstiness > 0, "--burstiness must be positive")
-    if math.isinf(burstiness):
-        return 1.0 / rates
-    return np.random.default_rng(seed).gamma(burstiness, 1.0 / (rates * burstiness))
+    if math.isinf(rate) or math.isinf(burstiness):
+        return tuple((number + 1) / rate for number in range(num))
+    gaps_s = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), num)
+    return tuple(np.cumsum(gaps_s * (num / rate / gaps_s.sum())).tolist())
 
 
 def _check(is_valid: bool, rule: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +14,7 @@ import orjson
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Endpoint
 from penstock.load.client.transport import Transport, TransportKind, open_transport
+from penstock.load.report.options import counts, rates
 from penstock.load.workloads.datasets import (
     DEFAULT_VOCAB_SIZE,
     Conversations,
@@ -26,7 +26,6 @@ from penstock.load.workloads.datasets import (
     SharedPrefix,
     ShareGpt,
     TokenIds,
-    Trace,
     Words,
     lengths,
     load_tokenizer,
@@ -38,7 +37,6 @@ from penstock.load.workloads.driver import (
     History,
     OpenLoop,
     gamma_offsets,
-    ramp_offsets,
 )
 
 
@@ -113,16 +111,20 @@ WARM_UP_SEED = 1 << 40  # warm-up prompts differ from those of a run, or a cache
 _LENGTHS = "tokens: one number, or two as 64-256"
 
 
-def add_dataset_arguments(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
+def add_dataset_arguments(
+    parser: argparse.ArgumentParser, *, num_prompts: int | None = None
+) -> None:
+    """`num_prompts`: the default; None: somebody else says how many."""
     group = parser.add_argument_group("dataset")
     add = group.add_argument
     add("--dataset", choices=tuple(_DATASETS), default="random", help="dataset to send")
-    add(
-        "--num-prompts",
-        type=int,
-        default=num_prompts,
-        help="number of dialogues; the maximum from a file",
-    )
+    if num_prompts is not None:
+        add(
+            "--num-prompts",
+            type=int,
+            default=num_prompts,
+            help="number of dialogues; the maximum from a file",
+        )
     add("--seed", type=int, default=0, help="seed of everything random")
     add(
         "--ignore-eos",
@@ -137,7 +139,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, num_prompts: int) 
         help="token ids drawn for --endpoint completions; else the tokenizer's, or "
         f"{DEFAULT_VOCAB_SIZE:,}",
     )
-    add("--dataset-path", type=Path, help="file for trace and jsonl")
+    add("--dataset-path", type=Path, help="the file of jsonl")
     _add_length_arguments(parser)
 
 
@@ -156,7 +158,7 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prefixes", type=int, default=1, help="shared-prefix: number of prefixes")
     add("--turns", type=int, default=4, help="conversations: turns per dialogue")
     add("--think-s", type=float, default=0.0, help="conversations: mean pause before the next turn")
-    group = parser.add_argument_group("lengths of sharegpt, and speed of trace")
+    group = parser.add_argument_group("lengths of sharegpt")
     default = ShareGpt(num_dialogues=1)
     for name, kind, value, text in (
         ("--prompt-mean", float, default.prompt_mean, "tokens, before clipping"),
@@ -165,35 +167,58 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
         ("--shortest", int, default.shortest, "tokens of either"),
         ("--max-input-len", int, default.max_input_tokens, "tokens"),
         ("--max-output-len", int, default.max_output_tokens, "tokens"),
-        ("--trace-speedup", float, 1.0, "a trace's times are divided by it"),
     ):
         group.add_argument(name, type=kind, default=value, help=text)
 
 
-def add_arrival_arguments(parser: argparse.ArgumentParser) -> None:
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "arrivals",
-        "--max-concurrency alone is a closed loop; otherwise requests are sent at a rate, or at "
-        "the times of a trace. --max-concurrency then delays requests, but latency counts from "
-        "when they were due.",
+        "load",
+        "--max-concurrency alone is a closed loop. Beside a rate it delays requests, but latency "
+        "counts from when they were due. Several loads, comma-separated, are a sweep.",
     )
     add = group.add_argument
-    add(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        help="dialogues per second; inf: all at once",
-    )
-    add_burstiness(group)
-    add("--ramp-from", type=float, help="first rate, with --ramp-to instead of a fixed rate")
-    add("--ramp-to", type=float, help="last rate; it changes linearly by request")
-    add("--max-concurrency", type=int, help="dialogues in flight")
+    add("--request-rate", type=rates, help="dialogues per second; default: all at once")
+    add("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: more even")
+    add("--max-concurrency", type=counts, help="dialogues in flight")
 
 
-def add_burstiness(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: more even"
-    )
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a server is asked to bear: dialogues a second, in flight, or both; neither: all at
+    once."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+    burstiness: float = 1.0
+
+    def arrivals(self, dialogues: Sequence[Dialogue], *, seed: int) -> Arrivals:
+        if self.rate is not None:
+            offsets_s = gamma_offsets(
+                len(dialogues), rate=self.rate, burstiness=self.burstiness, seed=seed
+            )
+            return OpenLoop(offsets_s, self.concurrency)
+        if self.concurrency is not None:
+            return ClosedLoop(self.concurrency)
+        return OpenLoop((0.0,) * len(dialogues))
+
+    def __str__(self) -> str:
+        cap = None if self.concurrency is None else f"{self.concurrency:,} in flight"
+        rate = None if self.rate is None else f"{self.rate:g} a second"
+        return ", at most ".join(filter(None, (rate, cap))) or "all at once"
+
+
+def loads_of(parsed: argparse.Namespace) -> list[Load]:
+    """By ascending load. Raises ConfigError for arguments that cannot be combined."""
+    rates, caps = parsed.request_rate, parsed.max_concurrency
+    if parsed.burstiness <= 0 or (parsed.burstiness != 1.0 and rates is None):
+        raise ConfigError("--burstiness must be positive, and needs --request-rate")
+    if rates is None:
+        return [Load(concurrency=cap) for cap in sorted(set(caps))] if caps else [Load()]
+    if caps is not None and len(caps) > 1:
+        raise ConfigError("--request-rate needs a single --max-concurrency, or none")
+    cap = caps[0] if caps else None
+    return [Load(rate, cap, parsed.burstiness) for rate in sorted(set(rates))]
 
 
 def make_dialogues(
@@ -217,34 +242,6 @@ def make_dialogues(
     ]
 
 
-def make_arrivals(parsed: argparse.Namespace, dialogues: Sequence[Dialogue]) -> Arrivals:
-    """The times of a workload. Raises ConfigError for invalid arguments, or ones that cannot be
-    combined."""
-    has_rate, has_ramp = parsed.request_rate != math.inf, parsed.ramp_from is not None
-    if has_ramp != (parsed.ramp_to is not None) or (has_ramp and has_rate):
-        raise ConfigError("--ramp-from and --ramp-to must be used together, without --request-rate")
-    if parsed.burstiness != 1.0 and not has_rate and not has_ramp:
-        raise ConfigError("--burstiness needs --request-rate, or a ramp")
-    num, cap = len(dialogues), parsed.max_concurrency
-    if has_ramp:
-        offsets_s = ramp_offsets(
-            num,
-            first_rate=parsed.ramp_from,
-            last_rate=parsed.ramp_to,
-            burstiness=parsed.burstiness,
-            seed=parsed.seed,
-        )
-    elif has_rate or (dialogues[0].at_s is None and cap is None):
-        offsets_s = gamma_offsets(
-            num, rate=parsed.request_rate, burstiness=parsed.burstiness, seed=parsed.seed
-        )
-    elif dialogues[0].at_s is not None:
-        offsets_s = tuple(dialogue.at_s or 0.0 for dialogue in dialogues)
-    else:
-        return ClosedLoop(cap)
-    return OpenLoop(offsets_s, max_concurrency=cap)
-
-
 def _prompt_maker(parsed: argparse.Namespace, endpoint: Endpoint) -> PromptMaker:
     tokenizer = load_tokenizer(parsed.tokenizer) if parsed.tokenizer else None
     if endpoint != "completions" or parsed.dataset == "conversations":
@@ -261,7 +258,6 @@ _DATASETS: Mapping[str, type[Dataset]] = {
     "sharegpt": ShareGpt,
     "shared-prefix": SharedPrefix,
     "conversations": Conversations,
-    "trace": Trace,
     "jsonl": Jsonl,
 }
 
@@ -277,7 +273,6 @@ def _dataset(parsed: argparse.Namespace, num_dialogues: int, seed: int) -> Datas
         "system_len": parsed.prefix_len,
         "max_input_tokens": parsed.max_input_len,
         "max_output_tokens": parsed.max_output_len,
-        "speedup": parsed.trace_speedup,
         "path": parsed.dataset_path,
         "max_tokens": parsed.output_len.high,
     }

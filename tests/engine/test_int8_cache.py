@@ -33,7 +33,7 @@ from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.startup import build_core
 from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
-from penstock.load.bench.quality import held_out_texts
+from penstock.load.quality import held_out_texts
 
 from .greedy_parity import requests
 from .quantized_models import BLOCK_SIZE, CPU, NUM_TOKENS, load, logits, relative_error

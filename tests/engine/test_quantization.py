@@ -2,7 +2,7 @@
 compute.
 
 Tolerances beside the weights as they are: logits of random models move by less than a quarter in 8
-bits and a third in 4; for the demo model see `tests/load/test_quantization_bench.py`.
+bits and a third in 4; for the demo model see `tests/load/test_quality.py`.
 """
 
 from __future__ import annotations

@@ -56,18 +56,6 @@ def test_extra_has_the_last_word() -> None:
     assert "stream_options" not in body_of("chat", _call(extra={"stream_options": None}))
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "responses"])
-def test_token_ids_are_for_completions_alone(endpoint: Endpoint) -> None:
-    with pytest.raises(ConfigError, match="takes no token ids"):
-        body_of(endpoint, _call(messages=(), prompt_token_ids=(3, 5)))
-
-
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_only_responses_continue_by_id(endpoint: Endpoint) -> None:
-    with pytest.raises(ConfigError, match="previous_response_id"):
-        body_of(endpoint, _call(previous_response_id="resp_0"))
-
-
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_the_websocket_is_for_responses_alone(endpoint: Endpoint) -> None:
     with pytest.raises(ConfigError, match="supports only the endpoint responses"):

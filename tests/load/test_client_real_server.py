@@ -67,38 +67,6 @@ def test_every_stream_is_clean(demo: Started, kind: TransportKind, endpoint: End
         assert 0.9 * num_tokens < num_timed <= num_tokens  # the last of a stream may have no text
 
 
-def test_token_ids_are_taken_as_they_are(demo: Started) -> None:
-    call = _call(0, messages=(), prompt_token_ids=tuple(range(300, 333)))
-    record = _record(call)
-
-    async def run() -> None:
-        async with open_transport("sse", "completions", demo.base_url) as transport:
-            await transport.stream(call, record)
-
-    _run(run())
-    assert (record.faults, record.prompt_tokens) == ([], 33)
-
-
-@pytest.mark.parametrize("kind", ["sse", "websocket"])
-def test_a_conversation_goes_on_by_id(demo: Started, kind: TransportKind) -> None:
-    records: list[StreamRecord] = []
-
-    async def run() -> None:
-        async with open_transport(kind, "responses", demo.base_url) as transport:
-            previous_id = None
-            for index in range(3):
-                call = _call(index, previous_response_id=previous_id)
-                records.append(_record(call))
-                await transport.stream(call, records[-1])
-                previous_id = records[-1].response_id
-
-    _run(run())
-    assert [record.faults for record in records] == [[], [], []]
-    sizes = [record.prompt_tokens for record in records]
-    assert sizes == sorted(set(sizes))  # each prompt holds the turns before it
-    assert records[2].cached_tokens > records[1].cached_tokens > 0
-
-
 # Responses over SSE go on when their client leaves, so that it can come back.
 @pytest.mark.parametrize(("kind", "endpoint"), _WAYS[:3])
 def test_walking_away_frees_the_server(
@@ -133,16 +101,3 @@ def test_walking_away_frees_the_server(
             assert record.faults == []
 
     _run(run())
-
-
-@pytest.mark.parametrize(("kind", "endpoint"), _WAYS)
-def test_a_refusal_is_told(demo: Started, kind: TransportKind, endpoint: Endpoint) -> None:
-    record = _record(_call(0))
-
-    async def run() -> None:
-        async with open_transport(kind, endpoint, demo.base_url) as transport:
-            await transport.stream(_call(0, max_tokens=-2), record)
-
-    _run(run())
-    assert (record.is_clean, record.status) == (False, 400)
-    assert "max_" in record.detail

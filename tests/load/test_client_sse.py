@@ -14,7 +14,6 @@ from penstock.load.client.sse import SseTransport
 
 from .scripted_server import (
     CALL,
-    CLOSE,
     DONE,
     FOREVER,
     Script,
@@ -110,22 +109,6 @@ async def test_a_stream_may_be_cut_anywhere(endpoint: Endpoint) -> None:
         assert server.num_connections == 1
 
 
-async def test_tokens_without_text_count_into_the_next_text() -> None:
-    events = [chunk(count=1), chunk("½", count=2), chunk(count=3), chunk(finish="stop", count=4)]
-    record = await record_from(whole(*events, usage(4), DONE), expected_tokens=4)
-    assert record.faults == []  # the last two tokens never had text, and are not lost
-    assert record.event_tokens == [2]
-
-
-async def test_what_a_server_does_not_say_is_not_known() -> None:
-    events = [chunk("one"), chunk(" two"), chunk(finish="stop"), DONE]
-    record = await record_from(whole(*events))
-    assert record.faults == []
-    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (-1, -1, -1)
-    assert record.event_tokens == []
-    assert len(record.event_times_s) == 2
-
-
 async def test_a_role_is_no_text_and_a_thought_is() -> None:
     deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "a"}]
     events = [event({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
@@ -139,12 +122,6 @@ async def test_our_own_events_have_no_number() -> None:
     parked = event({"type": "penstock.preempted", "response_id": "resp_1"})
     record = await record_from(whole(*events[:2], parked, *events[2:]), "responses")
     assert record.faults == []
-
-
-async def test_a_body_may_end_with_its_connection() -> None:
-    start = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\r\n"
-    record = await record_from([start, *chat(), CLOSE])
-    assert (record.faults, record.text) == ([], "one two")
 
 
 # -- connections ----------------------------------------------------------------------------------
@@ -172,41 +149,6 @@ async def test_connections_are_kept_but_not_after_a_fault() -> None:
             await transport.stream(CALL, record)
     assert [record.faults for record in records] == [[], [], [Fault.CUT], [], []]
     assert server.num_connections == 2
-
-
-async def test_a_closed_connection_is_not_used_again() -> None:
-    async with connected([*whole(*chat()), CLOSE]) as (server, transport):
-        for _ in range(3):
-            record = record_of()
-            await transport.stream(CALL, record)
-            assert record.faults == []
-            # Until the client knows.
-            while any(each.is_reusable for _, each in transport._idle):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-    assert server.num_connections == 3
-
-
-async def test_an_answer_that_nobody_asked_for_is_not_taken() -> None:
-    *answer, end = whole(*chat())
-    assert isinstance(end, bytes)
-    async with connected([*answer, end + head("500 Late")], whole(*chat())) as (server, transport):
-        for _ in range(2):
-            record = record_of()
-            await transport.stream(CALL, record)
-            assert record.faults == []
-    assert server.num_connections == 2
-
-
-async def test_connections_may_be_bounded() -> None:
-    async with connected([head(), 0.05, *map(framed, chat()), framed(b"")], max_connections=2) as (
-        server,
-        transport,
-    ):
-        records = [record_of() for _ in range(6)]
-        await asyncio.gather(*(transport.stream(CALL, record) for record in records))
-    assert server.num_connections == 2
-    assert all(record.is_clean for record in records)
-    assert max(record.sent_s for record in records) > min(record.ended_s for record in records)
 
 
 async def test_the_request_says_who_asks_and_where() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -72,25 +71,6 @@ async def test_a_stream_fills_a_record() -> None:
     ]
 
 
-async def test_streams_share_a_socket_and_keep_apart() -> None:
-    async def handle(peer: Peer) -> None:
-        lanes = [(await peer.take())["stream_id"] for _ in range(LANES_PER_SOCKET)]
-        for event in EVENTS:
-            for lane in lanes:
-                marked = (
-                    {**event, "delta": f"{event['delta']}{lane}"} if "delta" in event else event
-                )
-                await peer.send(marked, lane)
-        await peer.take()
-
-    async with connected(handle) as (transport, peers):
-        records = await asyncio.gather(*(_record(transport) for _ in range(LANES_PER_SOCKET)))
-    assert len(peers) == 1
-    # The marks are not in the text that the end states, and each stream got its own alone.
-    assert all(record.faults == [Fault.TEXT_DIFFERS] for record in records)
-    assert len({record.text for record in records}) == LANES_PER_SOCKET
-
-
 async def test_sockets_are_opened_as_needed_and_used_again() -> None:
     async with connected(_answer_all, num_sockets=2) as (transport, peers):
         await _until(lambda: len(peers) == 2)
@@ -99,15 +79,6 @@ async def test_sockets_are_opened_as_needed_and_used_again() -> None:
             records = await asyncio.gather(*(_record(transport) for _ in range(num_streams)))
             assert all(record.is_clean for record in records)
         assert len(peers) == 4
-
-
-async def test_the_key_is_sent() -> None:
-    async with connected(_answer_all, api_key="secret") as (_, peers):
-        await _until(lambda: peers)
-        request = peers[0].connection.request
-    assert request is not None
-    assert request.path == "/v1/responses"
-    assert request.headers["Authorization"] == "Bearer secret"
 
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -129,17 +100,6 @@ async def test_a_lost_socket_cuts_its_streams_and_the_next_call_gets_another() -
         assert [record.faults for record in records] == [[], [Fault.CUT], [Fault.CUT]]
         assert records[1].text == "one t"
         assert (await _record(transport)).faults == []
-
-
-async def test_a_socket_closed_in_order_cuts_its_streams_too() -> None:
-    async def handle(peer: Peer) -> None:
-        await peer.answer((await peer.take())["stream_id"], num_events=2)
-        await peer.connection.close(1012)
-
-    async with connected(handle) as (transport, _):
-        record = await _record(transport)
-    assert record.faults == [Fault.CUT]
-    assert "1012" in record.detail
 
 
 @pytest.mark.parametrize(
@@ -208,17 +168,6 @@ async def test_what_belongs_to_no_stream_spoils_all(stray: str) -> None:
     assert stray in records[0].detail
 
 
-async def test_what_is_no_websocket_frame_ends_the_socket() -> None:
-    async def handle(peer: Peer) -> None:
-        await peer.take()
-        peer.connection.transport.write(b"\xff" * 20)
-        await peer.take()
-
-    async with connected(handle) as (transport, _):
-        record = await _record(transport)
-    assert record.faults == [Fault.MALFORMED]
-
-
 async def test_a_handshake_may_be_refused() -> None:
     def refuse(connection: ServerConnection, _: object) -> Any:
         return connection.respond(HTTPStatus.UNAUTHORIZED, "no key\n")
@@ -228,27 +177,6 @@ async def test_a_handshake_may_be_refused() -> None:
         async with WebSocketTransport(base_url) as transport:
             record = await _record(transport)
     assert (record.faults, record.status) == ([Fault.REFUSED], 401)
-
-
-async def test_nobody_listens() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        base_url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with WebSocketTransport(base_url) as transport:
-            record = await _record(transport)
-    assert record.faults == [Fault.UNREACHABLE]
-    assert record.detail
-    assert record.ended_s >= record.sent_s > 0
-
-
-async def test_a_handshake_without_an_answer_is_bounded() -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        base_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        async with WebSocketTransport(base_url, num_sockets=0, stall_s=0.3) as transport:
-            record = await _record(transport)
-    assert record.faults == [Fault.UNREACHABLE]
 
 
 # -- walking away ---------------------------------------------------------------------------------
@@ -311,14 +239,3 @@ async def test_walking_away_cancels_the_response_and_no_other() -> None:
     assert (record.faults, record.text) == ([], "on")
     assert (other.faults, other.text) == ([], "one two")
     assert len(peers) == 1
-
-
-async def test_walking_away_before_the_socket_is_open_sends_nothing() -> None:
-    async with connected(_answer_all, num_sockets=0) as (transport, _):
-        task = asyncio.create_task(transport.stream(CALL, record_of()))
-        await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        assert task.cancelled()
-        assert (await _record(transport)).faults == []

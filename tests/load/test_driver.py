@@ -150,11 +150,6 @@ def test_a_closed_loop_keeps_so_many_in_flight(play: Play) -> None:
     assert result.duration_s == 5.0
 
 
-def test_more_places_than_dialogues_are_no_harm(play: Play) -> None:
-    result = play(driver.run(FakeTransport(), single(2), arrivals=ClosedLoop(9), model="m"))
-    assert scheduled(result) == [0.0, 0.0]
-
-
 def test_an_open_loop_waits_for_nobody(play: Play) -> None:
     transport = FakeTransport({0: 100.0})
     offsets_s = (0.25, 0.5, 7.125)
@@ -196,12 +191,6 @@ def test_later_turns_are_due_after_the_answer_and_a_pause(play: Play) -> None:
     assert [(record.dialogue, record.turn) for record in result.records] == [
         (0, 0), (0, 1), (0, 2), (1, 0),
     ]  # fmt: skip
-
-
-def test_a_place_is_taken_for_a_whole_dialogue(play: Play) -> None:
-    dialogues = [talk(num_turns=2, think_s=3.0), talk(num_turns=1)]
-    result = play(driver.run(FakeTransport(), dialogues, arrivals=ClosedLoop(1), model="m"))
-    assert scheduled(result) == [0.0, 4.0, 5.0]
 
 
 # -- what is sent -----------------------------------------------------------------------------
@@ -272,17 +261,6 @@ def test_a_failed_turn_ends_its_dialogue_alone(play: Play) -> None:
     assert [record.faults for record in result.records] == [[], [Fault.CUT], [], [], []]
 
 
-def test_each_end_is_told_when_it_is_one(play: Play) -> None:
-    ended: list[tuple[int, float]] = []
-
-    def on_end(record: StreamRecord) -> None:
-        ended.append((record.dialogue, record.ended_s - 1000.0))
-
-    transport = FakeTransport({0: 3.0, 1: 2.0}, faults={(1, 0): Fault.STALLED})
-    play(driver.run(transport, single(2), arrivals=ClosedLoop(2), model="m", on_end=on_end))
-    assert ended == [(1, 2.0), (0, 3.0)]
-
-
 def test_walking_away_closes_every_stream(play: Play) -> None:
     transport = FakeTransport(dict.fromkeys(range(6), 50.0))
 
@@ -295,20 +273,6 @@ def test_walking_away_closes_every_stream(play: Play) -> None:
         play(leave())
     assert (len(transport.calls), transport.num_cancelled, transport.num_in_flight) == (3, 3, 0)
     assert gc.get_freeze_count() == 0
-
-
-def test_the_clients_own_work_is_measured(play: Play) -> None:
-    def work(_: StreamRecord) -> None:
-        until_s = time.process_time() + 0.02
-        while time.process_time() < until_s:
-            pass
-
-    busy = play(
-        driver.run(FakeTransport(on_stream=work), single(5), arrivals=ClosedLoop(1), model="m")
-    )
-    assert busy.client_cpu_s >= 0.1
-    idle = play(driver.run(FakeTransport(), single(5), arrivals=ClosedLoop(1), model="m"))
-    assert idle.client_cpu_s < busy.client_cpu_s / 2
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -27,13 +27,6 @@ def test_it_is_ready_when_it_is_given(demo: Started) -> None:
     assert demo.launched_s + demo.ready_s < time.perf_counter()
 
 
-def test_the_family_is_known_by_title(demo: Started) -> None:
-    family = demo.family()
-    assert set(family) == FAMILY
-    assert family["supervisor"].pid == demo.process.pid
-    assert {family[name].ppid() for name in ("gateway", "engine")} == {demo.process.pid}
-
-
 def test_memory_is_each_process_own(demo: Started) -> None:
     memory = demo.memory()
     assert set(memory) == FAMILY
@@ -77,11 +70,3 @@ def test_a_server_that_does_not_start_says_why() -> None:
         server(flags=["--num-blocks", "0"]),
     ):
         pytest.fail("it started")
-
-
-def test_a_server_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_READY_WITHIN_S", 0.0)
-    before = set(psutil.Process().children())
-    with pytest.raises(ConfigError, match=r"was not ready within 0 s"), server():
-        pytest.fail("it started")
-    assert set(psutil.Process().children()) <= before

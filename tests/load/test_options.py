@@ -6,7 +6,9 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
@@ -14,18 +16,15 @@ from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Endpoint
 from penstock.load.workloads.datasets import load_tokenizer, plain_ids
-from penstock.load.workloads.driver import ClosedLoop, OpenLoop
+from penstock.load.workloads.driver import Arrivals, ClosedLoop, OpenLoop, gamma_offsets
 from penstock.load.workloads.options import (
-    add_arrival_arguments,
     add_dataset_arguments,
-    make_arrivals,
+    add_load_arguments,
+    loads_of,
     make_dialogues,
 )
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
-TRACE = tuple(
-    {"timestamp": time_ms, "input_length": 20, "output_length": 1} for time_ms in (1000, 3500, 2000)
-)
 
 
 def write_lines(path: Path, items: Sequence[object]) -> Path:
@@ -36,7 +35,7 @@ def write_lines(path: Path, items: Sequence[object]) -> Path:
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_dataset_arguments(parser, num_prompts=6)
-    add_arrival_arguments(parser)
+    add_load_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -54,42 +53,16 @@ def test_completions_get_token_ids_and_the_others_words(name: str) -> None:
         assert {type(dialogue.turns[0].text) for dialogue in dialogues} == {kind}
 
 
-def test_conversations_are_words_everywhere() -> None:
-    dialogues = dialogues_of("--dataset", "conversations", "--turns", "2")
-    assert {type(turn.text) for dialogue in dialogues for turn in dialogue.turns} == {str}
-
-
-def test_token_ids_stay_below_the_bound() -> None:
-    for arguments, bound in (((), 1000), (("--vocab-size", "7"), 7)):
-        drawn = {token for item in dialogues_of(*arguments) for token in item.turns[0].text}
-        assert bound * 0.9 < max(drawn) + 1 <= bound
-
-
 def test_a_tokenizer_bounds_token_ids() -> None:
     dialogues = dialogues_of("--tokenizer", str(DEMO_TOKENIZER), "--input-len", "4000")
     drawn = {token for dialogue in dialogues for token in dialogue.turns[0].text}
     assert drawn == set(plain_ids(load_tokenizer(DEMO_TOKENIZER)))
 
 
-def test_ignore_eos_reaches_every_turn() -> None:
-    for flag, expected in (("--ignore-eos", True), ("--no-ignore-eos", False)):
-        dialogues = dialogues_of("--dataset", "conversations", flag)
-        assert {turn.ignore_eos for item in dialogues for turn in item.turns} == {expected}
-
-
-def test_own_token_ids_need_completions(tmp_path: Path) -> None:
-    path = str(write_lines(tmp_path / "own.jsonl", [{"prompt": [1, 2]}]))
-    arguments = ("--dataset", "jsonl", "--dataset-path", path)
-    assert dialogues_of(*arguments)[0].turns[0].max_tokens == 128
-    with pytest.raises(ConfigError, match="--endpoint completions"):
-        dialogues_of(*arguments, endpoint="chat")
-
-
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
         (("--num-prompts", "0"), "--num-prompts"),
-        (("--dataset", "trace"), "--dataset-path"),
         (("--dataset", "jsonl"), "--dataset-path"),
         (("--dataset", "shared-prefix", "--num-prefixes", "0"), "--num-prefixes"),
         (("--dataset", "conversations", "--turns", "0"), "--turns"),
@@ -103,39 +76,44 @@ def test_datasets_without_sense_are_refused(arguments: tuple[str, ...], fault: s
         dialogues_of(*arguments)
 
 
-def test_arrivals_follow_from_the_arguments(tmp_path: Path) -> None:
-    plain = dialogues_of()
-    path = str(write_lines(tmp_path / "trace.jsonl", TRACE))
-    trace = dialogues_of("--dataset", "trace", "--dataset-path", path)
+def test_loads_follow_from_the_arguments() -> None:
+    def arrivals(*arguments: str) -> Arrivals:
+        (load,) = loads_of(parse(*arguments))
+        return load.arrivals(dialogues_of(), seed=0)
 
-    assert make_arrivals(parse(), plain) == OpenLoop((0.0,) * 6)
-    assert make_arrivals(parse("--max-concurrency", "3"), plain) == ClosedLoop(3)
-    assert make_arrivals(parse(), trace) == OpenLoop((0.0, 1.0, 2.5))
-    capped = make_arrivals(parse("--max-concurrency", "3"), trace)
-    assert capped == OpenLoop((0.0, 1.0, 2.5), max_concurrency=3)
-    for dialogues in (plain, trace):  # a rate counts more than a trace's times
-        rated = make_arrivals(parse("--request-rate", "4", "--max-concurrency", "2"), dialogues)
-        assert isinstance(rated, OpenLoop)
-        assert rated.offsets_s[-1] == pytest.approx(len(dialogues) / 4)
-        assert rated.max_concurrency == 2
-    even = parse("--ramp-from", "1", "--ramp-to", "2", "--burstiness", str(math.inf))
-    ramp = make_arrivals(even, plain)
-    assert isinstance(ramp, OpenLoop)
-    assert ramp.offsets_s[:2] == pytest.approx((1.0, 1.0 + 1 / 1.2))
+    assert arrivals() == arrivals("--request-rate", "inf") == OpenLoop((0.0,) * 6)
+    assert arrivals("--max-concurrency", "3") == ClosedLoop(3)
+    rated = arrivals("--request-rate", "4", "--max-concurrency", "2")
+    assert isinstance(rated, OpenLoop)
+    assert rated.offsets_s[-1] == pytest.approx(6 / 4)
+    assert rated.max_concurrency == 2
+    sweep = loads_of(parse("--max-concurrency", "4,1,4"))
+    assert list(map(str, sweep)) == ["1 in flight", "4 in flight"]
+    assert [load.rate for load in loads_of(parse("--request-rate", "2,0.5"))] == [0.5, 2]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--ramp-from", "1"),
-        ("--ramp-to", "1"),
-        ("--ramp-from", "1", "--ramp-to", "2", "--request-rate", "3"),
         ("--burstiness", "2"),
+        ("--burstiness", "0", "--request-rate", "1"),
         ("--burstiness", "2", "--max-concurrency", "4"),
-        ("--request-rate", "0"),
-        ("--max-concurrency", "0"),
+        ("--request-rate", "1", "--max-concurrency", "1,2"),
     ],
 )
-def test_arrivals_without_sense_are_refused(arguments: tuple[str, ...]) -> None:
+def test_loads_without_sense_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
-        make_arrivals(parse(*arguments), dialogues_of())
+        loads_of(parse(*arguments))
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_are_gamma_distributed_and_end_where_the_rate_says(burstiness: float) -> None:
+    offsets_s = gamma_offsets(20_000, rate=8.0, burstiness=burstiness)
+    assert offsets_s[-1] == pytest.approx(20_000 / 8)
+    gaps_s = [later - earlier for earlier, later in pairwise((0.0, *offsets_s))]
+    assert min(gaps_s) >= 0
+    # A gamma distribution's coefficient of variation is 1 ÷ √shape.
+    assert stdev(gaps_s) / fmean(gaps_s) == pytest.approx(burstiness**-0.5, rel=0.05)
+    assert gamma_offsets(9, rate=8.0, seed=1) != gamma_offsets(9, rate=8.0, seed=2)
+    even = gamma_offsets(4, rate=2.0, burstiness=math.inf)
+    assert even == pytest.approx((0.5, 1.0, 1.5, 2.0))

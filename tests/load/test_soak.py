@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.load.bench import soak as bench
-from penstock.load.bench.soak import Plan
+from penstock.load.soak import command as bench
+from penstock.load.soak.command import Plan
 from penstock.load.soak.target import Target, given_server
 from penstock.load.soak.verdict import Bounds, findings
 
@@ -42,14 +42,13 @@ def test_a_right_server_is_found_clean(tmp_path: Path) -> None:
     for name in ("resume, sse", "resume, websocket", "cancel by id", "read to the end, chat"):
         assert streams[name]["ended"] > streams[name]["faulty"] == 0
     assert {process["name"] for process in report["samples"][0]["processes"]} == {"synthetic"}
-    assert (tmp_path / "soak.png").stat().st_size > 10_000
     assert "Verdict: clean." in (tmp_path / "soak.md").read_text()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.process_kills
 def test_what_its_kills_break_is_clean(tmp_path: Path) -> None:
-    flags = parse("--no-plot", "--minutes", "0.1", "--seed", str(SEED), "--out", str(tmp_path))
+    flags = parse("--minutes", "0.1", "--seed", str(SEED), "--out", str(tmp_path))
     flags.kills = True
     with synthetic_server(QUICK) as target:
         done = run_command(lambda: bench.soak_target(target, flags))
@@ -111,7 +110,7 @@ def test_settings_without_sense_are_refused(
 @pytest.mark.process_kills
 def test_the_demo_model_is_clean_for_a_moment(penstock: Penstock, tmp_path: Path) -> None:
     # Memory has its say in longer runs: the first seconds of a server are all warm-up.
-    flags = ("--minutes", "0.1", "--max-memory-growth", "1e9", "--no-plot", "--seed", str(SEED))
+    flags = ("--minutes", "0.1", "--max-memory-growth", "1e9", "--seed", str(SEED))
     done = penstock("bench", "soak", *flags, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "soak.json").read_text())

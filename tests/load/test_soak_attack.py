@@ -18,9 +18,9 @@ import pytest
 
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.image_fetch import ImageFetcher
-from penstock.load.bench.soak import Plan, soak
 from penstock.load.launch import freeze
 from penstock.load.soak import attack, expensive, traffic
+from penstock.load.soak.command import Plan, soak
 from penstock.load.soak.journal import Journal, Kind
 from penstock.load.soak.scene import open_scene
 from penstock.load.soak.target import LogPipe

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.load.bench.soak import Actor
 from penstock.load.client.records import Fault
 from penstock.load.soak import traffic
+from penstock.load.soak.command import Actor
 from penstock.load.soak.journal import Journal
 from penstock.load.soak.scene import open_scene
 from penstock.load.soak.target import Target

@@ -25,10 +25,9 @@ from penstock.load.soak.verdict import (
     Finding,
     fate_of,
     findings,
-    is_settled,
     slopes,
 )
-from penstock.load.soak.watch import ProcessSample, Sample, read_metrics
+from penstock.load.soak.watch import ProcessSample, Sample
 
 MIB, KIB = 1 << 20, 1 << 10
 
@@ -152,24 +151,6 @@ def test_a_leak_of_memory_is_found_through_noise() -> None:
     assert slope.kib_per_min == pytest.approx(900, rel=0.1)
 
 
-def test_a_cache_that_fills_is_no_leak() -> None:
-    filling = [sample(at_s, rss_bytes=(100 + min(at_s, 150) * 0.5) * MIB) for at_s in range(600)]
-    assert whats(evidence(filling)) == []
-    for_ever = [sample(at_s, rss_bytes=(100 + at_s * 0.1) * MIB) for at_s in range(600)]
-    assert whats(evidence(for_ever)) == ["memory of gateway"]
-
-
-def test_a_short_soak_is_not_led_astray_by_one_step() -> None:
-    step = [sample(at_s / 10, rss_bytes=(100 + 2 * (at_s > 60)) * MIB) for at_s in range(100)]
-    assert whats(evidence(step)) == []
-
-
-def test_a_soak_of_less_than_a_minute_is_not_judged_by_its_slope() -> None:
-    start = [sample(at_s / 2, rss_bytes=(100 + at_s * 0.2) * MIB) for at_s in range(110)]
-    assert whats(evidence(start)) == []
-    assert whats(evidence(start), Bounds(min_slope_s=0.0)) == ["memory of gateway"]
-
-
 def test_memory_that_is_taken_once_is_no_leak() -> None:
     """As an allocator takes it, some MiB at a time; a leak does so again and again."""
     taken = [(100, 470), (100, 300, 400, 500, 590)]
@@ -179,23 +160,6 @@ def test_memory_that_is_taken_once_is_no_leak() -> None:
     )
     assert whats(evidence(once)) == []
     assert whats(evidence(again)) == ["memory of gateway"]
-
-
-def test_a_line_through_gaps_is_not_taken_for_growth() -> None:
-    """The machine stood still for minutes; most samples are of the one between."""
-    times = [250, *range(400, 460), 600]
-    seen = [sample(0), *(sample(t, rss_bytes=(100 + 2 * (t > 430)) * MIB) for t in times)]
-    (slope,) = slopes(seen, 0.3)
-    assert slope.growth_mib == 2
-    assert whats(evidence(seen)) == []
-
-
-def test_each_process_has_a_slope_of_its_own() -> None:
-    """A process that was restarted begins anew: its first memory is no fall of the old one's."""
-    old = [sample(at_s, rss_bytes=200 * MIB, pid=7) for at_s in range(300)]
-    new = [sample(at_s, rss_bytes=100 * MIB, pid=8) for at_s in range(300, 600)]
-    found = slopes([*old, *new], 0.3)
-    assert [(slope.pid, slope.kib_per_min) for slope in found] == [(7, 0.0), (8, 0.0)]
 
 
 def test_each_process_has_a_warm_up_of_its_own() -> None:
@@ -241,28 +205,6 @@ def test_processes_must_live() -> None:
     assert whats(evidence(after=gone)) == ["process gateway"]
     assert whats(evidence(after=sample(100, pid=8))) == ["process gateway"]
     assert whats(evidence(after=sample(100, pid=8), kills=[kill("gateway", 1.0, 2.0)])) == []
-
-
-def test_metrics_are_read_with_their_states() -> None:
-    text = (
-        "# TYPE penstock:num_requests_running gauge\n"
-        'penstock:num_requests_running{model_name="m"} 3.0\n'
-        "# TYPE penstock:kv_blocks gauge\n"
-        'penstock:kv_blocks{model_name="m",state="used",tier="device"} 2.0\n'
-        'penstock:kv_blocks{model_name="m",state="used",tier="host"} 1.0\n'
-        'penstock:kv_blocks{model_name="m",state="free",tier="host"} 9.0\n'
-    )
-    values = read_metrics(text)
-    assert values == {"num_requests_running": 3, "kv_blocks used": 3, "kv_blocks free": 9}
-    assert not dataclasses.replace(sample(0), metrics=values).is_idle
-
-
-def test_silence_of_the_metrics_is_not_taken_for_rest() -> None:
-    before, after = sample(0, num_requests_running=0), sample(100)
-    assert whats(evidence(before=before, after=after)) == ["/metrics"]
-    assert not is_settled(before, after, Bounds())
-    assert is_settled(before, sample(100, num_requests_running=0), Bounds())
-    assert is_settled(sample(0), after, Bounds())  # it never had any
 
 
 def adversity(kind: Kind, began_s: float = 10, ended_s: float = 20, victim: str = "") -> Adversity:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load.bench.sweep import Curve, Point, sweep_table
-from penstock.load.client.records import Fault, StreamRecord
-from penstock.load.report.options import add_report_arguments, file_stem, slo_of
+from penstock.load.client.records import Fault
+from penstock.load.report.options import add_report_arguments, slo_of
 from penstock.load.report.summary import (
     Goodput,
     Quantiles,
@@ -22,46 +19,12 @@ from penstock.load.report.summary import (
     Slo,
     latency_table,
     notes,
-    rate_table,
+    read_metrics,
     summarize,
     warnings,
 )
-from penstock.load.workloads.driver import RunResult
 
-BEGAN_S = 500.0
-
-
-def record(
-    events_ms: Sequence[float],
-    *,
-    due_ms: float = 0.0,
-    sent_ms: float | None = None,
-    num_tokens: int | None = None,
-    fault: Fault | None = None,
-) -> StreamRecord:
-    """Of a request with these events, in ms from the start of the run."""
-
-    def at(time_ms: float) -> float:
-        return BEGAN_S + time_ms / 1e3
-
-    made = StreamRecord(
-        scheduled_s=at(due_ms),
-        sent_s=at(due_ms if sent_ms is None else sent_ms),
-        event_times_s=[at(event_ms) for event_ms in events_ms],
-        ended_s=at(events_ms[-1] + 1.0 if events_ms else due_ms),
-        prompt_tokens=10,
-        cached_tokens=4,
-        output_tokens=len(events_ms) if num_tokens is None else num_tokens,
-    )
-    if fault:
-        made.fault(fault, f"it was {fault}")
-    return made
-
-
-def result_of(*records: StreamRecord, seconds: float = 2.0, cpu_s: float = 0.1) -> RunResult:
-    return RunResult(
-        records=list(records), began_s=BEGAN_S, ended_s=BEGAN_S + seconds, client_cpu_s=cpu_s
-    )
+from .made_up_runs import BEGAN_S, record, result_of
 
 
 def equal(quantiles: Quantiles, value: float) -> bool:
@@ -93,23 +56,11 @@ def test_quantiles_are_over_requests_and_gaps_over_all_streams() -> None:
     assert equal(summary.tpot_ms, 4.0)
 
 
-def test_an_answer_of_one_token_has_no_tpot() -> None:
-    summary = summarize(result_of(record([30]), record([10, 20])))
-    assert equal(summary.tpot_ms, 10)
-    assert math.isnan(summarize(result_of(record([30]))).tpot_ms.mean)
-
-
 def test_tokens_are_those_the_server_counts_or_the_events_say() -> None:
     silent = record([10, 20], num_tokens=-1)
     assert summarize(result_of(silent)).num_output_tokens == 2
     assert summarize(result_of(replace(silent, event_tokens=[3, 4]))).num_output_tokens == 7
     assert summarize(result_of(replace(silent, output_tokens=9))).num_output_tokens == 9
-
-
-def test_what_a_server_does_not_say_counts_as_nothing() -> None:
-    unsaid = replace(record([10]), prompt_tokens=-1, cached_tokens=-1)
-    summary = summarize(result_of(unsaid, record([10])))
-    assert (summary.num_prompt_tokens, summary.num_cached_tokens) == (10, 4)
 
 
 # -- counts and rates -------------------------------------------------------------------------
@@ -134,14 +85,6 @@ def test_failed_requests_are_shown_and_left_out() -> None:
     assert (mixed.num_requests, mixed.num_failed) == (4, 2)
     assert mixed.faults == {"cut": 1, "lost_tokens": 1, "refused": 1}
     assert mixed.fault_details["refused"] == "it was refused"
-
-
-def test_an_answer_without_text_is_counted_and_not_timed() -> None:
-    summary = summarize(result_of(record([], num_tokens=3), record([10, 20])), Slo(ttft_ms=1e9))
-    assert (summary.num_completed, summary.num_without_text) == (2, 1)
-    assert equal(summary.ttft_ms, 10)
-    assert summary.num_output_tokens == 5
-    assert summary.goodput == Goodput(share=0.5, requests_per_s=0.5)
 
 
 def test_peak_concurrency_is_of_any_moment() -> None:
@@ -182,16 +125,6 @@ def test_goodput_counts_who_kept_to_every_objective(slo: Slo, num_good: int) -> 
     )
 
 
-def test_one_token_keeps_to_any_tpot() -> None:
-    goodput = summarize(result_of(record([10])), Slo(tpot_ms=0.001)).goodput
-    assert goodput == Goodput(share=1.0, requests_per_s=0.5)
-
-
-def test_without_objectives_there_is_no_goodput() -> None:
-    for slo in (None, Slo()):
-        assert summarize(result_of(record([10])), slo).goodput is None
-
-
 def parsed(*goodput: str) -> Slo:
     parser = argparse.ArgumentParser()
     add_report_arguments(parser)
@@ -222,31 +155,15 @@ def test_a_run_without_any_success_is_plain_json() -> None:
     assert json.loads(json.dumps(summarize(result_of()).to_json()))["num_requests"] == 0
 
 
-def test_tables_say_what_the_summary_says() -> None:
-    summary = summarize(result_of(record([1000, 1010, 1030])), Slo(ttft_ms=1))
-    assert latency_table(summary).splitlines()[2].split("|")[1:-1] == [
-        " TTFT ", " 1,000.0 ", " 1,000.0 ", " 1,000.0 ", " 1,000.0 ",
-    ]  # fmt: skip
-    rates = rate_table(summary)
-    assert [line.split("|")[1:-1] for line in rates.splitlines()[2:]] == [
-        [" requests                 ", "      1 ", "       0.50 "],
-        [" output tokens            ", "      3 ", "        1.5 "],
-        [" prompt and output tokens ", "     13 ", "        6.5 "],
-        [" good requests            ", "      0 ", "       0.00 "],
-    ]
-
-
 def test_notes_name_each_fault_and_what_the_server_says() -> None:
     bad = record([5], fault=Fault.CUT)
     result = replace(result_of(record([1, 2]), bad, bad), num_unsent=7)
-    server = ServerMetrics(
-        prefix_cache_hit_rate=0.25, num_preemptions=3, peak_kv_usage=0.5, kv_waste=0.03
-    )
+    server = ServerMetrics(prefix_cache_hit_rate=0.25, num_preemptions=3, peak_kv_usage=0.5)
     text = notes(summarize(result), server)
     assert "2 of 3 requests had a fault" in text
     assert "7 turns after them were not sent" in text
     assert "cut ×2: it was cut" in text
-    for said in ("hit rate 25.0%", "3 preemptions", "50.0%", "but empty 3.0%"):
+    for said in ("hit rate 25.0%", "3 preemptions", "50.0%"):
         assert said in text
     assert "server" not in notes(summarize(result), None)
     assert "no stream had a fault" in notes(summarize(result_of(record([1]))), None)
@@ -263,51 +180,29 @@ def test_a_busy_or_late_client_is_doubted() -> None:
     assert warnings(late, has_cap=True) == []
 
 
-def test_files_are_named_after_the_label() -> None:
-    assert file_stem("serve", "") == "serve"
-    assert file_stem("serve", "my run/../2") == "serve-my-run-..-2"
+# -- the server's own metrics ---------------------------------------------------------------------
 
 
-# -- sweeps -----------------------------------------------------------------------------------
+def exposition(prefix: str, *, queries: int, hits: int, preemptions: int, usage: float) -> str:
+    """As a server writes it, two engines' series of each."""
+    counts = {"prefix_cache_queries_total": queries, "prefix_cache_hits_total": hits}
+    lines = [
+        f'{prefix}:{name}{{engine="{engine}"}} {count / 2}'
+        for name, count in {**counts, "num_preemptions_total": preemptions}.items()
+        for engine in "01"
+    ]
+    return "\n".join([*lines, f"{prefix}:kv_cache_usage_perc {usage}", ""])
 
 
-def point(load: float, *, tokens_per_s: float, e2e_ms: float) -> Point:
-    num_tokens = round(tokens_per_s * 2)
-    return Point(load, [summarize(result_of(record([5, e2e_ms], num_tokens=num_tokens)))])
-
-
-@pytest.mark.parametrize(
-    ("points", "is_saturated"),
-    [
-        ([], False),
-        ([(100, 50)], False),
-        ([(100, 50), (190, 52)], False),
-        ([(100, 50), (104, 100)], True),
-        ([(100, 50), (106, 100)], False),  # it still gains
-        ([(100, 50), (104, 55)], False),  # it does not answer later
-        ([(100, 50), (90, 55), (91, 80)], True),  # against the best, not the last
-        ([(100, 50), (50, 55), (101, 80)], True),
-    ],
-)
-def test_saturation_is_no_more_tokens_and_more_waiting(
-    points: list[tuple[int, int]], is_saturated: bool
-) -> None:
-    curve = Curve(
-        "a", [point(load, tokens_per_s=rate, e2e_ms=e2e) for load, (rate, e2e) in enumerate(points)]
+@pytest.mark.parametrize("prefix", ["penstock", "vllm"])
+def test_metrics_tell_what_grew_and_what_peaked(prefix: str) -> None:
+    texts = [
+        exposition(prefix, queries=1000, hits=900, preemptions=10, usage=0.0),
+        exposition(prefix, queries=1500, hits=950, preemptions=12, usage=0.75),
+        exposition(prefix, queries=2000, hits=1100, preemptions=14, usage=0.25),
+    ]
+    assert read_metrics(texts) == ServerMetrics(
+        prefix_cache_hit_rate=0.2, num_preemptions=4, peak_kv_usage=0.75
     )
-    assert curve.is_saturated(min_gain=0.05) is is_saturated
-
-
-def test_a_load_that_nothing_survives_is_the_last() -> None:
-    dead = Point(4, [summarize(result_of(record([], fault=Fault.UNREACHABLE)))])
-    assert Curve("a", [dead]).is_saturated(min_gain=0.05)
-
-
-def test_a_point_is_its_median_run() -> None:
-    runs = [point(1, tokens_per_s=rate, e2e_ms=50).runs[0] for rate in (30, 10, 20)]
-    assert Point(1, runs).summary is runs[2]
-    assert Point(1, runs[:2]).summary is runs[1]
-    curve = Curve("server", [Point(1, runs), point(2, tokens_per_s=25, e2e_ms=90)])
-    assert curve.best.load == 2
-    row = sweep_table([curve]).splitlines()[2].split("|")
-    assert [cell.strip() for cell in row[1:6]] == ["server", "1", "20", "3.00", "0.50"]
+    for nothing in ([], ["<html>no metrics</html>"] * 2):
+        assert read_metrics(nothing) is None

@@ -95,20 +95,12 @@ def _penstock(base_url: str) -> Figures:
             *(Path(sys.executable).with_name("penstock"), "bench", "serve"),
             *("--base-url", base_url, "--endpoint", "completions", "--dataset", "random"),
             *("--input-len", _LENGTHS, "--output-len", _LENGTHS),
-            *(
-                "--num-prompts",
-                _NUM_REQUESTS,
-                "--max-concurrency",
-                _IN_FLIGHT,
-                "--label",
-                "result",
-                "--out",
-                folder,
-            ),
+            *("--num-prompts", _NUM_REQUESTS, "--max-concurrency", _IN_FLIGHT),
+            *("--label", "result", "--out", folder),
         ]
         _run(command, {})
         (path,) = Path(folder).glob("*.json")
-        summary = json.loads(path.read_text())["summary"]
+        summary = json.loads(path.read_text())["runs"][0]["summary"]
     figures = {}
     for name, (_, keys, _) in _FIGURES.items():
         value = summary

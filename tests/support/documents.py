@@ -120,11 +120,7 @@ def missing_commands(text: str) -> list[str]:
 @cache
 def _benches() -> set[str]:
     points = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
-    if "penstock.benches" in points:
-        return set(points["penstock.benches"])
-    from penstock.load.bench.commands import BENCHES  # until they are entry points
-
-    return set(BENCHES)
+    return set(points["penstock.benches"])
 
 
 @cache

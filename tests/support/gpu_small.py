@@ -13,20 +13,18 @@ from pathlib import Path
 
 import torch
 
+from penstock.kernels.gpu.measuring import AttentionSizes
 from penstock.load.gpu import command
 from penstock.load.gpu.bench import (
     MIB,
-    AttentionSizes,
     DecodeSizes,
-    EndToEndSizes,
     Sizes,
     llama,
 )
-from penstock.load.workloads.lengths import TraceSpec
 
 from .interpreter import interpret_kernels
 
-_SMALL_ATTENTION = AttentionSizes(
+SMALL_ATTENTION = AttentionSizes(
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
@@ -59,19 +57,9 @@ def small_sizes() -> Sizes:
             max_position_embeddings=256,
             dtype="float32",
         ),
-        check_lens=(1, 16, 37),
-        num_rows=4,
-        product_rows=(1, 20),
-        num_sampled=2,
-        vocab_sizes=(96,),
         swap_blocks=3,
-        attention=_SMALL_ATTENTION,
+        attention=SMALL_ATTENTION,
         decode=DecodeSizes(batches=(1, 2), prompt_tokens=10, output_tokens=6),
-        end_to_end=EndToEndSizes(
-            trace=TraceSpec(num_requests=4, prompt_mean=8.0, output_mean=6.0, longest=12),
-            hf_batches=(1, 2),
-            hf_limit_s=float("inf"),
-        ),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.load.bench import soak
+from penstock.load.soak import command as soak
 from penstock.load.soak.target import Target
 from penstock.load.soak.watch import Family
 

@@ -15,7 +15,8 @@ from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.structured_outputs.json_schema import check_schema
 from penstock.engine.text import Tokenizer
-from penstock.load.workloads.json_schemas import json_schemas
+
+from ...support.json_schemas import json_schemas
 
 _END = 4
 _DEEP: dict[str, Any] = {"type": "string", "not": {}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 import socket
@@ -20,9 +21,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from penstock.engine.config import ModelConfig
 from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.http.event_stream import ResumedEventStream, data, named
+from penstock.gateway.http.event_stream import ResumedEventStream, Source, data, named
 from penstock.gateway.http.http_protocol import StallTimer
-from penstock.load.gateway.writers import from_chunks
+from penstock.gateway.http.raw_writer import RawWriter
 
 from .. import conftest
 from ..api.keyed import CHAT, COMPLETIONS, post
@@ -32,6 +33,18 @@ from ..garbage import freed_without_collector
 KINDS = (RequestResponseCycle, ResumedEventStream, Subscriber)
 _PIECE_BYTES = 16 << 10
 _BLOCK = re.compile(r": ping|event: [a-z._]+\ndata: .+")
+
+
+def from_chunks(chunks: AsyncGenerator[bytes, None]) -> Source:
+    """A source that is a generator of whole events; it is closed when the client leaves."""
+
+    async def write_to(out: RawWriter) -> None:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if not out.write(chunk):
+                    await out.drained()
+
+    return write_to
 
 
 def path_of(response_id: str, **params: object) -> str:

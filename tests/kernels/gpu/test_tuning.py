@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 import triton
-from tests.support.gpu_small import small_sizes
+from tests.support.gpu_small import SMALL_ATTENTION
 from torch import Tensor
 
-from penstock.kernels.gpu import paged_attention, tuning
+from penstock.kernels.gpu import paged_attention, tune, tuning
+from penstock.kernels.gpu.measuring import Draw, Timer, seconds_of
 from penstock.kernels.gpu.sampling import config_for
-from penstock.load.gpu import tune as tuner
-from penstock.load.gpu.bench import DECODE, FEW_DECODE, Bench, seconds_of
-from penstock.load.gpu.report import Results
-from penstock.load.gpu.tune import Run, Tunable, tunables
+from penstock.kernels.gpu.tune import DECODE, Run, Tunable, Tuner, tunables
+from penstock.load.gpu.attention import FEW_DECODE
 
 KEY = "head_dim 32 group 2 block_size 16 float16 float16 paged"
 OWN, FAST, SLOW, WRONG = ({"BLOCK_N": n} for n in (0, 1, 2, 3))
@@ -26,8 +25,17 @@ SECONDS = {0: 1.0, 1: 0.5, 2: 2.0, 3: 0.1}
 
 
 @pytest.fixture
-def bench(device: str) -> Bench:
-    return Bench(device=torch.device(device), sizes=small_sizes(), results=Results(about={}))
+def small(device: str) -> Tuner:
+    where = torch.device(device)
+    return Tuner(
+        draw=Draw(where, torch.float16),
+        timer=Timer(where, flush_bytes=1 << 16, num_repeats=1),
+        attention=SMALL_ATTENTION,
+        hidden_size=32,
+        intermediate_size=64,
+        num_sampled=2,
+        vocab_sizes=(96,),
+    )
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_shipped_table_is_one():
-    """Entries come from `python -m penstock.load.gpu.tune`, on the device they are for."""
+    """Entries come from `python -m penstock.kernels.gpu.tune`, on the device they are for."""
     for operations in tuning.read_table().values():
         assert operations.keys() <= {
             "linear_quantized", "paged_decode", "paged_prefill", "sample_tokens"
@@ -58,7 +66,7 @@ def test_only_this_device_operation_and_key_count(table):
     assert tuning.tuned("paged_prefill", "key") is None
 
 
-def test_a_launcher_takes_what_was_tuned(table, bench, monkeypatch):
+def test_a_launcher_takes_what_was_tuned(table, small, monkeypatch):
     taken = []
     decode = paged_attention.decode
 
@@ -67,7 +75,7 @@ def test_a_launcher_takes_what_was_tuned(table, bench, monkeypatch):
         decode(output, arguments, layout, config, **options)
 
     monkeypatch.setattr(paged_attention, "decode", spy)
-    tunable = next(tunables(bench))
+    tunable = next(tunables(small))
     assert (tunable.operation, tunable.key) == ("paged_decode", KEY)
     run = next(tunable.runs())
     own = run()
@@ -82,8 +90,8 @@ def test_sampling_takes_what_was_tuned(table):
     assert config_for(5003) == {**own, "BLOCK": 2048}
 
 
-def test_every_class_has_a_key_of_its_own(bench):
-    classes = list(tunables(bench))
+def test_every_class_has_a_key_of_its_own(small):
+    classes = list(tunables(small))
     names = [str(tunable) for tunable in classes]
     assert len(set(names)) == len(names) > 10
     for word in (
@@ -97,7 +105,7 @@ def test_every_class_has_a_key_of_its_own(bench):
     ):
         assert any(word in name for name in names), word
     assert all(tunable.candidates for tunable in classes)
-    assert all(config in DECODE for config in FEW_DECODE)
+    assert all(config in (None, *DECODE) for config in FEW_DECODE)
 
 
 # -- the tuner --------------------------------------------------------------------------------
@@ -131,58 +139,58 @@ def stub(*, is_better: bool = True) -> Tunable:
     )
 
 
-def test_the_fastest_that_is_right_wins(bench):
-    bench.timer = StubTimer()
-    config, ratio = tuner.best(bench, stub(), [SLOW, FAST, WRONG])
+def test_the_fastest_that_is_right_wins(small):
+    small.timer = StubTimer()
+    config, ratio = tune.best(small, stub(), [SLOW, FAST, WRONG])
     assert config == FAST
     assert ratio == pytest.approx(0.5)
-    assert tuner.best(bench, stub(), [SLOW])[1] == pytest.approx(2.0)
+    assert tune.best(small, stub(), [SLOW])[1] == pytest.approx(2.0)
 
 
-def test_all_shapes_of_a_class_count(bench):
-    bench.timer = StubTimer()
-    config, ratio = tuner.best(bench, stub(is_better=False), [SLOW, FAST])
+def test_all_shapes_of_a_class_count(small):
+    small.timer = StubTimer()
+    config, ratio = tune.best(small, stub(is_better=False), [SLOW, FAST])
     assert config == FAST
     assert ratio == pytest.approx(0.25 ** (1 / 3))
 
 
-def test_a_configuration_beyond_the_device_never_wins(bench, monkeypatch):
+def test_a_configuration_beyond_the_device_never_wins(small, monkeypatch):
     def too_large(call: Any) -> float:
         raise triton.OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(bench.timer, "median_s", too_large)
-    assert seconds_of(bench.timer, lambda: None) == float("inf")
+    monkeypatch.setattr(small.timer, "median_s", too_large)
+    assert seconds_of(small.timer, lambda: None) == float("inf")
 
 
-def test_a_table_is_added_to_not_replaced(bench, tmp_path, monkeypatch):
+def test_a_table_is_added_to_not_replaced(small, tmp_path, monkeypatch):
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"other card": {"paged_decode": {"key": {"BLOCK_N": 9}}}}))
-    monkeypatch.setattr(tuner, "device_name", lambda: "card")
-    monkeypatch.setattr(tuner, "tunables", lambda _: iter([stub()]))
-    bench.timer = StubTimer()
-    tuner.tune(bench, path)
+    monkeypatch.setattr(tune, "device_name", lambda: "card")
+    monkeypatch.setattr(tune, "tunables", lambda _: iter([stub()]))
+    small.timer = StubTimer()
+    tune.tune(small, path)
     found = json.loads(path.read_text())
     assert found["card"] == {"paged_decode": {"key": FAST}}
     assert found["other card"] == {"paged_decode": {"key": {"BLOCK_N": 9}}}
 
 
-def test_what_gains_nothing_is_not_kept(bench, tmp_path, monkeypatch):
+def test_what_gains_nothing_is_not_kept(small, tmp_path, monkeypatch):
     path = tmp_path / "tuned.json"
     path.write_text("{}")
     slow = stub()
     monkeypatch.setattr(
-        tuner,
+        tune,
         "tunables",
         lambda _: iter([Tunable(operation="x", key="y", candidates=[SLOW], runs=slow.runs)]),
     )
-    bench.timer = StubTimer()
-    tuner.tune(bench, path)
+    small.timer = StubTimer()
+    tune.tune(small, path)
     assert json.loads(path.read_text()) == {}
 
 
 @pytest.mark.exhaustive
-def test_it_tunes_the_kernels_themselves(bench, tmp_path: Path, capsys):
-    tuner.tune(bench, tmp_path / "tuned.json", max_classes=6, max_candidates=1)
+def test_it_tunes_the_kernels_themselves(small, tmp_path: Path, capsys):
+    tune.tune(small, tmp_path / "tuned.json", max_classes=6, max_candidates=1)
     printed = capsys.readouterr().out
     assert printed.count("takes") == 6
     assert "wrong" not in printed

@@ -1,0 +1,355 @@
+"""`penstock bench engine`: the engine alone, and one setting compared with another.
+
+Requests go through engine cores in this process, configured as by `penstock serve`; there is no
+gateway. `--compare` names settings, which take turns with the same requests: machines drift, so a
+ratio is the median of those of neighbouring runs. `--parts` shows where a step's time goes, in runs
+of their own; `--limits` how near a CPU comes to the most that its memory and instructions allow.
+
+    penstock bench engine --model DIR --compare "" "--quantization int8"
+    penstock bench engine --compare "" "--speculative-config.method ngram" --dataset jsonl …
+    penstock bench engine --compare "--num-threads 2" "--tensor-parallel-size 2"
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.engine.config import DEMO_MODEL, EngineConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigError
+from penstock.engine.request import Request
+from penstock.engine.startup import build_core
+from penstock.engine.text import Tokenizer
+from penstock.engine.transport.messages import EngineInfo
+from penstock.kernels.cpu.library import load_library
+from penstock.load.engine_runs import PARTS, Phase, Run, greedy_request, run_requests, step_timer
+from penstock.load.limits import Ceilings, MemoryReader, ReadWeights, products_per_s
+from penstock.load.machine import commit, frozen_garbage
+from penstock.load.report.options import add_out, counts, positive, settings_of
+from penstock.load.report.tables import publish, table_of
+from penstock.load.setting import Setting
+from penstock.load.workloads.options import add_dataset_arguments, make_dialogues
+
+_WARM_UP_TOKENS = 8
+_WARM_UP_SEED = 1 << 40
+_NOTES = """\
+tok/s: output tokens of a whole run; prefill: prompt tokens while not every sequence had its first
+token; decode: while all sequences decode. Medians of the repeats. times: to the first setting,
+medians of the ratios of neighbouring runs. tokens a step: of each sequence while decoding; more
+than one with drafts. same: outputs that are the first setting's."""
+_PARTS_NOTE = """\
+Mean milliseconds of the parts of a decode step, and their share of it. Schedule and update are the
+scheduler's, prepare makes the tensors of a step, forward runs the model to its logits (the CPU's
+kernels draw the tokens in the same call), sample chooses tokens. On a GPU each part waits for the
+device."""
+_LIMITS_NOTE = """\
+At most: tokens a second by the time to read the matrices once, or to multiply, whichever is longer.
+KV, attention, norms and the rounding of inputs are not in it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default=DEMO_MODEL, help="a directory, a GGUF file or a Hub id")
+    add("--compare", nargs="+", default=[""], metavar="FLAGS",
+        help="settings, each the options of a penstock serve as one text, or in short such as "
+        "int8,kv-cache-dtype=int8")  # fmt: skip
+    add("--num-seqs", type=counts, default="1,8,32",
+        help="numbers of concurrent sequences, comma-separated")  # fmt: skip
+    add("--repeats", type=positive, default=3, help="rounds of all settings in turn")
+    add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
+    add("--parts", action="store_true", help="also time the parts of a step")
+    add("--limits", action="store_true", help="also measure this CPU's limits")
+    add_dataset_arguments(parser)
+    add_out(parser)
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """A setting, and its runs by number of sequences."""
+
+    name: str
+    core: EngineCore
+    info: EngineInfo
+    in_bytes: bool  # quantized weights multiply rows that were rounded to bytes
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+    split_runs: dict[int, list[Run]] = field(default_factory=dict)
+    ceilings: Ceilings = field(default_factory=Ceilings)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure all settings; print and write the tables."""
+    settings = [Setting.parse(text) for text in parsed.compare]
+    with ExitStack() as stack:
+        sides = []
+        for setting in settings:
+            config = setting.config(parsed.model, num_threads=parsed.num_threads)
+            core, info = build_core(_with_room(config, max(parsed.num_seqs)))
+            stack.enter_context(closing(core))
+            in_bytes = config.model.quantize_activations
+            sides.append(Side(name=setting.name, core=core, info=info, in_bytes=in_bytes))
+        workload = Workload(parsed, [side.info for side in sides])
+        stack.enter_context(frozen_garbage())
+        measure(sides, workload, parsed.num_seqs, parsed)
+    info = sides[0].info
+    title = (
+        f"{info.model}, {info.dtype} on {info.device}, {info.num_threads} threads, commit "
+        f"{commit() or 'unknown'}: {parsed.dataset}, {parsed.input_len} tokens in, "
+        f"{parsed.output_len} out"
+    )
+    rows = [row for count in parsed.num_seqs for row in speeds(sides, count)]
+    parts = [part for count in parsed.num_seqs for part in split_rows(sides, count)]
+    limits = [limit for count in parsed.num_seqs for limit in limit_rows(sides, count)]
+    texts = [title, _speed_table(rows)]
+    texts += [_parts_table(parts), _PARTS_NOTE] if parts else []
+    texts += [_ceilings_text(sides), _limit_table(limits), _LIMITS_NOTE] if limits else []
+    data = {
+        "settings": settings_of(parsed),
+        "model": info.model,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "speeds": rows,
+        "parts": parts,
+        "limits": limits,
+    }
+    publish(parsed.out, "engine", "The engine alone", "\n\n".join([*texts, _NOTES]), data)
+    return 0
+
+
+def _with_room(config: EngineConfig, num_seqs: int) -> EngineConfig:
+    scheduler = config.scheduler
+    most = max(scheduler.max_num_seqs, num_seqs)
+    return replace(config, scheduler=replace(scheduler, max_num_seqs=most))
+
+
+class Workload:
+    """Draws requests that all settings can take: the dataset's first turns, as token ids."""
+
+    def __init__(self, parsed: argparse.Namespace, infos: Sequence[EngineInfo]) -> None:
+        self._parsed = parsed
+        self._infos = infos
+        if parsed.vocab_size is None and parsed.tokenizer is None:
+            parsed.vocab_size = min(info.vocab_size for info in infos)
+        self._tokenizer: Tokenizer | None = None
+
+    def draw(self, num_seqs: int, *, seed: int, max_tokens: int | None = None) -> list[Request]:
+        """Raises ConfigError if they do not fit: preempted sequences would distort figures."""
+        dialogues = make_dialogues(
+            self._parsed, "completions", num_dialogues=num_seqs, seed=self._parsed.seed + seed
+        )
+        requests = []
+        for index, dialogue in enumerate(dialogues):
+            turn = dialogue.turns[0]
+            prompt = self._encode(turn.text) if isinstance(turn.text, str) else turn.text
+            most = min(turn.max_tokens, max_tokens or turn.max_tokens)
+            requests.append(greedy_request(index, prompt, most))
+        self._check(requests)
+        return requests
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_directory(Path(self._infos[0].model_path))
+        return self._tokenizer.encode(text)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        lengths = [
+            len(request.prompt_token_ids) + request.sampling_params.max_tokens
+            for request in requests
+        ]
+        for info in self._infos:
+            if max(lengths) > info.max_model_len:
+                raise ConfigError(
+                    f"{max(lengths)} tokens exceed the context of {info.max_model_len}"
+                )
+            num_blocks = sum(-(-length // info.block_size) + 1 for length in lengths)
+            if num_blocks > info.num_blocks:
+                raise ConfigError(
+                    f"--num-seqs {len(requests)} needs {num_blocks} KV blocks, and there are "
+                    f"{info.num_blocks}"
+                )
+
+
+def measure(
+    sides: Sequence[Side], workload: Workload, num_seqs: Sequence[int], parsed: argparse.Namespace
+) -> None:
+    """Run every number of sequences with every setting, once before any runs again; which setting
+    is first alternates."""
+    timer = step_timer(sides[0].info.device)
+    for count in num_seqs:  # the first run of a shape in a process is slow
+        for side in sides:
+            seed = _WARM_UP_SEED + count
+            run_requests(side.core, workload.draw(count, seed=seed, max_tokens=_WARM_UP_TOKENS))
+    for repeat in range(parsed.repeats):
+        order = list(sides)[:: -1 if repeat % 2 else 1]
+        if parsed.limits:
+            for side in sides:
+                side.ceilings = _raised(side)
+        for number, count in enumerate(num_seqs):
+            seed = repeat * len(num_seqs) + number
+            for side in order:
+                requests = workload.draw(count, seed=seed)
+                side.runs.setdefault(count, []).append(run_requests(side.core, requests))
+            for side in order if parsed.parts else ():
+                requests = workload.draw(count, seed=seed + (_WARM_UP_SEED << 1))
+                with timer.attached():
+                    split = run_requests(side.core, requests, timer=timer)
+                side.split_runs.setdefault(count, []).append(split)
+
+
+def _raised(side: Side) -> Ceilings:
+    """The best of the side's ceilings and those of now. Raises ConfigError where there are none."""
+    info, best = side.info, side.ceilings
+    library = load_library(getattr(torch, info.dtype)) if info.device == "cpu" else None
+    if library is None or info.quantization not in ("none", "int8", "int4", "fp8"):
+        raise ConfigError("--limits are of the C kernels, in none, int8, int4 and fp8")
+    library.start_threads(info.num_threads)
+    with MemoryReader(info.num_threads) as reader:
+        read = reader.measure()
+    kind: Any = info.quantization
+    multiplied = products_per_s(library, kind, in_bytes=side.in_bytes)
+    return Ceilings(
+        read_bytes_per_s=max(read, best.read_bytes_per_s),
+        products_per_s=max(multiplied, best.products_per_s),
+    )
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+Row = Mapping[str, Any]
+_RATES = ("output_tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
+
+
+def speeds(sides: Sequence[Side], count: int) -> Sequence[Row]:
+    """A row for each setting with this number of sequences."""
+    first = sides[0].runs[count]
+    rows = []
+    for side in sides:
+        runs = side.runs[count]
+        steps = [step for each in runs for step in each.phase("decode")]
+        step_ms = [1e3 * step.step_s for step in steps] or [0.0]
+        outputs = [
+            list(tokens) == list(others)
+            for each, other in zip(runs, first, strict=True)
+            for tokens, others in zip(each.tokens, other.tokens, strict=True)
+        ]
+        rates = {name: [getattr(each, name) for each in runs] for name in _RATES}
+        rows.append(
+            {
+                "setting": side.name,
+                "num_seqs": count,
+                "weight_bytes": side.info.weight_bytes,
+                **{name: statistics.median(values) for name, values in rates.items()},
+                "rates": rates["output_tokens_per_s"],
+                "times": statistics.median(
+                    each.output_tokens_per_s / other.output_tokens_per_s
+                    for each, other in zip(runs, first, strict=True)
+                ),
+                "tokens_per_step": sum(step.num_tokens for step in steps) / count
+                / max(len(steps), 1),
+                "step_ms": float(np.percentile(step_ms, 50)),
+                "step_ms_p99": float(np.percentile(step_ms, 99)),
+                "same": sum(outputs) / len(outputs),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def split_rows(sides: Sequence[Side], count: int) -> Sequence[Row]:
+    """The parts of decode steps, of each setting; empty if they were not timed."""
+    rows = []
+    for side in sides:
+        steps = [step for each in side.split_runs.get(count, ()) for step in each.phase("decode")]
+        if steps:
+            means = {
+                part: 1e3 * statistics.fmean(step.parts_s[part] for step in steps) for part in PARTS
+            }
+            rows.append({"setting": side.name, "num_seqs": count, "parts_ms": means})
+    return rows
+
+
+def limit_rows(sides: Sequence[Side], count: int) -> Sequence[Row]:
+    """The speed that the ceilings allow of each phase, and the runs' median."""
+    rows = []
+    rates: dict[Phase, Callable[[Run], float]] = {
+        "decode": lambda each: each.decode_tokens_per_s,
+        "prefill": lambda each: each.prefill_tokens_per_s,
+    }
+    for side in sides if sides[0].ceilings.products_per_s else ():
+        weights = ReadWeights.of(side.info)
+        for phase, rate in rates.items():
+            # Of a decode step, or of all prompts, of which only the last tokens meet the head.
+            num_prompt = statistics.fmean(each.num_prompt_tokens for each in side.runs[count])
+            num_tokens = num_prompt if phase == "prefill" else count
+            num_products = num_tokens * weights.num_in_layers + count * weights.num_in_head
+            bound = num_tokens / side.ceilings.bound_s(weights.num_bytes, num_products)
+            reached = statistics.median(map(rate, side.runs[count]))
+            rows.append(
+                {"setting": side.name, "num_seqs": count, "phase": phase, "tokens_per_s": reached,
+                 "bound_tokens_per_s": bound, "share": reached / bound}
+            )  # fmt: skip
+    return rows
+
+
+# -- what is said of it ---------------------------------------------------------------------------
+
+
+def _speed_table(rows: Sequence[Row]) -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "setting": lambda row: row["setting"],
+        "MB": lambda row: f"{row['weight_bytes'] / 1e6:,.1f}",
+        "sequences": lambda row: f"{row['num_seqs']:,}",
+        "tok/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
+        "min–max": lambda row: f"{min(row['rates']):,.0f}–{max(row['rates']):,.0f}",
+        "times": lambda row: f"{row['times']:.2f}",
+        "prefill tok/s": lambda row: f"{row['prefill_tokens_per_s']:,.0f}",
+        "decode tok/s": lambda row: f"{row['decode_tokens_per_s']:,.0f}",
+        "tokens a step": lambda row: f"{row['tokens_per_step']:.2f}",
+        "step ms": lambda row: f"{row['step_ms']:.2f}",
+        "p99": lambda row: f"{row['step_ms_p99']:.2f}",
+        "same": lambda row: f"{row['same']:.0%}",
+    }
+    return table_of(rows, columns)
+
+
+def _parts_table(rows: Sequence[Row]) -> str:
+    def part(name: str) -> Callable[[Row], str]:
+        def text(row: Row) -> str:
+            times = row["parts_ms"]
+            return f"{times[name]:.3f}  {times[name] / sum(times.values()):6.1%}"
+
+        return text
+
+    return table_of(
+        rows,
+        {
+            "setting": lambda row: row["setting"],
+            "sequences": lambda row: f"{row['num_seqs']:,}",
+            **{name: part(name) for name in PARTS},
+        },
+    )
+
+
+def _limit_table(rows: Sequence[Row]) -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "setting": lambda row: row["setting"],
+        "phase": lambda row: row["phase"],
+        "sequences": lambda row: f"{row['num_seqs']:,}",
+        "tok/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+        "at most": lambda row: f"{row['bound_tokens_per_s']:,.0f}",
+        "share": lambda row: f"{row['share']:.0%}",
+    }
+    return table_of(rows, columns)
+
+
+def _ceilings_text(sides: Sequence[Side]) -> str:
+    read = max(side.ceilings.read_bytes_per_s for side in sides) / 1e9
+    products = ", ".join(f"{side.name} {side.ceilings.products_per_s / 1e9:,.0f}" for side in sides)
+    return f"Memory is read at {read:.1f} GB/s. Products a nanosecond: {products}."

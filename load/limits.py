@@ -1,0 +1,158 @@
+"""What limits a model on this machine's CPU: the rates of reading memory and of multiplying.
+
+A product is one multiplication and its addition. Machines drift, so both rates are measured beside
+what is compared with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Barrier
+from typing import Any, Self
+
+import torch
+
+from penstock.engine.config import Quantization
+from penstock.engine.models.registry import read_model_config
+from penstock.engine.transport.messages import EngineInfo
+from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.quantized import PackedCodes
+from penstock.kernels.cpu.weight_memory import WeightMemory
+from penstock.kernels.quantized_codes import QuantizedCodes
+
+# A matrix of which each core's L2 cache holds its part, so that only instructions take time.
+_NUM_ROWS, _IN_FEATURES, _OUT_FEATURES = 256, 1024, 768
+_NUM_BYTES = 512 << 20  # many times what caches hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """The machine's limits, with as many threads as the kernels have."""
+
+    read_bytes_per_s: float = 0.0
+    products_per_s: float = 0.0
+
+    def bound_s(self, num_bytes: float, num_products: float) -> float:
+        """The least time in which this can be read and multiplied."""
+        return max(num_bytes / self.read_bytes_per_s, num_products / self.products_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadWeights:
+    """The matrices that a step of one token reads: all but an embedding that is not the head, and
+    of a layer's experts those of a token. Norms and biases are too few to count."""
+
+    num_in_layers: int  # each multiplies every token
+    num_in_head: int  # each multiplies a token after which one is drawn
+    num_bytes: int
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> Self:
+        _, config = read_model_config(Path(info.model_path))
+        itemsize: int = getattr(torch, info.dtype).itemsize
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention = config.num_layers * config.hidden_size * (2 * query + 2 * kv)
+        read, held = (
+            attention + config.num_mlp_weights(is_read=is_read) for is_read in (True, False)
+        )
+        head = config.vocab_size * config.hidden_size
+        num_bytes = (read + head) * itemsize
+        if info.quantization != "none":
+            num_tables = 1 if config.is_tied else 2
+            num_bytes = info.weight_bytes * (read + head) // (held + num_tables * head)
+        return cls(num_in_layers=read, num_in_head=head, num_bytes=num_bytes)
+
+
+def products_per_s(
+    library: CpuLibrary, kind: Quantization, *, in_bytes: bool, num_passes: int = 100
+) -> float:
+    """The rate of the kernels' instructions: that of the best pass over a small matrix, dense or
+    with one scale in a row.
+
+    Args:
+        in_bytes: a quantized matrix multiplies rows that were rounded to bytes before, where its
+            kernel can.
+    """
+    sizes = {"in_features": _IN_FEATURES, "out_features": _OUT_FEATURES}
+    given: dict[str, Any] = {
+        "num_rows": ctypes.c_int64(_NUM_ROWS),
+        "x": torch.randn(_NUM_ROWS, _IN_FEATURES).to(library.dtype),
+        "y": torch.empty(_NUM_ROWS, _OUT_FEATURES, dtype=library.dtype),
+    }
+    program = Program(library)
+    if kind == "none":
+        weight = torch.randn(_OUT_FEATURES, _IN_FEATURES).to(library.dtype)
+        program.add("linear", weight=library.pack(weight), **sizes, **given)
+    else:
+        codes = random_codes(kind, _OUT_FEATURES, _IN_FEATURES, columns_per_scale=_IN_FEATURES)
+        in_bytes = in_bytes and not codes.is_float8
+        if in_bytes:
+            given["x"] = torch.randint(256, (_NUM_ROWS, _IN_FEATURES), dtype=torch.uint8)
+            given["x_scales"] = torch.ones(_NUM_ROWS, 1)
+            given["x_sums"] = torch.zeros(_NUM_ROWS, 1, dtype=torch.int32)
+        packed = PackedCodes(library, codes, in_bytes=in_bytes)
+        program.add("linear_quantized", **packed.arguments(), **given)
+    program.record()
+    program.run()  # wakes the threads
+    best_s = min(duration_s(program.run) for _ in range(num_passes))
+    library.settle()  # a late thread may still read the matrix
+    return _NUM_ROWS * _IN_FEATURES * _OUT_FEATURES / best_s
+
+
+def random_codes(
+    kind: Quantization, out_features: int, in_features: int, *, columns_per_scale: int
+) -> QuantizedCodes:
+    """A matrix of a quantized kind, with scales of 1."""
+    bits, is_float8 = 4 if kind == "int4" else 8, kind == "fp8"
+    codes = torch.randint(1 << bits, (out_features, in_features), dtype=torch.uint8)
+    if is_float8:
+        codes &= 0xBF  # numbers below 2, none of them NaN
+    return QuantizedCodes(
+        codes=codes,
+        bits=bits,
+        scales=torch.ones(out_features, -(-in_features // columns_per_scale)),
+        columns_per_scale=columns_per_scale,
+        zero=0 if is_float8 else 1 << bits - 1,
+        is_float8=is_float8,
+    )
+
+
+def duration_s(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
+
+
+class MemoryReader:
+    """Memory larger than any cache, and as many threads to read it as the compared run has: each
+    reads one contiguous part, on huge pages where the system has them, as the kernels do."""
+
+    def __init__(self, num_threads: int, *, num_bytes: int = _NUM_BYTES) -> None:
+        words = WeightMemory().allocate(num_bytes).view(torch.int64)
+        words.fill_(1)  # a page exists from its first write on
+        self._num_bytes = words.nbytes
+        self._parts = [part.numpy() for part in words.chunk(num_threads)]
+        self._threads = ThreadPoolExecutor(num_threads)
+        # The pool starts a thread only if none is idle: the barrier makes it start them all.
+        barrier = Barrier(len(self._parts))
+        list(self._threads.map(lambda _: barrier.wait(), self._parts))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def measure(self, *, num_passes: int = 10) -> float:
+        """Bytes a second, in the best of some passes over all of it."""
+        return self._num_bytes / min(duration_s(self._pass) for _ in range(num_passes))
+
+    def _pass(self) -> None:
+        sums = self._threads.map(lambda part: part.sum(), self._parts)  # without the GIL
+        assert sum(map(int, sums)) * 8 == self._num_bytes, "not all of it was read"

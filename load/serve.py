@@ -1,0 +1,396 @@
+"""`penstock bench serve`: latencies and throughput of running servers, as their clients see them.
+
+It measures any OpenAI-compatible server over SSE, and a penstock server over WebSocket too. Several
+loads are a sweep, at which several servers take turns (A B A B …) with the same prompts, so that a
+drifting machine favours none. Each load has prompts of its own, since a prefix cache would know
+repeated ones; a saturated server gets no higher load. `--flood` measures each load alone and beside
+another tenant's streams. The exit code is 1 if any stream had a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import orjson
+import uvloop
+
+from penstock.engine.errors import ConfigError
+from penstock.load.client.records import Dialogue, StreamRecord
+from penstock.load.report.options import (
+    add_report_arguments,
+    file_stem,
+    positive,
+    settings_of,
+    slo_of,
+)
+from penstock.load.report.summary import (
+    ServerMetrics,
+    Summary,
+    latency_table,
+    notes,
+    rate_table,
+    read_metrics,
+    summarize,
+    ttft_ms,
+    warnings,
+)
+from penstock.load.report.tables import publish, table, table_of
+from penstock.load.workloads.driver import ClosedLoop, RunResult
+from penstock.load.workloads.driver import run as drive
+from penstock.load.workloads.measure import Target, measure, target_of, warm_up
+from penstock.load.workloads.options import (
+    WARM_UP_SEED,
+    Load,
+    Wire,
+    add_dataset_arguments,
+    add_load_arguments,
+    add_wire_arguments,
+    loads_of,
+    make_dialogues,
+    wire_of,
+)
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_PROMPTS_PER_STREAM, _SECONDS = 4, 10.0  # of each load of a sweep, at least
+_FLOOD_SEED = WARM_UP_SEED << 1
+_FLOOD_START_S, _FLOOD_RUN_UP_S = 60.0, 5.0
+_FLOOD_NICE, _FLOOD_ROUNDS = 19, 10_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--base-url", action="append", metavar="[NAME=]URL",
+        help=f"a server's address; may be repeated; default: {_DEFAULT_URL}")  # fmt: skip
+    add("--num-warmups", type=int, default=1, help="warm-up requests; with jsonl, the file's first")
+    add_wire_arguments(parser)
+    add_dataset_arguments(parser, num_prompts=100)
+    add_load_arguments(parser)
+    group = parser.add_argument_group("sweep, and another tenant")
+    add = group.add_argument
+    add("--repeats", type=positive, default=1, help="runs of each server at each load")
+    add("--min-gain", type=float, default=0.05,
+        help="a server is saturated when throughput gains less and latency grows; "
+        "0: run all loads")  # fmt: skip
+    add("--flood", type=int, default=0, metavar="N",
+        help="measure again beside N streams, which a process at nice 19 keeps open")  # fmt: skip
+    add("--flood-api-key", help="the key of the flood; default: the same as of the measured")
+    add_report_arguments(parser)
+    add("--save-records", action="store_true", help="write the record of each request as JSONL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One server at one load, once."""
+
+    server: str
+    load: Load
+    is_flooded: bool
+    result: RunResult
+    summary: Summary
+    metrics: ServerMetrics | None
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "server": self.server,
+            "load": asdict(self.load),
+            "is_flooded": self.is_flooded,
+            "summary": self.summary.to_json(),
+            "turns": [asdict(turn) for turn in turns_of(self.result.records)],
+            "metrics": asdict(self.metrics) if self.metrics else None,
+        }
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure; print and write the report; return 1 if any stream had a fault."""
+    wire, loads = wire_of(parsed), loads_of(parsed)
+    slo_of(parsed)  # before anything is sent
+    make_dialogues(parsed, wire.endpoint, num_dialogues=1, seed=0)
+    targets = [
+        target_of(name, base_url, model=parsed.model, wire=wire)
+        for name, base_url in _servers(parsed.base_url or [_DEFAULT_URL]).items()
+    ]
+    title = (
+        f"{parsed.label or ', '.join(target.name for target in targets)}: "
+        f"{targets[0].model}, {parsed.dataset}, {wire.endpoint} by {wire.transport}"
+    )
+    print(title, flush=True)
+    runs = uvloop.run(_measure(parsed, targets, wire, loads))
+    has_cap = all(load.concurrency is not None for load in loads)
+    doubts = {text for each in runs for text in warnings(each.summary, has_cap=has_cap)}
+    parts = [_details(runs[0])] if len(runs) == 1 else [sweep_table(runs), best(runs)]
+    if parsed.flood:
+        parts.append(_flood_ratios(runs))
+    parts += [f"warning: {text}" for text in sorted(doubts)]
+    stem = file_stem("serve", parsed.label)
+    others = [parsed.out / f"{stem}-records.jsonl"] if parsed.save_records else []
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(map(_lines, runs)))
+    data = {"settings": settings_of(parsed), "runs": [each.figures() for each in runs]}
+    print()
+    publish(parsed.out, stem, title, "\n\n".join(parts), data, others=others)
+    return int(any(each.summary.num_failed for each in runs))
+
+
+def _servers(texts: Sequence[str]) -> dict[str, str]:
+    """Addresses by name. Raises ConfigError if two have the same."""
+    servers: dict[str, str] = {}
+    for text in texts:
+        name, equals, base_url = text.partition("=")
+        name, base_url = (name, base_url) if equals and "/" not in name else (text, text)
+        if not name or not base_url or name in servers:
+            raise ConfigError(f"--base-url {text!r}: must be URL or NAME=URL, each once")
+        servers[name] = base_url
+    return servers
+
+
+async def _measure(
+    parsed: argparse.Namespace, targets: Sequence[Target], wire: Wire, loads: Sequence[Load]
+) -> list[Run]:
+    """All servers at all loads; a saturated server gets no higher load."""
+
+    def dialogues_of(num_dialogues: int, seed: int) -> list[Dialogue]:
+        return make_dialogues(parsed, wire.endpoint, num_dialogues=num_dialogues, seed=seed)
+
+    if parsed.num_warmups > 0:
+        warm_ups = dialogues_of(parsed.num_warmups, WARM_UP_SEED)
+        for target in targets:
+            await warm_up(target, wire, warm_ups)
+    runs: list[Run] = []
+    live, slo = list(targets), slo_of(parsed)
+    floods = (False, True) if parsed.flood else (False,)
+    for index, load in enumerate(loads):
+        for is_flooded, repeat in itertools.product(floods, range(parsed.repeats)):
+            seed = parsed.seed + (index * len(floods) + is_flooded) * parsed.repeats + repeat
+            dialogues = dialogues_of(_num_dialogues(parsed, load, len(loads)), seed)
+            for target in live:
+                arrivals = load.arrivals(dialogues, seed=seed)
+                with _flood(target, wire, parsed) if is_flooded else nullcontext():
+                    measured = await measure(target, wire, dialogues, arrivals)
+                summary = summarize(measured.result, slo)
+                runs.append(
+                    Run(
+                        server=target.name, load=load, is_flooded=is_flooded,
+                        result=measured.result, summary=summary,
+                        metrics=read_metrics(measured.metrics_texts),
+                    )
+                )  # fmt: skip
+                if len(loads) > 1:  # a sweep takes long
+                    print(f"{target.name}, {load}: {summary.output_tokens_per_s:,.0f} tokens/s")
+        if parsed.min_gain > 0:
+            live = [each for each in live if not is_saturated(runs, each.name, parsed.min_gain)]
+    return runs
+
+
+def _num_dialogues(parsed: argparse.Namespace, load: Load, num_loads: int) -> int:
+    """Of a sweep enough for each load to last."""
+    most: int = parsed.num_prompts
+    if num_loads == 1:
+        return most
+    rate = load.rate if load.rate is not None and math.isfinite(load.rate) else 0.0
+    streams = load.concurrency or 0
+    return max(most, math.ceil(rate * _SECONDS), 0 if rate else streams * _PROMPTS_PER_STREAM)
+
+
+def _lines(run: Run) -> bytes:
+    """The run's records as JSONL, with times from its start."""
+
+    def plain(record: StreamRecord) -> dict[str, Any]:
+        began_s, values = run.result.began_s, asdict(record)
+        for name in ("scheduled_s", "sent_s", "ended_s"):
+            values[name] -= began_s
+        values["event_times_s"] = [time_s - began_s for time_s in record.event_times_s]
+        return {"server": run.server, "load": str(run.load), **values}
+
+    return b"".join(orjson.dumps(plain(record)) + b"\n" for record in run.result.records)
+
+
+# -- another tenant's flood ----------------------------------------------------------------------
+
+
+@contextmanager
+def _flood(target: Target, wire: Wire, parsed: argparse.Namespace) -> Iterator[None]:
+    """Keep the flood's streams open during the block. Its client is another process at nice 19:
+    real floods come from other machines, so the server should not pay for this client's CPU."""
+    context = multiprocessing.get_context("spawn")
+    is_there = context.Event()
+    dialogues = make_dialogues(parsed, wire.endpoint, num_dialogues=parsed.flood, seed=_FLOOD_SEED)
+    wire = replace(wire, api_key=parsed.flood_api_key or wire.api_key, stall_s=300.0)
+    process = context.Process(
+        target=_run_flood, args=(target, wire, dialogues, is_there), daemon=True
+    )
+    process.start()
+    try:
+        if not is_there.wait(_FLOOD_START_S):
+            raise ConfigError("--flood: none of its streams got a token")
+        time.sleep(_FLOOD_RUN_UP_S)  # until its queue is long
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _run_flood(target: Target, wire: Wire, dialogues: list[Dialogue], is_there: Event) -> None:
+    os.nice(_FLOOD_NICE)
+
+    def note(record: StreamRecord) -> None:
+        if record.is_clean:
+            is_there.set()
+
+    async def hold() -> None:
+        arrivals = ClosedLoop(len(dialogues))
+        again = dialogues * _FLOOD_ROUNDS
+        async with wire.open(target.base_url) as transport:
+            await drive(transport, again, arrivals=arrivals, model=target.model, extra=wire.extra,
+                        on_end=note)  # fmt: skip
+
+    asyncio.run(hold())
+
+
+def _flood_ratios(runs: Sequence[Run]) -> str:
+    """What the flood costs."""
+
+    def p99_ms(name: str, load: Load, *, is_flooded: bool) -> float:
+        return statistics.median(
+            each.summary.ttft_ms.p99
+            for each in runs
+            if (each.server, each.load, each.is_flooded) == (name, load, is_flooded)
+        )
+
+    pairs = dict.fromkeys((each.server, each.load) for each in runs if each.is_flooded)
+    lines = []
+    for name, load in pairs:
+        alone, beside = (p99_ms(name, load, is_flooded=each) for each in (False, True))
+        lines.append(f"- {name}, {load}: beside the flood TTFT p99 is {beside / alone:.2f} times")
+    return "\n".join(lines)
+
+
+# -- what is said of it --------------------------------------------------------------------------
+
+_WORSE = 1.2  # times the median E2E latency of the load before
+_NOTES = """\
+spread: of tokens/s over all runs of this load, highest ÷ lowest; all else is of the run of median
+throughput. Latencies in ms, from when a request was due. good: share of all requests that kept to
+the objectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTimes:
+    """The same turn of all conversations: medians."""
+
+    turn: int
+    prompt_tokens: float
+    new_tokens: float  # of the prompt, those that were not cached, as the server says
+    ttft_ms: float
+
+
+def turns_of(records: Sequence[StreamRecord]) -> list[TurnTimes]:
+    """By turn; empty unless there are several."""
+    turns: dict[int, list[StreamRecord]] = {}
+    for record in records:
+        if record.is_clean and record.event_times_s:
+            turns.setdefault(record.turn, []).append(record)
+    median = statistics.median
+    found = [
+        TurnTimes(
+            turn=turn + 1,
+            prompt_tokens=median(each.prompt_tokens for each in group),
+            new_tokens=median(each.prompt_tokens - max(each.cached_tokens, 0) for each in group),
+            ttft_ms=median(map(ttft_ms, group)),
+        )
+        for turn, group in sorted(turns.items())
+    ]
+    return found if len(found) > 1 else []
+
+
+def _details(run: Run) -> str:
+    turns = table_of(
+        turns_of(run.result.records),
+        {
+            "turn": lambda each: f"{each.turn}",
+            "prompt tokens": lambda each: f"{each.prompt_tokens:,.0f}",
+            "not cached": lambda each: f"{each.new_tokens:,.0f}",
+            "TTFT ms p50": lambda each: f"{each.ttft_ms:,.1f}",
+        },
+    )
+    parts = [latency_table(run.summary), rate_table(run.summary), notes(run.summary, run.metrics)]
+    return "\n\n".join([str(run.load), *parts, *([turns] if turns_of(run.result.records) else [])])
+
+
+def points_of(runs: Sequence[Run]) -> Mapping[tuple[str, Load, bool], list[Run]]:
+    """The runs by server, load and flood, that of median throughput first; of an even number, the
+    lower of the two."""
+    points: dict[tuple[str, Load, bool], list[Run]] = {}
+    for each in runs:
+        points.setdefault((each.server, each.load, each.is_flooded), []).append(each)
+    for point in points.values():
+        point.sort(key=lambda each: each.summary.output_tokens_per_s)
+        point.insert(0, point.pop((len(point) - 1) // 2))
+    return points
+
+
+def is_saturated(runs: Sequence[Run], name: str, min_gain: float) -> bool:
+    """Whether more load gives a server no more tokens, only more waiting.
+
+    That is: at the last load, output tokens per second grew by less than `min_gain` over the best
+    earlier load, and the median E2E latency is at least 1.2 times that of the load before. A load
+    at which nothing completed is always too much.
+    """
+    points = [
+        point[0].summary
+        for (server, _, is_flooded), point in points_of(runs).items()
+        if server == name and not is_flooded
+    ]
+    *earlier, last = points
+    if not last.num_completed or not earlier:
+        return not last.num_completed
+    best = max(each.output_tokens_per_s for each in earlier)
+    has_gained = last.output_tokens_per_s >= (1.0 + min_gain) * best
+    return not has_gained and last.e2e_ms.p50 >= _WORSE * earlier[-1].e2e_ms.p50
+
+
+def sweep_table(runs: Sequence[Run]) -> str:
+    """A row for each server at each load."""
+    header = ("server", "load", "tokens/s", "spread", "requests/s", "TTFT p50", "p99", "ITL p50",
+              "p99", "E2E p50", "p99", "good", "faults")  # fmt: skip
+    rows = []
+    for (name, load, is_flooded), point in points_of(runs).items():
+        summary = point[0].summary
+        rates = [each.summary.output_tokens_per_s for each in point]
+        latencies = (summary.ttft_ms, summary.itl_ms, summary.e2e_ms)
+        rows.append(
+            [
+                name,
+                f"{load}{', flooded' * is_flooded}",
+                f"{summary.output_tokens_per_s:,.0f}",
+                f"{max(rates) / min(rates):.2f}" if min(rates) > 0 else "–",
+                f"{summary.requests_per_s:,.2f}",
+                *(f"{value:,.1f}" for each in latencies for value in (each.p50, each.p99)),
+                f"{summary.goodput.share:.0%}" if summary.goodput else "–",
+                f"{sum(each.summary.num_failed for each in point):,}",
+            ]
+        )
+    return f"{table(header, rows)}\n\n{_NOTES}"
+
+
+def best(runs: Sequence[Run]) -> str:
+    """One line per server: its best load."""
+    lines = []
+    for name in dict.fromkeys(each.server for each in runs):
+        own = [point[0] for (server, *_), point in points_of(runs).items() if server == name]
+        most = max(own, key=lambda each: each.summary.output_tokens_per_s)
+        rate = most.summary.output_tokens_per_s
+        lines.append(f"- {name}: at most {rate:,.0f} output tokens/s, {most.load}")
+    return "\n".join(lines)

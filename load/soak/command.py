@@ -1,0 +1,457 @@
+"""`penstock bench soak`: minutes of mixed and hostile traffic, and a verdict.
+
+All kinds of streams and conversations; clients that disconnect, cancel, read slowly or not at
+all; crowds, invalid requests, garbage and broken frames, all drawn from one seed. The exit code
+is 1 unless the verdict is clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import signal
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import aiohttp
+from tqdm import tqdm
+
+from penstock.engine.errors import ConfigError
+from penstock.load.report.options import add_out
+from penstock.load.report.tables import publish, table, table_of
+from penstock.load.soak import hostile, traffic
+from penstock.load.soak.attack import attack, kill_once, kinds_of
+from penstock.load.soak.journal import Journal, Kind
+from penstock.load.soak.prober import probing
+from penstock.load.soak.scene import Scene, open_scene
+from penstock.load.soak.target import Target, given_server, own_server
+from penstock.load.soak.verdict import (
+    Bounds,
+    Cost,
+    Evidence,
+    Fate,
+    Finding,
+    fate_of,
+    findings,
+    is_settled,
+    slopes,
+)
+from penstock.load.soak.watch import Watch
+
+# By the names that `--only` takes.
+KINDS = {kind.name.lower().replace("_", "-"): kind for kind in Kind if kind is not Kind.CALM}
+_REDIS_CONNECTIONS = 128  # that a gateway keeps open once it had to open them
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    servers = parser.add_argument_group("server", "one of these; by default the demo model")
+    which = servers.add_mutually_exclusive_group()
+    add = which.add_argument
+    add("--base-url", help="a running server")
+    add("--model", help="start a penstock server of this model")
+    add = servers.add_argument
+    add("--serve-flags", default="", help="more flags for the started server")
+    add("--api-key", help="sent with every request")
+    traffic = parser.add_argument_group("traffic")
+    add = traffic.add_argument
+    add("--minutes", type=float, default=10.0, help="duration")
+    add("--concurrency", type=int, default=8, help="minimum number of concurrent clients")
+    add("--seed", type=int, default=0, help="seed of everything random")
+    switch = argparse.BooleanOptionalAction
+    add("--resumes", action=switch, default=True, help="drop connections and resume")
+    add("--cancels-by-id", action=switch, default=True, help="cancel responses by id over HTTP")
+    add(
+        "--kills",
+        action=switch,
+        help="kill the started server's engine and, if there are several, its gateways in turn; "
+        "each must be back within a minute; default: yes, but not with --base-url",
+    )
+    add(
+        "--attack",
+        action="store_true",
+        help="kills, freezes of gateways, engine and Redis, floods, silent handshakes, an unread "
+        "log, 4 MB prompts, schemas and more, one after the other; the started server has two "
+        "gateways, a Redis of its own, and keys of two tenants",
+    )
+    add(
+        "--only",
+        nargs="+",
+        choices=tuple(KINDS),
+        metavar="KIND",
+        help=f"with --attack: only some of it, in turn: {', '.join(KINDS)}",
+    )
+    add(
+        "--images",
+        action="store_true",
+        help="with --attack: of a small model with random weights that takes images, with a host "
+        "of images that sends bytes one by one",
+    )
+    bounds = parser.add_argument_group("bounds")
+    bounds.add_argument(
+        "--max-memory-growth",
+        type=float,
+        default=Bounds().memory_kib_per_min,
+        metavar="KIB_PER_MIN",
+        help="limit for each process after the warm-up, the first third",
+    )
+    add_out(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Soak; print and write the report; return 1 unless the verdict is clean. Raises ConfigError
+    if the settings are invalid or the server does not start."""
+    if parsed.minutes <= 0 or parsed.concurrency < 1:
+        raise ConfigError("--minutes and --concurrency must be more than 0")
+    if parsed.serve_flags and parsed.base_url is not None:
+        raise ConfigError("--serve-flags is for a penstock server that soak starts")
+    if parsed.kills and parsed.base_url is not None:
+        raise ConfigError("--kills is for a server that soak starts, not for --base-url")
+    if parsed.attack and (parsed.base_url is not None or parsed.kills is False):
+        raise ConfigError("--attack is for a server that soak starts, and needs kills")
+    if parsed.only and not parsed.attack:
+        raise ConfigError("--only is for --attack")
+    if parsed.images and (not parsed.attack or parsed.model is not None):
+        raise ConfigError("--images is for --attack, and brings its own model")
+    end_as_interrupted()
+    if parsed.base_url is not None:
+        return soak_target(given_server(parsed.base_url), parsed)
+    with own_server(
+        parsed.model,
+        parsed.serve_flags,
+        is_attacked=parsed.attack,
+        has_images=parsed.images,
+    ) as target:
+        return soak_target(target, parsed)
+
+
+def end_as_interrupted() -> None:
+    """Let a terminated soak stop what it started and wake what it froze: asyncio cancels the
+    main task at SIGINT if this is its handler."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+def soak_target(target: Target, parsed: argparse.Namespace) -> int:
+    """Soak a server; print and write the report; return 1 unless the verdict is clean."""
+    plan = Plan(
+        duration_s=parsed.minutes * 60,
+        concurrency=parsed.concurrency,
+        seed=parsed.seed,
+        has_resumes=parsed.resumes,
+        has_cancels_by_id=parsed.cancels_by_id,
+        has_kills=parsed.base_url is None if parsed.kills is None else parsed.kills,
+        is_attack=parsed.attack,
+        only=tuple(KINDS[name] for name in parsed.only or KINDS),
+        api_key=parsed.api_key or target.api_key,
+    )
+    has_redis = parsed.attack or "--redis-url" in parsed.serve_flags
+    spare = _REDIS_CONNECTIONS if has_redis else 0
+    bounds = Bounds(
+        memory_kib_per_min=parsed.max_memory_growth,
+        spare_descriptors=Bounds().spare_descriptors + spare,
+    )
+    attack = " under attack" if plan.is_attack else ""
+    clients = f"{plan.concurrency} clients at once{attack}"
+    title = f"{parsed.minutes:g} minutes of {clients}: {target.name}"
+    print(title, flush=True)
+    evidence = asyncio.run(soak(target, plan, bounds))
+    found = findings(evidence, bounds)
+    report = report_text(evidence, bounds, found)
+    print()
+    figures = {"title": title, "seed": plan.seed, **report_figures(evidence, bounds, found)}
+    publish(parsed.out, "soak", f"Soak\n\n{title}", report, figures)
+    return int(bool(found))
+
+
+# -- what is said of it -----------------------------------------------------------------------
+
+_MIB = 1 << 20
+_FATES = (Fate.FAULTY, Fate.CARRIED, Fate.TURNED_AWAY, Fate.BROKEN)
+_COST_NOTES = """\
+Streams: those that met it; their faults are judged above. `/health` and gaps are as a process of
+its own saw them, which reads four steady streams. MB at most: by the process that grew most,
+meanwhile or within 30 s. MB kept: by the process that kept most, at its best within 30 s, the worst
+time. Nothing: the traffic alone, right before the 4 MB prompts."""
+_NOTES = """\
+KiB/min: a straight line through the calmer half of a process's memory after its warm-up.
+Descriptors and sockets: idle before → idle after. Turned away meanwhile: asked while what was
+killed or frozen was not back. Broken by a kill: held by the gateway that was killed, and not
+resumed by its client, as must be."""
+
+
+def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> str:
+    """Everything as Markdown, the verdict last."""
+    journal = evidence.journal
+    acts = ", ".join(f"{name} {num:,}" for name, num in sorted(journal.num_done.items()))
+    streams = [[name, *(f"{count:,}" for count in counts)] for name, *counts in _streams(evidence)]
+    victims = Counter(kill.victim for kill in journal.kills)
+    kills = ", ".join(f"{victim} {num}" for victim, num in victims.items()) or "none"
+    processes = _process_rows(evidence, bounds)
+    return "\n\n".join(
+        [
+            table(("streams", "ended", *_FATES), streams),
+            f"Acts: {acts}. Kills: {kills}.",
+            *([_costs_table(evidence)] if evidence.kinds else []),
+            table(("process", "MiB", "KiB/min", "descriptors", "sockets"), processes)
+            if processes
+            else "No process of the server is on this machine: memory was not watched.",
+            _NOTES,
+            _verdict(found),
+        ]
+    )
+
+
+def report_figures(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> dict[str, Any]:
+    """Everything as data, with every sample. Times count from the first of them."""
+    journal, began_s = evidence.journal, evidence.before.at_s
+    samples = [
+        {**asdict(sample), "at_s": round(sample.at_s - began_s, 3)}
+        for sample in (evidence.before, *evidence.samples, evidence.after)
+    ]
+    names = ("actor", "ended", *(fate.name.lower() for fate in _FATES))
+    return {
+        "is_clean": not found,
+        "findings": [asdict(finding) for finding in found],
+        "bounds": asdict(bounds),
+        "acts": dict(journal.num_done),
+        "streams": [dict(zip(names, row, strict=True)) for row in _streams(evidence)],
+        "kills": [
+            {
+                "victim": kill.victim,
+                "killed_s": round(kill.killed_s - began_s, 3),
+                "ready_s": round(kill.ready_s - began_s, 3),
+            }
+            for kill in journal.kills
+        ],
+        "adversities": [
+            {**asdict(each), "began_s": each.began_s - began_s, "ended_s": each.ended_s - began_s}
+            for each in journal.adversities
+        ],
+        "costs": [asdict(cost) for cost in evidence.costs()],
+        "slopes": [asdict(slope) for slope in slopes(evidence.samples, bounds.warmup_share)],
+        "samples": samples,
+    }
+
+
+def _streams(evidence: Evidence) -> list[tuple[Any, ...]]:
+    """Per kind of actor: its name, its streams, and those of each of `_FATES`."""
+    journal = evidence.journal
+    fates: defaultdict[str, Counter[Fate]] = defaultdict(Counter)
+    for outcome in journal.outcomes:
+        fates[outcome.actor][fate_of(outcome, journal.outages)] += 1
+    return [
+        (name, counts.total(), *(counts[fate] for fate in _FATES))
+        for name, counts in sorted(fates.items())
+    ]
+
+
+def _costs_table(evidence: Evidence) -> str:
+    def ms(seconds: float | None) -> str:
+        return "–" if seconds is None else f"{seconds * 1000:,.0f}"
+
+    columns: dict[str, Callable[[Cost], str]] = {
+        "adversity": lambda cost: cost.kind.value,
+        "times": lambda cost: f"{cost.num_times:,}",
+        "s": lambda cost: f"{cost.seconds:,.0f}",
+        "streams": lambda cost: f"{cost.num_streams:,}",
+        "with a fault": lambda cost: f"{cost.num_broken:,}",
+        "/health p99 ms": lambda cost: ms(cost.health_p99_s),
+        "gap p99 ms": lambda cost: ms(cost.gap_p99_s),
+        "p99.9": lambda cost: ms(cost.gap_p999_s),
+        "largest": lambda cost: ms(cost.largest_gap_s),
+        "events/s": lambda cost: f"{cost.events_per_s:,.0f}",
+        "MB at most": lambda cost: f"{cost.peak_bytes / 1e6:,.0f}",
+        "MB kept": lambda cost: f"{cost.memory_bytes / 1e6:,.1f}",
+        "prober's lag p99 ms": lambda cost: ms(cost.lag_p99_s),
+    }
+    return f"{table_of(evidence.costs(), columns)}\n\n{_COST_NOTES}"
+
+
+def _process_rows(evidence: Evidence, bounds: Bounds) -> list[list[str]]:
+    before = {process.name: process for process in evidence.before.processes}
+    rates = {slope.pid: slope for slope in slopes(evidence.samples, bounds.warmup_share)}
+    rows = []
+    for process in evidence.after.processes:
+        first, rate = before.get(process.name, process), rates.get(process.pid)
+        row = [process.name, f"{first.rss_bytes / _MIB:,.1f} → {process.rss_bytes / _MIB:,.1f}"]
+        row.append("–" if rate is None else f"{rate.kib_per_min:,.0f}")
+        row.append(f"{first.num_fds} → {process.num_fds}")
+        row.append(f"{first.num_sockets} → {process.num_sockets}")
+        rows.append(row)
+    return rows
+
+
+def _verdict(found: Sequence[Finding]) -> str:
+    if not found:
+        return "Verdict: clean."
+    lines = [f"- {each.what}: {each.count:,}×, {each.detail}" for each in found]
+    return "\n".join(["Verdict: not clean.", "", *lines])
+
+
+# -- the course of a soak ------------------------------------------------------------------------
+
+Actor: TypeAlias = Callable[[Scene, random.Random], Awaitable[None]]
+
+_ACT_WITHIN_S = 180.0
+_IDLE_WITHIN_S = 20.0
+_BROKEN_PAUSE_S = 0.2
+_KILLS = 6  # per soak, if that leaves some seconds between them
+_KILL_EVERY_S = (3.0, 30.0)
+_KILLS_SHARE = 0.5  # of a soak; the rest shows memory without kills
+
+# The actors and their weights.
+ALWAYS: tuple[tuple[Actor, float], ...] = (
+    (traffic.read_to_the_end, 8),
+    (traffic.converse, 3),
+    (traffic.leave, 4),
+    (traffic.drop_socket, 1),
+    (traffic.cancel_lanes, 2),
+    (traffic.read_slowly, 2),
+    (traffic.hoard, 0.3),
+    (traffic.crowd, 0.3),
+    (hostile.ask_nonsense, 3),
+    (hostile.ask_too_much, 0.5),
+    (hostile.send_nonsense, 1),
+    (hostile.send_garbage, 1),
+    (hostile.send_bad_frames, 1),
+)
+RESUMING: tuple[tuple[Actor, float], ...] = (
+    (traffic.resume_sse, 3),
+    (traffic.resume_socket, 3),
+)
+CANCELLING: tuple[tuple[Actor, float], ...] = ((traffic.cancel_by_id, 2),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The settings of a soak."""
+
+    duration_s: float
+    concurrency: int  # actors at once; some run several streams
+    seed: int
+    has_resumes: bool = False
+    has_cancels_by_id: bool = False
+    has_kills: bool = False
+    is_attack: bool = False  # kills, freezes, floods and more besides, one at a time
+    only: tuple[Kind, ...] = tuple(Kind)  # of an attack
+    api_key: str | None = None
+
+    @property
+    def actors(self) -> tuple[tuple[Actor, float], ...]:
+        resuming = RESUMING if self.has_resumes else ()
+        cancelling = CANCELLING if self.has_cancels_by_id else ()
+        return (*ALWAYS, *resuming, *cancelling)
+
+
+async def soak(target: Target, plan: Plan, bounds: Bounds) -> Evidence:
+    """Warm up, sample, run the traffic, wait until idle, and sample again."""
+    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
+    journal = Journal()
+    async with aiohttp.ClientSession(target.base_url, headers=headers) as http:
+        watch = Watch(target.family, http, lambda: journal.num_open)
+        await _warm_up(target, plan)
+        probed = None
+        before = await watch.settled(_IDLE_WITHIN_S, lambda sample: sample.is_idle)
+        async with (
+            open_scene(target.base_url, journal, api_key=plan.api_key) as scene,
+            watch.running(plan.duration_s),
+            contextlib.AsyncExitStack() as stack,
+        ):
+            if plan.is_attack:
+                probed = await stack.enter_async_context(
+                    probing(target.base_url, scene.model, plan.api_key, journal)
+                )
+            await _run_traffic(scene, target, plan)
+        after = await watch.settled(
+            _IDLE_WITHIN_S, lambda sample: is_settled(before, sample, bounds)
+        )
+    return Evidence(
+        before=before,
+        samples=watch.samples,
+        after=after,
+        journal=journal,
+        kinds=kinds_of(target, plan.only) if plan.is_attack else (),
+        probing=probed,
+    )
+
+
+async def _warm_up(target: Target, plan: Plan) -> None:
+    """Run some actors once, so that everything opened or loaded at first use is there before."""
+    rng = random.Random(plan.seed)
+    async with open_scene(target.base_url, Journal(), api_key=plan.api_key) as scene:
+        for actor in (traffic.crowd, hostile.ask_nonsense, traffic.cancel_lanes):
+            await actor(scene, rng)
+
+
+async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
+    until_s = time.perf_counter() + plan.duration_s
+    progress = asyncio.create_task(_show(scene.journal, plan.duration_s))
+    works = [
+        _act_until(until_s, scene, plan.actors, random.Random(f"{plan.seed} {number}"))
+        for number in range(plan.concurrency)
+    ]
+    last_kill_s = time.perf_counter() + plan.duration_s * _KILLS_SHARE
+    if plan.is_attack:
+        times = {"until_s": until_s, "kill_until_s": last_kill_s}
+        works.append(attack(scene, target, **times, only=plan.only))
+    elif plan.has_kills:
+        works.append(_kill_until(last_kill_s, scene.journal, target, plan))
+    try:
+        await asyncio.gather(*works)
+    finally:
+        progress.cancel()
+        await asyncio.gather(progress, return_exceptions=True)
+
+
+async def _act_until(
+    until_s: float, scene: Scene, actors: tuple[tuple[Actor, float], ...], rng: random.Random
+) -> None:
+    choices, weights = zip(*actors, strict=True)
+    while time.perf_counter() < until_s:
+        (actor,) = rng.choices(choices, weights)
+        await _act(scene, actor, rng)
+
+
+async def _act(scene: Scene, actor: Actor, rng: random.Random) -> None:
+    """Run an actor once; whatever it raises is a problem."""
+    name = actor.__name__.replace("_", " ")
+    try:
+        async with asyncio.timeout(_ACT_WITHIN_S):
+            await actor(scene, rng)
+    except TimeoutError:
+        scene.journal.problem(name, f"it did not end within {_ACT_WITHIN_S:g} s")
+    except (aiohttp.ClientError, OSError) as error:
+        scene.journal.problem(name, f"the connection broke: {error!r}")
+        await asyncio.sleep(_BROKEN_PAUSE_S)  # do not ask a dead server in a busy loop
+    except Exception:  # a bug of ours must not look like a clean soak
+        scene.journal.problem(name, traceback.format_exc())
+    scene.journal.num_done[name] += 1
+
+
+async def _kill_until(until_s: float, journal: Journal, target: Target, plan: Plan) -> None:
+    rng = random.Random(f"{plan.seed} kills")
+    shortest_s, longest_s = _KILL_EVERY_S
+    every_s = min(max(plan.duration_s / _KILLS, shortest_s), longest_s)
+    while (pause_s := every_s * rng.uniform(0.7, 1.3)) < until_s - time.perf_counter():
+        await asyncio.sleep(pause_s)
+        if not await kill_once(journal, target):
+            return
+
+
+async def _show(journal: Journal, duration_s: float) -> None:
+    """A progress bar with the faults so far."""
+    with tqdm(total=round(duration_s), unit="s", disable=None) as bar:
+        while True:
+            await asyncio.sleep(1)
+            num_bad = sum(bool(outcome.faults) for outcome in journal.outcomes)
+            bar.set_postfix(
+                streams=len(journal.outcomes), open=journal.num_open,
+                faulty=num_bad, problems=len(journal.problems),
+            )  # fmt: skip
+            bar.update(1)
