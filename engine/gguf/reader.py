@@ -7,10 +7,11 @@ types. The numbers of tensors are not read here.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +73,8 @@ class GgufTensor:
         offset: of its first byte in the part's file.
         size: in bytes.
         part: the number of the part that has it.
+        step: bytes from one of its matrices to the next, where others are between them; 0: none
+            are.
     """
 
     type: str
@@ -79,6 +82,21 @@ class GgufTensor:
     offset: int
     size: int
     part: int = 0
+    step: int = 0
+
+    def rows(self, first: int, count: int) -> GgufTensor:
+        """Some numbers of a vector, rows of a matrix, or such rows of each of several matrices."""
+        at = max(0, len(self.shape) - 2)
+        num_matrices = math.prod(self.shape[:at])
+        whole = self.size // num_matrices
+        size = whole // self.shape[at]
+        return replace(
+            self,
+            shape=(*self.shape[:at], count, *self.shape[at + 1 :]),
+            offset=self.offset + first * size,
+            size=num_matrices * count * size,
+            step=whole if at else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +291,7 @@ class _Declared:
             end = offset + each.size
             if end > len(self._content):
                 raise _DamagedError(f"tensor {_shown(name)} ends after the file")
-            placed[name] = GgufTensor(each.type, each.shape, offset, each.size, each.part)
+            placed[name] = replace(each, offset=offset)
         return placed
 
     def _text(self, what: str) -> str:
