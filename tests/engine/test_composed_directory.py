@@ -14,7 +14,8 @@ from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model, weights_fingerprint
 from penstock.engine.model_summary import summarise
 from penstock.engine.text import ChatTemplate, Tokenizer
-from penstock.load.peers.workers.gguf_model import convert
+
+from .gguf.written import convert
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -1,8 +1,10 @@
-"""Converts model directories by llama.cpp's own converter, many in one process:
+"""Converts model directories by llama.cpp's own converter, several in one process:
 
-    python converter_worker.py LLAMA_CPP JOBS.json
+    python -m penstock.load.peers.workers.llamacpp_converter LLAMA_CPP TYPE SOURCE TARGET …
 
-The file has a list of [source, target]. Vocabularies are written as byte-level ones, whatever the
+The type is one of `gguf.LlamaFileType`. If the name of a source ends in `fused`, all that can be
+fused is.
+Vocabularies are written as byte-level ones, whatever the
 family: these models have random weights, and the converter knows real vocabularies only.
 """
 
@@ -14,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT, JOBS = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-sys.path[:0] = [str(ROOT / "gguf-py"), str(ROOT)]
+ROOT, TYPE, *FILES = sys.argv[1:]
+sys.path[:0] = [f"{ROOT}/gguf-py", ROOT]
 
 import gguf  # noqa: E402
 import torch  # noqa: E402
@@ -33,8 +35,10 @@ def convert(source: Path, target: Path) -> None:
     kind.set_vocab = TextModel._set_vocab_gpt2
     if kind.__name__ == "StableLMModel":
         kind.modify_tensors = _with_what_is_returned(kind.modify_tensors)
+    kinds = ("fuse_qkv", "fuse_gate_up_exps") if source.name.endswith("fused") else ()
+    options = dict.fromkeys(kinds, True)
     with torch.inference_mode():
-        kind(source, gguf.LlamaFileType.ALL_F32, target, hparams=fields).write()
+        kind(source, gguf.LlamaFileType[TYPE], target, hparams=fields, **options).write()
 
 
 def _with_what_is_returned(modify: Any) -> Any:
@@ -49,5 +53,5 @@ def _with_what_is_returned(modify: Any) -> Any:
 
 if __name__ == "__main__":
     TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
-    for source, target in JOBS:
+    for source, target in zip(FILES[::2], FILES[1::2], strict=True):
         convert(Path(source), Path(target))
