@@ -291,22 +291,18 @@ def read_architecture(
 def _separated(
     file: GgufFile, config: Mapping[str, Any], names: Mapping[str, str]
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors, with two or three for each that an option of llama.cpp's converter has fused."""
+    """The tensors, with three for one that has queries, keys and values, unless all files of the
+    architecture have it: an option of llama.cpp's converter, and old files of Phi 2."""
     heads = (config["num_attention_heads"], *(config["num_key_value_heads"],) * 2)
     sizes = dict(zip("qkv", (config["head_dim"] * each for each in heads), strict=True))
     for name, tensor in file.tensors.items():
-        start, _, module = name.rpartition(".")[0].rpartition(".")
-        parts: dict[str, int] = {}
-        if module == "attn_qkv" and module not in names.values():
-            parts = {f"attn_{each}": size for each, size in sizes.items()}
-        elif module == "ffn_gate_up_exps" and len(tensor.shape) == 3:
-            parts = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), tensor.shape[1] // 2)
-        if sum(parts.values()) != tensor.shape[max(0, len(tensor.shape) - 2)]:
-            yield name, tensor  # as it is
+        start, is_fused, kind = name.partition(".attn_qkv.")
+        if not is_fused or "attn_qkv" in names.values() or sum(sizes.values()) != tensor.shape[0]:
+            yield name, tensor
             continue
         first = 0
-        for part, size in parts.items():
-            yield f"{start}.{part}.{name.rpartition('.')[2]}", tensor.rows(first, size)
+        for part, size in sizes.items():
+            yield f"{start}.attn_{part}.{kind}", tensor.rows(first, size)
             first += size
 
 

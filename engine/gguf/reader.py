@@ -7,7 +7,6 @@ types. The numbers of tensors are not read here.
 
 from __future__ import annotations
 
-import math
 import mmap
 import re
 import struct
@@ -73,8 +72,6 @@ class GgufTensor:
         offset: of its first byte in the part's file.
         size: in bytes.
         part: the number of the part that has it.
-        step: bytes from one of its matrices to the next, where others are between them; 0: none
-            are.
     """
 
     type: str
@@ -82,20 +79,15 @@ class GgufTensor:
     offset: int
     size: int
     part: int = 0
-    step: int = 0
 
     def rows(self, first: int, count: int) -> GgufTensor:
-        """Some numbers of a vector, rows of a matrix, or such rows of each of several matrices."""
-        at = max(0, len(self.shape) - 2)
-        num_matrices = math.prod(self.shape[:at])
-        whole = self.size // num_matrices
-        size = whole // self.shape[at]
+        """Some rows of a matrix, or numbers of a vector."""
+        size = self.size // self.shape[0]
         return replace(
             self,
-            shape=(*self.shape[:at], count, *self.shape[at + 1 :]),
+            shape=(count, *self.shape[1:]),
             offset=self.offset + first * size,
-            size=num_matrices * count * size,
-            step=whole if at else 0,
+            size=count * size,
         )
 
 

@@ -82,20 +82,14 @@ class GgufCheckpoint(Checkpoint):
         part = self._parts[tensor.integer("part", 0, minimum=0, maximum=len(self._parts) - 1)]
         start = tensor.integer("offset", minimum=0, maximum=1 << 62)
         size = tensor.integer("size", maximum=1 << 62)
-        step = tensor.integer("step", 0, minimum=0, maximum=1 << 62)
-        last = step * (shape[0] - 1) + size // shape[0] if step else size
-        if start + last > len(part):
+        if start + size > len(part):
             raise self.fault(name, "ends after the file")
         if start % _ALIGNMENT:
             raise self.fault(name, f"begins at byte {start}, no multiple of {_ALIGNMENT}")
         self.unread.discard(stored)
         order = self._order(name, shape[0])
         num_rows = math.prod(shape[:-1]) if order is None or len(shape) > 1 else shape[0]
-        if step:
-            each = (shape[0], size // shape[0])
-            rows = part.as_strided(each, (step, 1), start).reshape(num_rows, -1)
-        else:
-            rows = part[start : start + size].view(num_rows, -1)
+        rows = part[start : start + size].view(num_rows, -1)
         return rows if order is None else rows[order], tensor.text("type")
 
     def _order(self, name: str, num_rows: int) -> Tensor | None:

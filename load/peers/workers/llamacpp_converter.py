@@ -2,10 +2,9 @@
 
     python -m penstock.load.peers.workers.llamacpp_converter LLAMA_CPP TYPE SOURCE TARGET …
 
-The type is one of `gguf.LlamaFileType`. If the name of a source ends in `fused`, all that can be
-fused is.
-Vocabularies are written as byte-level ones, whatever the
-family: these models have random weights, and the converter knows real vocabularies only.
+The type is one of `gguf.LlamaFileType`. If the name of a source ends in `fused`, queries, keys and
+values become one tensor. Vocabularies are written as byte-level ones, whatever the family: these
+models have random weights, and the converter knows real vocabularies only.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ def convert(source: Path, target: Path) -> None:
     kind.set_vocab = TextModel._set_vocab_gpt2
     if kind.__name__ == "StableLMModel":
         kind.modify_tensors = _with_what_is_returned(kind.modify_tensors)
-    kinds = ("fuse_qkv", "fuse_gate_up_exps") if source.name.endswith("fused") else ()
-    options = dict.fromkeys(kinds, True)
+    options = {"hparams": fields, "fuse_qkv": source.name.endswith("fused")}
     with torch.inference_mode():
-        kind(source, gguf.LlamaFileType[TYPE], target, hparams=fields, **options).write()
+        kind(source, gguf.LlamaFileType[TYPE], target, **options).write()
 
 
 def _with_what_is_returned(modify: Any) -> Any:

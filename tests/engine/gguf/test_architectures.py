@@ -26,10 +26,7 @@ from ..quantized_models import CPU, load, logits, relative_error
 from .written import FAMILIES, config_of, directory_of, write
 
 # Each way in which a file's layout differs from a checkpoint's is in one of them.
-FIRST = (
-    "llama with biases", "qwen3 moe fused", "gemma3", "gpt2", "gpt-oss", "falcon 40b",
-    "stablelm 2 12b",
-)  # fmt: skip
+FIRST = ("llama fused", "gemma3", "gpt2", "gpt-oss", "falcon 40b", "stablelm 2 12b")
 
 
 def checkpoint_of(name: str, tiny_checkpoint: Any) -> Path:

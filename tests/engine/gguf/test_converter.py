@@ -50,7 +50,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "qwen2 moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
     "qwen3 moe": {"moe_intermediate_size": 256},
-    "qwen3 moe fused": {"moe_intermediate_size": 256},
     "gemma2": {"query_pre_attn_scalar": 64},
     "gemma3": {"query_pre_attn_scalar": 64, "num_hidden_layers": 7},
     "phi2": WIDE,

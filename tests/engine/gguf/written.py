@@ -161,16 +161,6 @@ def _fused_attention(tensors: Tensors, _: PretrainedConfig) -> Tensors:
     return rest
 
 
-def _fused_experts(tensors: Tensors, _: PretrainedConfig) -> Tensors:
-    """`--fuse-gate-up-exps`, of whole experts"""
-    rest = dict(tensors)
-    for name in tensors:
-        if match := re.fullmatch(r"(model\.layers\.(\d+)\.mlp\.experts\.)gate_proj\.weight", name):
-            parts = [rest.pop(f"{match[1]}{each}_proj.weight") for each in ("gate", "up")]
-            rest[f"blk.{match[2]}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
-    return rest
-
-
 def _one_head_norm(tensors: Tensors, _: PretrainedConfig) -> Tensors:
     norms: dict[str, list[np.ndarray]] = {}
     rest = {}
@@ -221,13 +211,6 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         options={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                  "norm_topk_prob": True},
         changes=(_whole_experts,))),
-    "qwen3 moe fused": ("qwen3moe", Family(
-        model="Qwen3MoeForCausalLM",
-        keys=_LLAMA | _EXPERTS | {
-            "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
-        options={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                 "norm_topk_prob": True},
-        changes=(_whole_experts, _fused_attention, _fused_experts))),
     "olmoe": ("olmoe", Family(
         model="OlmoeForCausalLM", keys=_LLAMA | _EXPERTS | {"expert_count": "num_experts"},
         options={"num_experts": 4, "num_experts_per_tok": 2}, changes=(_whole_experts,))),
