@@ -129,14 +129,14 @@ def _on_the_hub(config: ModelConfig) -> Iterator[_Place]:
         if revision is None:
             revision = max(repository.revisions, key=lambda each: each.last_modified)
         path, name = revision.snapshot_path, repository.repo_id
-        models = [*labels(str(each.relative_to(path)) for each in path.rglob("*.gguf"))]
+        files = [*labels(str(each.relative_to(path)) for each in path.rglob("*.gguf"))]
         if any(path.glob("*.safetensors")):
             yield _Place(name, path, repository.size_on_disk)
-        for label, files in models:
-            parts = [path / each for each in files]
+        for label, names in files:
+            parts = [path / each for each in names]
             shown = f"{name}:{label}" if label else str(parts[0])
             yield _Place(shown, parts[0], sum(map(_size, parts)))
-        if not (models or any(path.glob("*.safetensors"))):
+        if not (files or any(path.glob("*.safetensors"))):
             yield _Place(name, None, repository.size_on_disk, "not complete: it has no weights")
 
 
