@@ -19,6 +19,7 @@ from penstock.engine.config import CacheConfig, ModelConfig, Quantization
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
+from penstock.engine.gguf.choice import labels
 from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import MatrixLayer
 from penstock.engine.model_files import (
@@ -123,7 +124,8 @@ def _packaged() -> Iterator[_Place]:
 
 
 def _on_the_hub(config: ModelConfig) -> Iterator[_Place]:
-    """Repositories in the cache: of the revision that would be served, or else the latest."""
+    """Repositories in the cache: of the revision that would be served, or else the latest. GGUF
+    files have their labels, as in `repo:Q4_K_M`."""
     try:
         found = scan_cache_dir(config.download_dir)
     except (CacheNotFound, ValueError):  # or a file where the folder would be
@@ -134,12 +136,14 @@ def _on_the_hub(config: ModelConfig) -> Iterator[_Place]:
         if revision is None:
             revision = max(repository.revisions, key=lambda each: each.last_modified)
         path, name = revision.snapshot_path, repository.repo_id
-        files = sorted(path.rglob("*.gguf"))
-        if files and not (path / "config.json").exists():
-            yield from (_Place(str(each), each, _size(each)) for each in files)
-        elif files or any(path.glob("*.safetensors")):
+        files = [*labels(str(each.relative_to(path)) for each in path.rglob("*.gguf"))]
+        if any(path.glob("*.safetensors")):
             yield _Place(name, path, repository.size_on_disk)
-        else:
+        for label, names in files:
+            parts = [path / each for each in names]
+            shown = f"{name}:{label}" if label else str(parts[0])
+            yield _Place(shown, parts[0], sum(map(_size, parts)))
+        if not (files or any(path.glob("*.safetensors"))):
             yield _Place(name, None, repository.size_on_disk, "not complete: it has no weights")
 
 

@@ -44,7 +44,9 @@ _ST_KINDS = {
 # In sentence-transformers 6, one field names the kind.
 _ST_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 # Of `transformers`: bidirectional, without keys and values to keep.
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet", "Electra", "ModernBert")
+ENCODERS = (
+    "Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet", "Electra", "ModernBert", "NomicBert"
+)  # fmt: skip
 _SIZES = ("dim", "hidden_size", "n_embd", "n_embed", "d_model")  # what families call it
 _ENCODER_TASKS = {"Model": "embed", "ForMaskedLM": "embed", "ForSequenceClassification": "score"}
 _IDENTITY = "Identity"

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engine.config_fields import ConfigFields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf.reader import GgufFile
+from penstock.engine.gguf.reader import GgufFile, GgufTensor
 
 # Keys that change nothing here: of the vocabulary, whose size the embedding has, of the way to
 # store queries and keys, of how a model was trained.
@@ -238,8 +238,10 @@ class GgufArchitecture:
     add: Callable[[_Model], None] = _add_nothing
 
 
-def read_architecture(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The `config.json` of a file, and what reading its tensors needs to know.
+def read_architecture(
+    file: GgufFile,
+) -> tuple[dict[str, Any], dict[str, Any], Mapping[str, GgufTensor]]:
+    """The `config.json` of a file, what reading its tensors needs to know, and these.
 
     Raises:
         ModelLoadError: the architecture is not supported, a key is missing, or changes the
@@ -256,7 +258,9 @@ def read_architecture(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     keys, own = Keys(file, name), ARCHITECTURES[name]
     config = _shape(keys, own, file)
-    model = _Model(keys, file, config, {**_LLAMA, **own.outer, **own.inner})
+    names = {**_LLAMA, **own.outer, **own.inner}
+    file = replace(file, tensors=dict(_separated(file, config, names)))
+    model = _Model(keys, file, config, names)
     keys.refuse_others("nextn_predict_layers", 0)
     keys.refuse_others("attention.causal", not own.is_encoder)
     pooling = keys.integer("pooling_type", 0, minimum=0)
@@ -270,7 +274,7 @@ def read_architecture(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
         raise keys.error(left[0], f"{keys.raw(left[0])!r}: this key of {name} is not supported")
     heads = [config["num_attention_heads"], config["num_key_value_heads"]]
     renamed = {own.fields.get(field, field): value for field, value in config.items()}
-    return {field: value for field, value in renamed.items() if field}, {
+    reading = {
         "architecture": name,
         "keys": dict(_keys_of_fields(name, own)),
         "layers": own.layers,
@@ -280,6 +284,26 @@ def read_architecture(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "norm_offset": own.norm_offset,
         "pooling": _POOLING[pooling],
     }
+    found = {field: value for field, value in renamed.items() if field}
+    return found, reading, file.tensors
+
+
+def _separated(
+    file: GgufFile, config: Mapping[str, Any], names: Mapping[str, str]
+) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors, with three for one that has queries, keys and values, unless all files of the
+    architecture have it: an option of llama.cpp's converter, and old files of Phi 2."""
+    heads = (config["num_attention_heads"], *(config["num_key_value_heads"],) * 2)
+    sizes = dict(zip("qkv", (config["head_dim"] * each for each in heads), strict=True))
+    for name, tensor in file.tensors.items():
+        start, is_fused, kind = name.partition(".attn_qkv.")
+        if not is_fused or "attn_qkv" in names.values() or sum(sizes.values()) != tensor.shape[0]:
+            yield name, tensor
+            continue
+        first = 0
+        for part, size in sizes.items():
+            yield f"{start}.attn_{part}.{kind}", tensor.rows(first, size)
+            first += size
 
 
 def _keys_of_fields(name: str, own: GgufArchitecture) -> Iterator[tuple[str, str]]:
@@ -636,12 +660,24 @@ def _add_seed_oss(model: _Model) -> None:
 
 
 def _add_bert(model: _Model) -> None:
-    """The kin that other tokenizers give away have other positions."""
+    """Its kin, which other tokenizers give away, begin to count positions at a later one."""
     kind = model.file.keys.get("tokenizer.ggml.model")
-    if kind != "bert":
+    config, padding = model.config, "tokenizer.ggml.padding_token_id"
+    if kind in _BERT_KIN:
+        name, config["model_type"] = _BERT_KIN[kind]
+        config["architectures"] = [name]
+        config["pad_token_id"] = ConfigFields(model.file.keys, path=model.file.parts[0]).integer(
+            padding, 1, minimum=0
+        )
+        config["max_position_embeddings"] += config["pad_token_id"] + 1
+    elif kind != "bert":
         raise ModelLoadError(
             f"{model.file.parts[0]}: tokenizer.ggml.model: {kind!r} is not supported with 'bert'"
         )
+    _add_token_types(model)
+
+
+def _add_token_types(model: _Model) -> None:
     types = model.file.tensors.get("token_types.weight")
     if types is None:
         raise ModelLoadError(f"{model.file.parts[0]}: tensor token_types.weight is missing")
@@ -652,6 +688,7 @@ def _add_ernie(model: _Model) -> None:
     model.config["use_bias"] = model.has("attn_q.bias")
 
 
+_BERT_KIN = {"t5": ("XLMRobertaModel", "xlm-roberta"), "gpt2": ("RobertaModel", "roberta")}
 _GEMMA_OPTIONS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _GPT_MLP = {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
@@ -808,6 +845,17 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
                "attention.self.value": "attn_v", "attention.output.dense": "attn_output",
                "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
                "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm"},
+    ),
+    "nomic-bert": GgufArchitecture(
+        model="NomicBertModel", model_type="nomic_bert", norm="layer", layers="layers.",
+        is_encoder=True, add=_add_token_types,
+        fields={"rms_norm_eps": "layer_norm_eps", "num_key_value_heads": ""},
+        options={"dtype": "float32", "hidden_act": "silu"},
+        outer={"embeddings.word_embeddings": "token_embd",
+               "embeddings.token_type_embeddings": "token_types",
+               "embeddings.LayerNorm": "token_embd_norm"},
+        inner={"post_attention_layernorm": "attn_output_norm",
+               "post_mlp_layernorm": "layer_output_norm"},
     ),
     "seed_oss": GgufArchitecture(
         model="SeedOssForCausalLM", model_type="seed_oss",

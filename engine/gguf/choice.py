@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from penstock.engine.errors import ModelLoadError
 
@@ -24,12 +24,8 @@ def choose_gguf(names: Iterable[str], label: str, where: str) -> tuple[str, ...]
     Raises:
         ModelLoadError: no model has the label, or several models do.
     """
-    models: dict[str, list[str]] = {}
-    for name in sorted(names):
-        if name.endswith(_SUFFIX) and not any(word in name.lower() for word in _NO_MODELS):
-            models.setdefault(_PART.sub("", name.removesuffix(_SUFFIX)), []).append(name)
-    pattern = re.compile(rf"(?:^|[-._/]){re.escape(label)}(?:[-./]|$)", re.IGNORECASE)
-    found = [model for model in models if not label or pattern.search(model)]
+    models = _models(names)
+    found = _labelled(models, label) if label else list(models)
     if len(found) == 1:
         return tuple(models[found[0]])
     if not found and not label:
@@ -38,3 +34,28 @@ def choose_gguf(names: Iterable[str], label: str, where: str) -> tuple[str, ...]
     if not found:
         raise ModelLoadError(f"{where} has no GGUF file of {label!r}; it has {shown}")
     raise ModelLoadError(f"{where} has {len(found)} GGUF models, name one of them: {shown}")
+
+
+def labels(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each model's shortest label, by which `choose_gguf` finds it among these files, and what it
+    finds; empty: no label means it alone."""
+    models = _models(names)
+    for model, files in models.items():
+        starts = [0, *(each.end() for each in re.finditer(r"[-./]", model))]
+        ends = (model[start:] for start in reversed(starts))
+        label = next((each for each in ends if _labelled(models, each) == [model]), "")
+        yield label, tuple(files)
+
+
+def _models(names: Iterable[str]) -> dict[str, list[str]]:
+    """The files of each model, in order."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(_SUFFIX) and not any(word in name.lower() for word in _NO_MODELS):
+            models.setdefault(_PART.sub("", name.removesuffix(_SUFFIX)), []).append(name)
+    return models
+
+
+def _labelled(models: Iterable[str], label: str) -> list[str]:
+    pattern = re.compile(rf"(?:^|[-._/]){re.escape(label)}(?:[-./]|$)", re.IGNORECASE)
+    return [model for model in models if pattern.search(model)]

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from penstock.engine.json_file import (
 )
 from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
 
-_VERSION = 7  # of what is written; a change makes other directories
+_VERSION = 8  # of what is written; a change makes other directories
 _SAMPLING = "general.sampling."  # begins keys of what a model's makers recommend
 # Those of llama.cpp's samplers that there are here, by the fields of a `generation_config.json`.
 _SAMPLERS = {
@@ -109,14 +110,8 @@ def write_model(content: GgufFile, folder: Path) -> None:
     Raises:
         ModelLoadError: names the key that is missing, or not supported.
     """
-    config, reading = read_architecture(content)
-    tensors = {
-        name: {
-            "type": each.type, "shape": each.shape, "offset": each.offset, "size": each.size,
-            "part": each.part,
-        }
-        for name, each in content.tensors.items()
-    }  # fmt: skip
+    config, reading, found = read_architecture(content)
+    tensors = {name: asdict(each) for name, each in found.items()}
     samplers = {name: _SAMPLING + key for name, key in _SAMPLERS.items()}
     keys = {**reading["keys"], **samplers}
     index = {**reading, "keys": keys, "num_parts": len(content.parts), "tensors": tensors}
@@ -141,10 +136,10 @@ def _write_pooling(folder: Path, kind: str) -> None:
 def _write(content: GgufFile, folder: Path) -> None:
     write_model(content, folder)
     try:
-        written = write_tokenizer(content.keys, folder)
+        end_token_ids = write_tokenizer(content.keys, folder)
     except ModelLoadError as error:
         raise ModelLoadError(f"{content.parts[0]}: {error}") from error
-    ends = {"eos_token_id": written.end_token_ids}
+    ends = {"eos_token_id": end_token_ids}
     _write_json(folder / "generation_config.json", ends | _sampling(content.keys))
 
 

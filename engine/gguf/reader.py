@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +79,16 @@ class GgufTensor:
     offset: int
     size: int
     part: int = 0
+
+    def rows(self, first: int, count: int) -> GgufTensor:
+        """Some rows of a matrix, or numbers of a vector."""
+        size = self.size // self.shape[0]
+        return replace(
+            self,
+            shape=(count, *self.shape[1:]),
+            offset=self.offset + first * size,
+            size=count * size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +283,7 @@ class _Declared:
             end = offset + each.size
             if end > len(self._content):
                 raise _DamagedError(f"tensor {_shown(name)} ends after the file")
-            placed[name] = GgufTensor(each.type, each.shape, offset, each.size, each.part)
+            placed[name] = replace(each, offset=offset)
         return placed
 
     def _text(self, what: str) -> str:

@@ -18,7 +18,6 @@ import base64
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -46,23 +45,9 @@ _PHI3 = ("phi-3", "phi3")
 _MASK_TAKES_SPACE = ("jina-v2", "roberta", "modern-bert")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenTokenizer:
-    """What other files of the model directory say about it.
-
-    Attributes:
-        end_token_ids: each ends an answer; in ascending order.
-    """
-
-    num_tokens: int
-    end_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
-
-
-def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> WrittenTokenizer:
-    """Write the tokenizer and the chat templates that a file's metadata describe.
+def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
+    """Write the tokenizer and the chat templates that a file's metadata describe; the ids of the
+    tokens that end an answer, in ascending order.
 
     Args:
         keys: of the file, with numbers, strings and lists of them as values.
@@ -85,14 +70,7 @@ def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> WrittenTokenizer:
     config = _config(values, vocabulary)
     (folder / "tokenizer.json").write_text(text, "utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), "utf-8")
-    special = vocabulary.special
-    return WrittenTokenizer(
-        num_tokens=len(vocabulary.tokens),
-        end_token_ids=vocabulary.end_ids,
-        bos_token_id=special.bos,
-        eos_token_id=special.eos,
-        pad_token_id=special.pad,
-    )
+    return vocabulary.end_ids
 
 
 def _tokenizer(keys: Keys, vocabulary: Vocabulary, *, are_checked: bool = False) -> str:

@@ -115,9 +115,7 @@ def _by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 def _context_len(fields: ConfigFields, path: Path) -> int:
     """Tokens of a text, special ones among them."""
-    length = fields.integer("max_position_embeddings")
-    if fields.texts("architectures")[0].startswith(_SHIFTED):
-        length -= fields.integer("pad_token_id", 1, minimum=0) + 1
+    length = fields.integer("max_position_embeddings") - _first_position(fields)
     file = path / "sentence_bert_config.json"
     if is_present(file):
         length = min(
@@ -126,15 +124,24 @@ def _context_len(fields: ConfigFields, path: Path) -> int:
     return length
 
 
+def _first_position(fields: ConfigFields) -> int:
+    if fields.texts("architectures")[0].startswith(_SHIFTED):
+        return fields.integer("pad_token_id", 1, minimum=0) + 1
+    return 0
+
+
 def _load_gguf(kind: Any, path: Path, dtype: torch.dtype) -> Any:
-    """The same of a GGUF file, whose matrices become dense."""
+    """The same of a GGUF file, whose matrices become dense, and whose positions begin with the
+    first one of a text."""
+    fields = read_model_fields(path)
     transformers: Any = import_module("transformers")
     settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     checkpoint, model = open_checkpoint(path), kind.from_config(settings, dtype=dtype)
     for name, parameter in model.named_parameters():
         if not name.startswith(_UNUSED):
-            values = read_numbers(checkpoint, name, tuple(parameter.shape))
-            parameter.data.copy_(values)
+            first = _first_position(fields) if name.endswith("position_embeddings.weight") else 0
+            num_rows, *rest = parameter.shape
+            parameter.data[first:] = read_numbers(checkpoint, name, (num_rows - first, *rest))
     checkpoint.check_all_read(lambda _: False)
     return model.eval()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = REPOSITORY / "build" / "peers"
 
+OURS = "penstock"
 TORCH = "torch==2.13.0"
 VLLM = "0.32.0"
 LLAMA_CPP_PYTHON = "0.3.36"
@@ -39,7 +40,7 @@ class Environment:
 
     @property
     def path(self) -> Path:
-        return BUILD / self.name
+        return Path(sys.prefix) if self.name == OURS else BUILD / self.name
 
     @property
     def python(self) -> Path:
@@ -93,12 +94,12 @@ class Environment:
 
 
 def make(name: str) -> Environment:
-    """The environment of this name, made now unless it is there. Raises InstallError if a step
-    fails; the next call starts again."""
+    """The environment of this name, made now unless it is there; ours is this one. Raises
+    InstallError if a step fails; the next call starts again."""
     environment = Environment(name)
-    if environment.stamp.exists():
-        return environment
     BUILD.mkdir(parents=True, exist_ok=True)
+    if name == OURS or environment.stamp.exists():
+        return environment
     shutil.rmtree(environment.path, ignore_errors=True)
     began_s = time.monotonic()
     environment.run(sys.executable, "-m", "venv", environment.path)
@@ -142,14 +143,14 @@ def _requirements_of(environment: Environment, dist_info: str) -> list[str]:
 
 
 def _llamacpp(environment: Environment) -> None:
-    environment.install("gguf", "numpy", "cmake", "ninja")
+    environment.install("cmake", "ninja")
     environment.pip(
         *("download", "-q", "--no-deps", "--no-binary", ":all:", "--dest", environment.path),
         f"llama-cpp-python=={LLAMA_CPP_PYTHON}",
     )
     with tarfile.open(next(environment.path.glob("llama_cpp_python-*.tar.gz"))) as archive:
         archive.extractall(environment.path, filter="data")
-    source = next(environment.path.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    source = llama_cpp_source()
     build = environment.path / "llama.cpp"
     tools = {"PATH": f"{environment.path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     flags = ("GGML_NATIVE=ON", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF", "BUILD_SHARED_LIBS=OFF")
@@ -160,6 +161,12 @@ def _llamacpp(environment: Environment) -> None:
     )
     targets = ("--target", "llama-server", "--target", "llama-quantize")
     environment.run("cmake", "--build", build, *targets, env=tools)
+
+
+def llama_cpp_source() -> Path:
+    """Its converter and more are there, once `make` has made its environment."""
+    [source] = (BUILD / "llamacpp").glob("llama_cpp_python-*/vendor/llama.cpp")
+    return source
 
 
 def _openvino(environment: Environment) -> None:

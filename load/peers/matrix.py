@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.load.launch import family
-from penstock.load.peers import workloads
-from penstock.load.peers.environments import InstallError
-from penstock.load.peers.report import OURS, Failure, Observation, Report, chosen_setting, write
+from penstock.load.peers import models, workloads
+from penstock.load.peers.environments import OURS, InstallError
+from penstock.load.peers.report import Failure, Observation, Report, chosen_setting, write
 from penstock.load.peers.rivals import (
     RIVALS,
     Rival,
@@ -59,12 +59,15 @@ def observe(
         result = running.measure(workload)
         summary = summarize(result)
         took = _per_1k(before, cpu_s(family(running.process)), summary.num_output_tokens)
+        rate = summary.output_tokens_per_s
+        if workload.name == "prefill":
+            rate = summary.total_tokens_per_s - rate
         yield Observation(
             **asdict(start),
             workload=workload.name,
             setting=setting.name,
             flags=str(setting),
-            output_tokens_per_s=summary.output_tokens_per_s,
+            output_tokens_per_s=rate,
             ttft_ms_p50=summary.ttft_ms.p50,
             ttft_ms_p99=summary.ttft_ms.p99,
             itl_ms_p50=summary.itl_ms.p50,
@@ -167,7 +170,7 @@ class Matrix:
         """The workloads of each setting: first all that fit it, then those it was best at."""
         seen = list(self.report.observations)
         best = {name: chosen_setting(seen, (start.model, name, start.system)) for name in names}
-        for setting in self.rivals[start.system].settings(start.model):
+        for setting in self.rivals[start.system].options:
             chosen = [
                 name for name in names if setting.fits(name) and best[name] in (None, setting.name)
             ]
@@ -202,13 +205,17 @@ def _line(seen: Observation) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parsed = _parser().parse_args(words)
+    parser = _parser()
+    parsed = parser.parse_args(words)
+    if parsed.files and (others := {*(parsed.workloads or ())} - {*workloads.WORKLOADS_OF_FILES}):
+        parser.error(f"--workloads: files have none of {', '.join(sorted(others))}")
     # Both signals act as Ctrl-C, with or without an event loop: everything started is stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with real_time() as is_real_time:
         pass
-    comparison = "speculation" if parsed.speculation else parsed.weights
+    comparison = "gguf" if parsed.files else parsed.weights
+    comparison = "speculation" if parsed.speculation else comparison
     rivals = {
         rival.name: rival
         for rival in RIVALS[comparison]
@@ -218,11 +225,12 @@ def main(words: Sequence[str] | None = None) -> int:
     matrix = Matrix(rivals, report, parsed.out)
     began_s = time.monotonic()
     usual = ["S-cycles", "M-cycles"] if parsed.speculation else ["T", "S", "M", "GPT2", "MOE"]
-    chosen = parsed.models or usual
+    chosen = [models.link(file) for file in parsed.files] or parsed.models or usual
     matrix.prepare(chosen)
     for model in chosen:
-        names = parsed.workloads or workloads.DEFAULT_WORKLOADS[model]
-        matrix.run(model, names, parsed.repeats or _DEFAULT_REPEATS[model])
+        default = workloads.DEFAULT_WORKLOADS.get(model, workloads.WORKLOADS_OF_FILES)
+        repeats = parsed.repeats or _DEFAULT_REPEATS.get(model, 3)
+        matrix.run(model, parsed.workloads or default, repeats)
     paths = write(matrix.report, parsed.out)
     print(f"{time.monotonic() - began_s:.0f} s; wrote", ", ".join(map(str, paths)))
     return int(not matrix.report.observations)
@@ -240,8 +248,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights", choices=("bf16", "int8", "int4"), default="bf16", help="how all store them")
     add("--speculation", action="store_true", help="each system with its own and without")
     add("--models", nargs="+", choices=_DEFAULT_REPEATS, help="default: by comparison")
+    add("--files", nargs="+", type=Path, default=[], help="instead: GGUF files of real models")
     add("--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model")
-    add("--repeats", type=int, help="rounds; default: 2 of T and S, 1 of others")
+    add("--repeats", type=int, help="rounds; default: 3 of files, 2 of T and S, 1 of others")
     add("--out", type=Path, default=Path("load/results"), help="folder for the results")
     return parser
 

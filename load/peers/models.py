@@ -11,6 +11,8 @@ and the output layer's rows of all other tokens are zero: greedy decoding never 
 T-cycles, S-cycles and M-cycles have the same shapes and write a known text, for speculation
 (`cycles`). T-draft, S-draft and M-draft draft for them: T's shape with the vocabulary of the model,
 whose next word is the same after `DRAFT_AGREEMENT` of the words.
+
+A GGUF file is a model too, by its file's name: `link` puts it beside those that are made.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ CHAT_TEMPLATE = (
 )
 _MAX_MODEL_LEN = 4096
 DRAFT_AGREEMENT = 0.7
+_IDS_OF_FILES = range(1000, 30_000)  # normal tokens in all vocabularies of real models
 _CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ", "aeiouy"
 
 
@@ -126,9 +129,9 @@ def _words(space: str, syllables: list[tuple[str, str]]) -> Iterator[tuple[str, 
 
 
 def make(name: str, directory: Path | None = None) -> Path:
-    """The directory of a model of `SHAPES`, made now unless it is there."""
+    """A file, or the directory of a model of `SHAPES`, made now unless it is there."""
     path = directory or MODELS / name
-    if (path / "tokenizer.json").exists():
+    if path.is_file() or (path / "tokenizer.json").exists():
         return path
     unfinished = path.with_name(path.name + ".part")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -139,6 +142,15 @@ def make(name: str, directory: Path | None = None) -> Path:
     return unfinished.rename(path)
 
 
+def link(file: Path) -> str:
+    """The name of the model that a GGUF file is."""
+    place = MODELS / file.name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(file.resolve(strict=True))
+    return file.name
+
+
 def draft_of(name: str) -> str:
     """The draft model for a model whose text is known."""
     return f"{name.removesuffix('-cycles')}-draft"
@@ -146,6 +158,8 @@ def draft_of(name: str) -> str:
 
 def word_ids(name: str) -> range:
     """The ids of word tokens, of which prompts and answers consist."""
+    if name not in SHAPES:
+        return _IDS_OF_FILES
     tokens = _vocabulary_of(name)
     return range(tokens.first_word_id, len(tokens.tokens))
 

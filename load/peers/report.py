@@ -1,7 +1,7 @@
 """The results of a comparison: `DATE-peers.json`, and tables and a picture made from it.
 
 The JSON holds every observation and the cells made of them. Ours comes first in every table, and
-the fastest is bold. To make the rest again from the JSON:
+the fastest is bold. To make the rest again from the JSON, and its table in RESULTS.md:
 
     python -m penstock.load.peers.report load/results/DATE-peers.json
 """
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from penstock.load.machine import commit
+from penstock.load.peers.environments import OURS
 from penstock.load.report import plots
-from penstock.load.report.tables import table, write_report
+from penstock.load.report.tables import replace_marked, table, write_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 #
 # A pair is a run of ours and one of a rival right after it. Machines drift, so a ratio is
 # taken of each pair, and then the median of the ratios.
-
-OURS = "penstock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +457,49 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+# -- the table in RESULTS.md ---------------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[1] / "RESULTS.md"
+_WORKLOADS = {
+    "single": "single stream",
+    "c8": "8 in flight",
+    "c32": "32 in flight",
+    "prefill": "prompts of 2,000",
+    "front128": "128 in flight",
+    "echo": "copying the prompt",
+    "novel": "nothing to copy",
+}
+
+
+def marker(comparison: str) -> str:
+    """Of the table of this comparison."""
+    kind = "" if comparison == "bf16" else f" in {comparison}"
+    return f"rivals{kind}: written by load.peers.report"
+
+
+def summary(found: Sequence[Cell]) -> str:
+    """Tokens per second of ours, and ours by each rival's."""
+    systems = [name for name in dict.fromkeys(cell.system for cell in found) if name != OURS]
+    by_place = {(cell.model, cell.workload, cell.system): cell for cell in found}
+    rows = []
+    for model, workload in dict.fromkeys((cell.model, cell.workload) for cell in found):
+        ours = by_place.get((model, workload, OURS))
+        if workload not in _WORKLOADS or ours is None:
+            continue
+        rivals = (by_place.get((model, workload, name)) for name in systems)
+        rows.append(
+            [
+                f"{model}, {_WORKLOADS[workload]}",
+                f"{ours.tokens_per_s:,.0f}",
+                *(
+                    "–" if each is None or not each.ratio else f"{1 / each.ratio:.2f}×"
+                    for each in rivals
+                ),
+            ]
+        )
+    return table(["", "our tokens/s", *(f"by {name}" for name in systems)], rows)
+
+
 def machine() -> dict[str, Any]:
     """What figures depend on most."""
     return {
@@ -476,6 +518,8 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-if __name__ == "__main__":  # the tables and the picture once more, from the JSON of a run
+if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(*write(Report.read(Path(name)), Path(name).parent), sep="\n")
+        report = Report.read(Path(name))
+        print(*write(report, Path(name).parent), sep="\n")
+        replace_marked(RESULTS, marker(report.comparison), summary(cells(report.observations)))

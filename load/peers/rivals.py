@@ -12,24 +12,22 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import uvloop
 from tokenizers import Tokenizer
 
-from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Endpoint, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.client.transport import Transport
-from penstock.load.launch import end, free_port, server
+from penstock.load.launch import end, free_port
 from penstock.load.peers import environments, models
-from penstock.load.peers.environments import BUILD, REPOSITORY, Environment
+from penstock.load.peers.environments import BUILD, OURS, REPOSITORY, Environment
 from penstock.load.peers.workloads import Workload, token_turns
 from penstock.load.workloads.driver import ClosedLoop, RunResult, run
 
@@ -54,37 +52,6 @@ class Setting:
         """As on a command line: what the report says."""
         words = [*(f"{key}={value}" for key, value in self.env.items()), *self.flags]
         return " ".join([f"{self.name}:", *words]) if words else self.name
-
-
-class Running(Protocol):
-    """A rival that is ready."""
-
-    ready_s: float  # from the start of its process
-    process: psutil.Process  # the first of its processes
-
-    def measure(self, workload: Workload) -> RunResult:
-        """Raises RivalError if it ended, or took too long."""
-        ...
-
-    def stop(self) -> None:
-        """End all its processes, by force if it must be."""
-        ...
-
-
-class Rival(Protocol):
-    name: str  # in the results
-    title: str  # for people
-
-    def prepare(self, model: str) -> str:
-        """Make its environment and its form of the model; its version. Raises InstallError if it
-        cannot be had here."""
-        ...
-
-    def settings(self, model: str) -> Sequence[Setting]: ...
-
-    def start(self, model: str, setting: Setting) -> Running:
-        """Raises RivalError if it did not start."""
-        ...
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> dict[str, float]:
@@ -118,36 +85,6 @@ _READY_WITHIN_S, _CELL_WITHIN_S = 240.0, 300.0
 _TAIL_BYTES = 600
 
 
-def measure_http(
-    base_url: str,
-    model: str,
-    workload: Workload,
-    *,
-    transport: Callable[[str, Endpoint], Transport] = SseTransport,
-) -> RunResult:
-    """Run a workload against a server, at real-time priority where permitted. Raises RivalError if
-    it takes too long."""
-
-    async def go() -> RunResult:
-        async with (
-            asyncio.timeout(_CELL_WITHIN_S),
-            transport(base_url, workload.endpoint) as opened,
-        ):
-            return await run(
-                opened,
-                workload.dialogues,
-                arrivals=ClosedLoop(workload.concurrency),
-                model=model,
-                extra={"temperature": 0},
-            )
-
-    try:
-        with real_time():
-            return uvloop.run(go())
-    except TimeoutError:
-        raise RivalError(f"{workload.name} took longer than {_CELL_WITHIN_S:g} s") from None
-
-
 @contextmanager
 def real_time() -> Iterator[bool]:
     """Run the block under SCHED_RR; yield whether that is permitted.
@@ -167,9 +104,14 @@ def real_time() -> Iterator[bool]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-class Process:
-    """A `Running` started by a command, its output in a log; `pipes` may replace its standard input
-    and output."""
+class Running:
+    """A rival that is ready, started by a command, its output in a log; `pipes` may replace its
+    standard input and output.
+
+    Attributes:
+        ready_s: from the start of its process.
+        process: the first of its processes.
+    """
 
     stop_within_s = 20.0  # then it is killed
 
@@ -196,7 +138,12 @@ class Process:
             raise
         self.ready_s = time.perf_counter() - began_s
 
+    def measure(self, workload: Workload) -> RunResult:
+        """Raises RivalError if it ended, or took too long."""
+        raise NotImplementedError
+
     def stop(self) -> None:
+        """End all its processes, by force if it must be."""
         end(self.process, within_s=self.stop_within_s)
         self._popen.communicate()
 
@@ -204,7 +151,7 @@ class Process:
         raise NotImplementedError
 
 
-class HttpServer(Process):
+class HttpServer(Running):
     """An OpenAI-compatible server, ready when `/health` says so."""
 
     def __init__(
@@ -223,9 +170,28 @@ class HttpServer(Process):
         super().__init__(command, env=env, log=log)
 
     def measure(self, workload: Workload) -> RunResult:
+        """At real-time priority where permitted."""
         if self._popen.poll() is not None:
             raise RivalError(f"it had ended with {self._popen.returncode}")
-        return measure_http(self._base_url, self._model, workload, transport=self._transport)
+        try:
+            with real_time():
+                return uvloop.run(self._run(workload))
+        except TimeoutError:
+            late = f"{workload.name} took longer than {_CELL_WITHIN_S:g} s"
+            raise RivalError(late) from None
+
+    async def _run(self, workload: Workload) -> RunResult:
+        async with (
+            asyncio.timeout(_CELL_WITHIN_S),
+            self._transport(self._base_url, workload.endpoint) as opened,
+        ):
+            return await run(
+                opened,
+                workload.dialogues,
+                arrivals=ClosedLoop(workload.concurrency),
+                model=self._model,
+                extra={"temperature": 0},
+            )
 
     def _await_ready(self, until_s: float) -> None:
         while time.perf_counter() < until_s:
@@ -240,7 +206,7 @@ class HttpServer(Process):
         raise RivalError(f"it was not ready within {_READY_WITHIN_S:g} s: {tail(self._log)}")
 
 
-class InProcess(Process):
+class InProcess(Running):
     """A library, run and timed by our worker under the library's own Python. Its figures include no
     client, no HTTP and no tokenizer."""
 
@@ -312,7 +278,7 @@ _VLLM_FLAGS = (
 _VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 # llama.cpp's slots, as many as streams in flight: their workloads, and the tokens of each slot.
 _SLOTS = {
-    1: (frozenset({"single", "turns1", "echo", "novel"}), 1536),
+    1: (frozenset({"single", "turns1", "echo", "novel", "prefill"}), 2560),
     8: (frozenset({"c8", "turns8"}), 1536),
     32: (frozenset({"c32"}), 768),
     128: (frozenset({"front128"}), 256),
@@ -321,69 +287,14 @@ _SLOTS = {
 _HF_BLOCKS = {"page_size": 64, "num_blocks": 1024, "max_batch_tokens": 2048}
 
 
-def _log(system: str, model: str, setting: Setting) -> Path:
-    return BUILD / "logs" / f"{system}-{model}-{setting.name}.log"
-
-
-@dataclass(slots=True)
-class Penstock:
-    """Our own server, started and measured like any other."""
-
-    flags: tuple[str, ...] = ()
-    name: str = "penstock"
-    title: str = "penstock"
-
-    def prepare(self, model: str) -> str:
-        models.make(model)
-        return version("penstock-llm")
-
-    def settings(self, model: str) -> Sequence[Setting]:
-        """The defaults, as for a user who sets nothing else."""
-        del model
-        return (Setting(name="default", flags=self.flags),)
-
-    def start(self, model: str, setting: Setting) -> PenstockServer:
-        return PenstockServer(model, setting)
-
-
-class DraftedPenstock(Penstock):
-    """The same with a draft model."""
-
-    def settings(self, model: str) -> Sequence[Setting]:
-        config = {"model": str(models.make(models.draft_of(model)))}
-        return (Setting(name="default", flags=("--speculative-config", json.dumps(config))),)
-
-
-class PenstockServer:
-    """A `Running`."""
-
-    def __init__(self, model: str, setting: Setting) -> None:
-        self._stack = ExitStack()
-        self._model = model
-        log = _log("penstock", model, setting)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        flags = ["--served-model-name", model, *setting.flags]
-        try:
-            started = self._stack.enter_context(server(str(models.make(model)), flags, log=log))
-        except ConfigError as error:
-            raise RivalError(str(error)) from error
-        self._base_url = started.base_url
-        self.ready_s = started.ready_s
-        self.process = started.process
-
-    def measure(self, workload: Workload) -> RunResult:
-        return measure_http(self._base_url, self._model, workload)
-
-    def stop(self) -> None:
-        self._stack.close()
-
-
-@dataclass(slots=True, kw_only=True)
-class Other:
-    """A rival that has an environment of its own.
-
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """
     Attributes:
-        name: of its environment, and perhaps of a variant after a dash.
+        name: in the results; of its environment, and perhaps of a variant after a dash.
+        title: for people.
+        distribution: its version is the rival's.
+        options: the ways to start it.
         convert: makes the model in the rival's own form, unless it is there.
         serve: the command of its server, by environment, converted model, model and port; None for
             a library, which the worker of the rival's name runs.
@@ -391,7 +302,7 @@ class Other:
 
     name: str
     title: str
-    distribution: str  # its version is the rival's
+    distribution: str
     options: tuple[Setting, ...]
     convert: Callable[[str], Path] = models.make
     serve: Callable[[Environment, Path, str, int], list[object]] | None = None
@@ -399,6 +310,8 @@ class Other:
     transport: Callable[[str, Endpoint], Transport] = SseTransport
 
     def prepare(self, model: str) -> str:
+        """Make its environment and its form of the model; its version. Raises InstallError if it
+        cannot be had here."""
         environment = environments.make(self._family)
         self.convert(model)
         return environment.version(self.distribution) or self.distribution
@@ -407,14 +320,11 @@ class Other:
     def _family(self) -> str:
         return self.name.partition("-")[0]
 
-    def settings(self, model: str) -> Sequence[Setting]:
-        del model
-        return self.options
-
     def start(self, model: str, setting: Setting) -> Running:
+        """Raises RivalError if it did not start."""
         environment, form, port = environments.make(self._family), self.convert(model), free_port()
         env = {**self.env(environment), **setting.env}
-        log = _log(self.name, model, setting)
+        log = BUILD / "logs" / f"{self.name}-{model}-{setting.name}.log"
         if self.serve is None:
             worker = f"penstock.load.peers.workers.{self._family}"
             library = [environment.python, "-m", worker, form, *setting.flags]
@@ -429,6 +339,19 @@ def preload(environment: Environment) -> str:
     """What vLLM wants in LD_PRELOAD: a faster allocator, and Intel's OpenMP."""
     allocator = next(environment.path.glob("system/usr/lib/*/libtcmalloc_minimal.so.4"))
     return f"{allocator}:{environment.path / 'lib' / 'libiomp5.so'}"
+
+
+def _serve_penstock(environment: Environment, form: Path, model: str, port: int) -> list[object]:
+    program = (environment.path / "bin" / "penstock", "serve", form)
+    return [*program, "--served-model-name", model, "--port", port]
+
+
+def _serve_penstock_draft(
+    environment: Environment, form: Path, model: str, port: int
+) -> list[object]:
+    draft = {"model": str(models.make(models.draft_of(model)))}
+    command = _serve_penstock(environment, form, model, port)
+    return [*command, "--speculative-config", json.dumps(draft)]
 
 
 def _serve_vllm(environment: Environment, form: Path, model: str, port: int) -> list[object]:
@@ -459,9 +382,16 @@ def _serve_llamacpp_draft(
 
 
 def _gguf(model: str) -> Path:
-    """The model as a GGUF file."""
-    script = Path(__file__).parent / "workers" / "gguf_model.py"
-    return _converted("llamacpp", model, ".gguf", lambda its, source: (its.python, script, source))
+    """The model as a GGUF file, by llama.cpp's converter."""
+    program = ("-m", "penstock.load.peers.workers.llamacpp_converter")
+    return _converted(
+        OURS,
+        model,
+        ".gguf",
+        lambda ours, source: (
+            *(ours.python, *program, environments.llama_cpp_source(), "MOSTLY_BF16", source),
+        ),
+    )
 
 
 def _quantized_gguf(kind: str, model: str) -> Path:
@@ -505,7 +435,14 @@ def _converted(
     return target
 
 
-_VLLM = Other(
+_PENSTOCK = Rival(
+    name=OURS,
+    title="penstock",
+    distribution="penstock-llm",
+    options=(Setting(name="default"),),  # as for a user who sets nothing else
+    serve=_serve_penstock,
+)
+_VLLM = Rival(
     name="vllm",
     title="vLLM CPU server",
     distribution="vllm-cpu",
@@ -520,7 +457,7 @@ _VLLM = Other(
     serve=_serve_vllm,
     env=lambda environment: {**OFFLINE, "LD_PRELOAD": preload(environment)},
 )
-_LLAMACPP = Other(
+_LLAMACPP = Rival(
     name="llamacpp",
     title="llama.cpp server",
     distribution=f"of llama-cpp-python {environments.LLAMA_CPP_PYTHON}",  # none is installed
@@ -530,7 +467,7 @@ _LLAMACPP = Other(
     # It closes after each stream, although it promises to keep the connection.
     transport=partial(SseTransport, keeps_connections=False),
 )
-_OPENVINO = Other(
+_OPENVINO = Rival(
     name="openvino",
     title="OpenVINO GenAI, in process",
     distribution="openvino-genai",
@@ -540,7 +477,7 @@ _OPENVINO = Other(
     ),
     convert=_exported,
 )
-_HF = Other(
+_HF = Rival(
     name="hf",
     title="Hugging Face transformers, in process",
     distribution="transformers",
@@ -552,7 +489,11 @@ _HF = Other(
 )
 
 
-def _llamacpp_in(kind: str) -> Other:
+def _penstock_with(*flags: str) -> Rival:
+    return replace(_PENSTOCK, options=(Setting(name="default", flags=flags),))
+
+
+def _llamacpp_in(kind: str) -> Rival:
     return replace(
         _LLAMACPP,
         name=f"llamacpp-{kind.lower()}",
@@ -561,7 +502,7 @@ def _llamacpp_in(kind: str) -> Other:
     )
 
 
-def _openvino_in(kind: str) -> Other:
+def _openvino_in(kind: str) -> Rival:
     return replace(
         _OPENVINO,
         name=f"openvino-{kind}",
@@ -597,9 +538,14 @@ def _llamacpp_with(kinds: Mapping[str, tuple[str, ...]]) -> tuple[Setting, ...]:
 
 
 _SPECULATING = (
-    Penstock(("--speculative-config", json.dumps(_NGRAM))),
-    DraftedPenstock(name="penstock-draft", title="penstock, draft model"),
-    Penstock(name="penstock-plain", title="penstock without speculation"),
+    _penstock_with("--speculative-config", json.dumps(_NGRAM)),
+    replace(
+        _PENSTOCK,
+        name="penstock-draft",
+        title="penstock, draft model",
+        serve=_serve_penstock_draft,
+    ),
+    replace(_PENSTOCK, name="penstock-plain", title="penstock without speculation"),
     _VLLM,
     replace(
         _VLLM,
@@ -633,17 +579,18 @@ _SPECULATING = (
     ),
 )
 
-# By what is compared: the kind of weights, or speculation; ours first. Weights with fewer bits are
-# each made by the rival's own tool.
+# By what is compared: the kind of weights, files, or speculation; ours first. Weights with fewer
+# bits are each made by the rival's own tool.
 RIVALS: Mapping[str, tuple[Rival, ...]] = {
-    "bf16": (Penstock(), _VLLM, _LLAMACPP, _OPENVINO, _HF),
+    "bf16": (_PENSTOCK, _VLLM, _LLAMACPP, _OPENVINO, _HF),
+    "gguf": (_PENSTOCK, _LLAMACPP),  # the same files
     "int8": (
-        Penstock(("--quantization", "int8")),
+        _penstock_with("--quantization", "int8"),
         _llamacpp_in("Q8_0"),
         _openvino_in("int8"),
     ),
     "int4": (
-        Penstock(("--quantization", "int4")),
+        _penstock_with("--quantization", "int4"),
         _llamacpp_in("Q4_0"),
         _llamacpp_in("Q4_K_M"),
         _openvino_in("int4"),

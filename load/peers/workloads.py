@@ -3,6 +3,7 @@
     single          one stream, 128 tokens in and 128 out, one request after the other
     c8, c32         8 and 32 in flight, lognormal lengths
     turns1, turns8  8 conversations of 4 turns over one system prompt, one and eight at a time
+    prefill         prompts of 2,000 tokens, one after the other; their tokens count
     front128        128 short streams: on a tiny model, the cost of the front end
     echo, novel     one stream of a model whose text is known (`cycles`): it copies its prompt, or
                     writes what was not there before; 128 tokens in and 128 out
@@ -62,7 +63,9 @@ SIZES: Mapping[str, Size] = {
     "S-cycles": Size(num_single=6, num_c8=32, num_c32=64, turn_tokens=32),
     "M-cycles": Size(num_single=3, num_c8=12, num_c32=32, turn_tokens=16),
 }
-WORKLOADS = ("single", "c8", "c32", "turns1", "turns8", "front128", "echo", "novel")
+_SIZE_OF_FILES = Size(num_single=4, num_c8=16, num_c32=32, turn_tokens=32)
+_PREFILL_TOKENS = 2000
+WORKLOADS = ("single", "c8", "c32", "prefill", "turns1", "turns8", "front128", "echo", "novel")
 # What a run without flags asks of each model: the rest would only take time.
 DEFAULT_WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "T": ("front128",),
@@ -73,11 +76,12 @@ DEFAULT_WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "S-cycles": ("echo", "novel"),
     "M-cycles": ("echo", "novel"),
 }
+WORKLOADS_OF_FILES = ("single", "c8", "c32", "prefill")
 
 
 def make(name: str, model: str) -> Workload:
     """A workload for a model, the same at every call."""
-    draw, size = _Draw(model, name), SIZES[model]
+    draw, size = _Draw(model, name), SIZES.get(model, _SIZE_OF_FILES)
     if name in ("turns1", "turns8"):
         concurrency = int(name.removeprefix("turns"))
         return Workload(name, "chat", concurrency, draw.conversations(8, 4, size.turn_tokens))
@@ -86,6 +90,8 @@ def make(name: str, model: str) -> Workload:
         return Workload(name, "completions", int(name.removeprefix("c")), dialogues)
     if name == "single":
         return Workload(name, "completions", 1, draw.fixed(size.num_single, 128, 128))
+    if name == "prefill":
+        return Workload(name, "completions", 1, draw.fixed(size.num_single, _PREFILL_TOKENS, 2))
     if name in ("echo", "novel"):
         prompts = cycles.prompts_of(models.word_ids(model), size.num_single, is_echo=name == "echo")
         turns = (Turn(text=tuple(each), max_tokens=128) for each in prompts)
@@ -105,8 +111,7 @@ class _Draw:
 
     def __init__(self, model: str, workload: str) -> None:
         self._random = np.random.default_rng(list(f"{model} {workload}".encode()))
-        self._ids = models.word_ids(model)
-        self._words = models.words(model)
+        self._model, self._ids = model, models.word_ids(model)
 
     def fixed(self, num: int, prompt_tokens: int, output_tokens: int) -> tuple[Dialogue, ...]:
         return tuple(self._single(prompt_tokens, output_tokens) for _ in range(num))
@@ -132,7 +137,8 @@ class _Draw:
         return tuple(self._random.integers(self._ids.start, self._ids.stop, num).tolist())
 
     def _text(self, num_tokens: int) -> str:
-        return "".join(self._words[token_id] for token_id in self._tokens(num_tokens))
+        words = models.words(self._model)
+        return "".join(words[token_id] for token_id in self._tokens(num_tokens))
 
     def _lengths(self, num: int, *, mean: float, sigma: float, largest: int) -> list[int]:
         mu = math.log(mean) - sigma * sigma / 2

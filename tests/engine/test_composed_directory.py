@@ -20,7 +20,8 @@ from penstock.engine.model_files import (
 )
 from penstock.engine.model_summary import summarise
 from penstock.engine.text import ChatTemplate, Tokenizer
-from penstock.load.peers.workers.gguf_model import convert
+
+from .gguf.written import convert
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -153,13 +153,31 @@ def test_what_an_encoder_cannot_do_is_said_at_start(build: Build) -> None:
         LLM(str(path))
 
 
-def test_a_gguf_file(build: Build, tmp_path: Path) -> None:
-    """With the names that llama.cpp's converter gives; pooling is the file's."""
-    source, file = build("bert"), tmp_path / "x.gguf"
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 2)
-    writer = gguf.GGUFWriter(file, "bert")
-    writer.add_tokenizer_model("bert")
-    writer.add_context_length(130)
+@pytest.mark.parametrize(
+    ("kind", "architecture", "tokenizer", "num_cut"),
+    [
+        ("bert", gguf.MODEL_ARCH.BERT, "bert", 0),
+        ("roberta", gguf.MODEL_ARCH.BERT, "gpt2", 2),
+        ("xlm-roberta", gguf.MODEL_ARCH.BERT, "t5", 2),
+        ("nomic_bert", gguf.MODEL_ARCH.NOMIC_BERT, "bert", 0),
+    ],
+)
+def test_a_gguf_file(
+    build: Build, tmp_path: Path, kind: str, architecture: int, tokenizer: str, num_cut: int
+) -> None:
+    """With the names that llama.cpp's converter gives; pooling is the file's.
+
+    Args:
+        num_cut: positions before that of a text's first token, which the file lacks.
+    """
+    source, file = build(kind), tmp_path / "x.gguf"
+    names = gguf.get_tensor_name_map(architecture, 2)
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_pad_token_id(1)
+    writer.add_context_length(130 - num_cut)
+    if kind == "nomic_bert":
+        writer.add_rope_freq_base(1000.0)
     writer.add_embedding_length(32)
     writer.add_block_count(2)
     writer.add_feed_forward_length(64)
@@ -169,7 +187,8 @@ def test_a_gguf_file(build: Build, tmp_path: Path) -> None:
     writer.add_pooling_type(gguf.PoolingType.MEAN)
     for name, values in load_file(source / "model.safetensors").items():
         if not name.startswith("pooler."):
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
+            kept = values[num_cut:] if "position_embeddings" in name else values
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files import (
     DEMO_MODEL_PATH,
@@ -21,16 +21,17 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.model_summary import listed
 from penstock.engine.pooling import read_pooling
 from penstock.engine.text.chat_template import TemplateFiles
-from penstock.load.peers.workers.gguf_model import convert
 
+from .gguf.written import convert
 from .stub_hub import TOKEN, stub_hub
 from .test_pooling import write_modules
 
 _RESOLVE = """
 import sys, json
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files import read_generation_defaults, resolve_model
 model, revision, weights, folder = json.loads(sys.argv[1])
@@ -154,6 +155,9 @@ def test_gguf_files_on_the_hub(own_cache: Path, tmp_path: Path) -> None:
         assert not any("Q4_0.gguf" in path for path in asked)
         for name in ("acme/tiny:Q8_0", "acme/tiny"):  # the only one in the cache
             assert resolve(endpoint, home, name, HF_HUB_OFFLINE="1") == found
+        packaged, *cached = listed(ModelConfig(download_dir=str(home / "hub")), CacheConfig())
+        assert packaged.startswith("demo ")
+        assert [line.split()[0] for line in cached] == ["smollm2", "acme/tiny:Q8_0"]
         missing = resolve(endpoint, home, "acme/tiny:Q4_0", HF_HUB_OFFLINE="1")
         assert "has no GGUF file of 'Q4_0'; it has demo-Q8_0" in str(missing["error"])
     assert resolve("http://127.0.0.1:9", home, "acme/tiny:Q8_0") == found

@@ -21,7 +21,8 @@ from penstock.engine.weights.formats.gguf import _TYPES
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.cli import main
-from penstock.load.peers.workers.gguf_model import convert
+
+from .gguf.written import convert
 
 TinyCheckpoint = Callable[..., Path]
 
@@ -179,20 +180,18 @@ def suppress_errors(said: list[str]) -> Iterator[None]:
 
 @pytest.fixture
 def gguf_file(tmp_path: Path, own_cache: Path) -> Callable[..., Path]:
-    """The built-in model as one file, with another type or other fields of its config."""
+    """The built-in model as one file, with another type or other keys."""
 
-    def make(kind: str = "BF16", **fields: object) -> Path:
-        source, file = tmp_path / "source", tmp_path / "some.gguf"
-        shutil.copytree(DEMO_MODEL_PATH, source)
-        _set(source / "config.json", **fields)
-        convert(source, file, lambda _: kind)
+    def make(kind: str = "BF16", **keys: object) -> Path:
+        file = tmp_path / "some.gguf"
+        convert(DEMO_MODEL_PATH, file, lambda _: kind, keys)
         return file
 
     return make
 
 
 def test_a_gguf_file_of_another_architecture(gguf_file: Callable[..., Path]) -> None:
-    file = gguf_file(model_type="mamba")
+    file = gguf_file(**{"general.architecture": "mamba"})
     said = same_refusal(str(file))
     assert said.startswith(f"{file}: general.architecture: 'mamba' is not supported; supported: ")
     assert "llama, " in said
@@ -200,7 +199,7 @@ def test_a_gguf_file_of_another_architecture(gguf_file: Callable[..., Path]) -> 
 
 def test_a_gguf_file_with_a_wrong_field(gguf_file: Callable[..., Path]) -> None:
     """By the name that was given, though it may be a link's."""
-    file = gguf_file(rms_norm_eps=1e7)
+    file = gguf_file(**{"attention.layer_norm_rms_epsilon": 1e7})
     link = file.with_name("link.gguf")
     link.symlink_to(file)
     assert same_refusal(str(link)).startswith(f"{link}: ")

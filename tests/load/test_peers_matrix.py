@@ -11,15 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.engine.model_files import DEMO_MODEL_PATH
 from penstock.load.client.records import Dialogue, StreamRecord, Turn
 from penstock.load.peers import environments, matrix, models, workloads
 from penstock.load.peers.environments import Environment, InstallError
 from penstock.load.peers.matrix import Matrix
 from penstock.load.peers.report import Report
-from penstock.load.peers.rivals import HttpServer, Penstock, RivalError, Setting
+from penstock.load.peers.rivals import RIVALS, HttpServer, Rival, RivalError, Setting
 from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import RunResult
 
+from ..engine.gguf.written import convert
 from ..held_port import held_port, number_of
 from ..system.processes import wait_gone
 
@@ -47,7 +49,8 @@ class Scripted:
     def prepare(self, model: str) -> str:
         return "0"
 
-    def settings(self, model: str) -> Sequence[Setting]:
+    @property
+    def options(self) -> Sequence[Setting]:
         return [Setting(name=name) for name in self.speeds]
 
     def start(self, model: str, setting: Setting) -> Scripted:
@@ -76,7 +79,7 @@ class Missing(Scripted):
         raise InstallError("no such wheel")
 
 
-def run(rivals: dict[str, Scripted | Penstock], out: Path, repeats: int) -> Report:
+def run(rivals: dict[str, Scripted | Rival], out: Path, repeats: int) -> Report:
     report = Report.begin(is_real_time=False)
     running = Matrix(rivals, report, out)  # type: ignore[arg-type]
     running.prepare(["T"])
@@ -119,9 +122,8 @@ def test_our_server_answers_every_kind_of_workload(
         "turns8": Workload("turns8", "chat", 2, (Dialogue(system=system, turns=turns),) * 2),
     }
     monkeypatch.setattr(workloads, "make", lambda name, model: tiny[name])
-    monkeypatch.setattr(Penstock, "settings", lambda self, model: [Setting(name="default")])
     report = Report.begin(is_real_time=False)
-    running = Matrix({"penstock": Penstock()}, report, tmp_path)
+    running = Matrix({"penstock": RIVALS["bf16"][0]}, report, tmp_path)
     running.prepare(["T"])
     running.run("T", ["single", "turns8"], 1)
     single, turns8 = report.observations
@@ -203,3 +205,25 @@ def test_speculation_is_a_comparison_of_its_own(
     assert all(each.counts for each in seen.values())
     assert "ngram" in seen["penstock", "echo"].flags
     assert "ngram" not in seen["penstock-plain", "echo"].flags
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("_signals")
+def test_files_are_served_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's tokens count where it is what takes the time."""
+    file = tmp_path / "demo.Q8_0.gguf"
+    convert(DEMO_MODEL_PATH, file, lambda _: "Q8_0")
+    monkeypatch.setattr(models, "_IDS_OF_FILES", range(500, 1000))
+    arguments = ["--systems", "penstock", "--workloads", "single", "prefill", "--repeats", "1"]
+    assert matrix.main(["--files", str(file), *arguments, "--out", str(tmp_path)]) == 0
+    [path] = tmp_path.glob("*-peers-gguf.json")
+    single, prefill = Report.read(path).observations
+    assert single.model == file.name
+    assert single.counts
+    assert prefill.output_tokens_per_s > 1000 / prefill.ttft_ms_p50
+
+
+def test_files_have_no_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        matrix.main(["--files", str(tmp_path / "x.gguf"), "--workloads", "turns8"])
+    assert "--workloads: files have none of turns8" in capsys.readouterr().err

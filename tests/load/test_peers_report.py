@@ -7,7 +7,21 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.load.peers.report import Failure, Observation, Report, cells, chosen_setting, write
+import pytest
+
+from penstock.load.peers.report import (
+    RESULTS,
+    Failure,
+    Observation,
+    Report,
+    cells,
+    chosen_setting,
+    marker,
+    summary,
+    write,
+)
+from penstock.load.peers.rivals import RIVALS
+from penstock.load.report.tables import marked, replace_marked
 
 SEEN = Observation(
     model="S",
@@ -127,3 +141,24 @@ def test_a_rival_alone_has_figures_but_no_ratio(tmp_path: Path) -> None:
     paths = write(report, tmp_path)
     [cell] = json.loads(paths[1].read_text("utf-8"))["cells"]
     assert (cell["output_tokens_per_s"], cell["ratio_to_penstock"]) == (50, None)
+
+
+@pytest.mark.parametrize("comparison", RIVALS)
+def test_the_readme_shows_the_newest_comparison(comparison: str) -> None:
+    pattern = "*-peers.json" if comparison == "bf16" else f"*-peers-{comparison}.json"
+    report = Report.read(max((RESULTS.parent / "results").glob(pattern)))
+    assert report.comparison == comparison
+    assert marked(RESULTS, marker(comparison)) == summary(cells(report.observations))
+
+
+def test_more_than_one_means_that_ours_is_faster() -> None:
+    text = summary(cells(pair(0, 300.0, 200.0)))
+    row = text.splitlines()[-1]
+    assert [part.strip() for part in row.split("|")[1:-1]] == ["S, 8 in flight", "300", "1.50×"]
+
+
+def test_a_page_without_the_comments_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(AssertionError, match="lacks the comments"):
+        replace_marked(page, marker("bf16"), "text")

@@ -1,1 +1,1 @@
-"""What runs under a rival's own Python, as `python -m`; it needs nothing of ours but itself."""
+"""What runs under a rival's own Python, or its code, as `python -m`; it needs little of ours."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine import ModelLoadError
-from penstock.engine.gguf.choice import choose_gguf
+from penstock.engine.gguf.choice import choose_gguf, labels
 
 FILES = (
     "README.md",
@@ -49,3 +49,13 @@ def test_the_only_one():
 def test_what_is_not_clear_is_refused(label: str, message: str):
     with pytest.raises(ModelLoadError, match=message):
         choose_gguf(FILES, label, "here")
+
+
+def test_each_has_a_label_that_finds_it():
+    found = list(labels(FILES))
+    assert [label for label, _ in found] == [
+        "BF16/model", "Q4_K_M", "Q4_K_S", "Q8_0", "IQ4_NL"
+    ]  # fmt: skip
+    for label, files in found:
+        assert choose_gguf(FILES, label, "here") == files
+    assert dict(labels(["a.gguf", "a-Q4_0.gguf"])) == {"": ("a.gguf",), "Q4_0": ("a-Q4_0.gguf",)}

@@ -24,6 +24,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.weights.formats.gguf import GgufCheckpoint, read_gguf
 
 from ..greedy_parity import NEAR_TIE, excuse, run
+from .written import FAMILIES as WRITTEN
 from .written import directory_of
 
 pytestmark = pytest.mark.exhaustive
@@ -36,7 +37,6 @@ NUM_NEW = 24
 SHAPE = {"vocab_size": 1029, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
          "max_position_embeddings": 512, "initializer_range": 0.1}  # fmt: skip
 WIDE = {"intermediate_size": 1024}  # the converter takes this for granted
-EXPERTS = {"num_experts_per_tok": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
@@ -44,14 +44,28 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"rope_type": "longrope", "short_factor": [1 + i / 50 for i in range(24)],
         "long_factor": [1 + i / 5 for i in range(24)], "rope_theta": 10000.0,
         "original_max_position_embeddings": 2, "partial_rotary_factor": 0.75}  # fmt: skip
-GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.05, "residual_multiplier": 0.6,
-           "logits_scaling": 2.0}  # fmt: skip
+# Of the families that `written.py` has, too: what differs in models of this shape.
+CHANGES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 128},
+    "qwen2 moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
+    "qwen3 moe": {"moe_intermediate_size": 256},
+    "gemma2": {"query_pre_attn_scalar": 64},
+    "gemma3": {"query_pre_attn_scalar": 64, "num_hidden_layers": 7},
+    "phi2": WIDE,
+    "gpt2": WIDE,
+    "falcon 7b": WIDE,
+    "falcon 40b": WIDE,
+    "mpt": {"attn_config": {}},
+    "cohere2": {"num_hidden_layers": 5, "rotary_pct": 1.0},
+    "seed_oss": {"attention_out_bias": False},
+    "smollm3": {"num_hidden_layers": 5},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {}),
-    "llama with biases": (
-        "LlamaForCausalLM",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
+    **{
+        name: (family.model, {**family.options, **CHANGES.get(name, {})})
+        for name, (_, family) in WRITTEN.items()
+    },
     "llama 3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "llama linear": (
         "LlamaForCausalLM",
@@ -59,74 +73,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama yarn": ("LlamaForCausalLM", {"rope_parameters": YARN}),
     "llama heads of 32": ("LlamaForCausalLM", {"head_dim": 32}),
-    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
-    "mixtral": (
-        "MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None, **EXPERTS}
-    ),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 128}),
-    "qwen2 moe": (
-        "Qwen2MoeForCausalLM",
-        {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512,
-         **EXPERTS},
-    ),
-    "qwen3 moe": (
-        "Qwen3MoeForCausalLM",
-        {"num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True, **EXPERTS},
-    ),
-    "olmoe": ("OlmoeForCausalLM", {"num_experts": 4, **EXPERTS}),
-    "gpt-oss": ("GptOssForCausalLM", {"num_local_experts": 4, "sliding_window": 9, **EXPERTS}),
-    "gemma": ("GemmaForCausalLM", {}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        {"sliding_window": 9, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 30.0,
-         "final_logit_softcapping": 20.0},
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        {"sliding_window": 9, "query_pre_attn_scalar": 64, "num_hidden_layers": 7},
-    ),
-    "phi2": ("PhiForCausalLM", {"num_key_value_heads": 4, **WIDE}),
-    "phi3": ("Phi3ForCausalLM", {"sliding_window": 9, "pad_token_id": 0}),
     "phi3 128k": (
         "Phi3ForCausalLM",
         {"pad_token_id": 0, "partial_rotary_factor": 0.75, "rope_parameters": LONG,
          "original_max_position_embeddings": 2},
     ),
-    "gpt2": ("GPT2LMHeadModel", WIDE),
-    "gpt_neox": ("GPTNeoXForCausalLM", {}),
-    "gpt_neox sequential": (
-        "GPTNeoXForCausalLM", {"use_parallel_residual": False, "rotary_pct": 1.0}
-    ),
-    "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": None}),
-    "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True}),
-    "stablelm 2 12b": (
-        "StableLmForCausalLM", {"use_parallel_residual": True, "qk_layernorm": True}
-    ),
-    "falcon 7b": ("FalconForCausalLM", {"num_kv_heads": 1, **WIDE}),
-    "falcon 40b": ("FalconForCausalLM", {"new_decoder_architecture": True, **WIDE}),
-    "bloom": ("BloomForCausalLM", {}),
-    "mpt": ("MptForCausalLM", {}),
-    "olmo": ("OlmoForCausalLM", {"clip_qkv": 1.5}),
-    "olmo2": ("Olmo2ForCausalLM", {}),
-    "granite": ("GraniteForCausalLM", GRANITE),
-    "granite moe": ("GraniteMoeForCausalLM", {"num_local_experts": 4, **GRANITE, **EXPERTS}),
-    "cohere": ("CohereForCausalLM", {"logit_scale": 0.5}),
-    "cohere with normed keys": ("CohereForCausalLM", {"logit_scale": 0.5, "use_qk_norm": True}),
-    "cohere2": (
-        "Cohere2ForCausalLM",
-        {"logit_scale": 0.5, "sliding_window": 9, "num_hidden_layers": 5, "rotary_pct": 1.0},
-    ),
-    "glm4": ("Glm4ForCausalLM", {"pad_token_id": 0}),
-    "exaone4": ("Exaone4ForCausalLM", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "cohere without normed keys": ("CohereForCausalLM", {"logit_scale": 0.5}),
     "exaone4 without windows": (
         "Exaone4ForCausalLM",
         {"sliding_window": None, "layer_types": ["full_attention"] * 2,
          "rope_parameters": {**LLAMA3, "factor": 16.0, "rope_theta": 1000000.0}},
     ),
-    "ernie": ("Ernie4_5ForCausalLM", {}),
-    "seed_oss": ("SeedOssForCausalLM", {"attention_out_bias": False}),
-    "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 5, "pad_token_id": 0}),
 }  # fmt: skip
 # Fields that transformers leaves out of what it saves, and the converter needs.
 NEEDED = {
@@ -152,10 +109,9 @@ def converted(tiny_checkpoint: Any, tmp_path_factory: Any) -> dict[str, tuple[Pa
         more = {key: options.get(key, each) for key, each in NEEDED.get(architecture, {}).items()}
         (source / "config.json").write_text(json.dumps({**config, **more}))
         made[name] = (source, root / f"{name}.F32.gguf")
-    jobs = root / "jobs.json"
-    jobs.write_text(json.dumps([list(map(str, each)) for each in made.values()]))
-    worker = Path(__file__).with_name("converter_worker.py")
-    command = [sys.executable, str(worker), str(found[-1].parent), str(jobs)]
+    converter = [sys.executable, "-m", "penstock.load.peers.workers.llamacpp_converter"]
+    files = (path for each in made.values() for path in each)
+    command = [*converter, found[-1].parent, "ALL_F32", *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return made
@@ -165,7 +121,7 @@ CASES = [(name, kind) for name in FAMILIES for kind in TYPES]
 CASES += [
     (name, "MXFP4_MOE")
     for name, (_, options) in FAMILIES.items()
-    if EXPERTS.items() <= options.items()
+    if "num_experts_per_tok" in options
 ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig
 
 from penstock.engine.gguf.directory import link_parts, write_model
@@ -151,6 +151,16 @@ def _gpt_oss(tensors: Tensors, _: PretrainedConfig) -> Tensors:
     return found
 
 
+def _fused_attention(tensors: Tensors, _: PretrainedConfig) -> Tensors:
+    """`--fuse-qkv`"""
+    rest = dict(tensors)
+    for name in tensors:
+        if match := re.fullmatch(r"(model\.layers\.(\d+)\.self_attn\.)q_proj\.(\w+)", name):
+            parts = [rest.pop(f"{match[1]}{each}_proj.{match[3]}") for each in "qkv"]
+            rest[f"blk.{match[2]}.attn_qkv.{match[3]}"] = np.concatenate(parts)
+    return rest
+
+
 def _one_head_norm(tensors: Tensors, _: PretrainedConfig) -> Tensors:
     norms: dict[str, list[np.ndarray]] = {}
     rest = {}
@@ -170,6 +180,9 @@ _WINDOW = {"attention.sliding_window": 9}
 FAMILIES: dict[str, tuple[str, Family]] = {
     "llama": ("llama", Family(
         model="LlamaForCausalLM", keys=_LLAMA, values=_ROPE, changes=(_interleaved,))),
+    "llama fused": ("llama", Family(
+        model="LlamaForCausalLM", keys=_LLAMA, values=_ROPE, options={"attention_bias": True},
+        changes=(_interleaved, _fused_attention))),
     "llama with biases": ("llama", Family(
         model="LlamaForCausalLM", keys=_LLAMA, values=_ROPE, changes=(_interleaved,),
         options={"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})),
@@ -312,6 +325,19 @@ FAMILIES: dict[str, tuple[str, Family]] = {
 }  # fmt: skip
 
 
+def convert(
+    source: Path,
+    file: Path,
+    types: Callable[[str], str] = lambda _: "BF16",
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """A checkpoint with a byte-level tokenizer like the demo model's as one file; its `model_type`
+    is the family."""
+    name = json.loads((source / "config.json").read_text("utf-8"))["model_type"]
+    keys = {"rope.dimension_count": None, **(extra or {})}  # all of a head
+    write(source, file, name.replace("_", " "), types, extra=keys, has_tokenizer=True)
+
+
 def write(
     source: Path,
     file: Path,
@@ -320,6 +346,7 @@ def write(
     *,
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    has_tokenizer: bool = False,
 ) -> None:
     """The checkpoint of a family as one file.
 
@@ -331,7 +358,7 @@ def write(
     architecture, family = FAMILIES[name]
     config = AutoConfig.from_pretrained(source)
     writer = gguf.GGUFWriter(file, architecture)
-    keys = {key: getattr(config, field) for key, field in family.keys.items()
+    keys = {key: getattr(config, field, None) for key, field in family.keys.items()
             if key not in family.values}  # fmt: skip
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     if theta is not None:
@@ -346,10 +373,29 @@ def write(
         writer.add_tensor(there, gguf.quantize(values, kind), raw_dtype=kind)
     for there, values in (tensors or {}).items():
         writer.add_tensor(there, values)
+    if has_tokenizer:
+        _add_tokenizer(writer, source)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
+    tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
+    settings = json.loads((source / "tokenizer_config.json").read_text("utf-8"))
+    ids = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(ids, key=ids.__getitem__))
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([int(kinds[number in special]) for number in range(len(ids))])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(ids[settings["eos_token"]])
+    writer.add_eos_token_id(ids[settings["eos_token"]])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(settings["chat_template"])
 
 
 def _is_matrix(there: str) -> bool:
@@ -375,12 +421,15 @@ def _stored(
 ) -> Iterator[tuple[str, np.ndarray]]:
     kinds = {each: kind for kind, each in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
-    tensors = load_file(source / "model.safetensors")
+    stored = load_file(source / "model.safetensors")  # torch's, since numpy has no bfloat16
+    tensors = {name: each.float().numpy() for name, each in stored.items()}
     for change in family.changes:
         tensors = change(tensors, config)
     for name, values in tensors.items():
         own = name.removeprefix("transformer.") if architecture == "bloom" else name
-        there = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        there: str | None = name
+        if not name.startswith("blk."):
+            there = names.get_name(own, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
         yield there, np.ascontiguousarray(values, np.float32)
 

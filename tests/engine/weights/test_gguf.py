@@ -33,8 +33,8 @@ from penstock.engine.weights.formats.gguf import _TYPES, GgufCheckpoint
 from penstock.kernels.cpu.build import CACHE_VARIABLE
 from penstock.load.peers import models
 from penstock.load.peers.models import Shape
-from penstock.load.peers.workers.gguf_model import convert
 
+from ..gguf.written import convert
 from ..quantized_models import CPU, load, logits, relative_error
 
 # Where half-precision numbers are in a block; random bytes would be NaN there.

@@ -1,9 +1,10 @@
-"""Converts model directories by llama.cpp's own converter, many in one process:
+"""Converts model directories by llama.cpp's own converter, several in one process:
 
-    python converter_worker.py LLAMA_CPP JOBS.json
+    python -m penstock.load.peers.workers.llamacpp_converter LLAMA_CPP TYPE SOURCE TARGET …
 
-The file has a list of [source, target]. Vocabularies are written as byte-level ones, whatever the
-family: these models have random weights, and the converter knows real vocabularies only.
+The type is one of `gguf.LlamaFileType`. If the name of a source ends in `fused`, queries, keys and
+values become one tensor. Vocabularies are written as byte-level ones, whatever the family: these
+models have random weights, and the converter knows real vocabularies only.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT, JOBS = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-sys.path[:0] = [str(ROOT / "gguf-py"), str(ROOT)]
+ROOT, TYPE, *FILES = sys.argv[1:]
+sys.path[:0] = [f"{ROOT}/gguf-py", ROOT]
 
 import gguf  # noqa: E402
 import torch  # noqa: E402
@@ -33,8 +34,9 @@ def convert(source: Path, target: Path) -> None:
     kind.set_vocab = TextModel._set_vocab_gpt2
     if kind.__name__ == "StableLMModel":
         kind.modify_tensors = _with_what_is_returned(kind.modify_tensors)
+    options = {"hparams": fields, "fuse_qkv": source.name.endswith("fused")}
     with torch.inference_mode():
-        kind(source, gguf.LlamaFileType.ALL_F32, target, hparams=fields).write()
+        kind(source, gguf.LlamaFileType[TYPE], target, **options).write()
 
 
 def _with_what_is_returned(modify: Any) -> Any:
@@ -49,5 +51,5 @@ def _with_what_is_returned(modify: Any) -> Any:
 
 if __name__ == "__main__":
     TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
-    for source, target in JOBS:
+    for source, target in zip(FILES[::2], FILES[1::2], strict=True):
         convert(Path(source), Path(target))
