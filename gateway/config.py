@@ -58,6 +58,7 @@ class GatewayConfig:
         chat_template: a file with a template, or its text, instead of the model's own.
         default_chat_template_kwargs: a JSON object: variables of the template where a request has
             none.
+        drop_billing_line: leave out the line that Claude Code begins its system prompt with.
         max_logprobs: alternatives that a request may ask for beside each token; -1: no limit but
             the API's.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
@@ -136,6 +137,7 @@ class GatewayConfig:
     reasoning_parser: str | None = None
     chat_template: str | None = None
     default_chat_template_kwargs: str | None = None
+    drop_billing_line: bool = True
     max_logprobs: int = -1
 
     max_body_bytes: int = 4 << 20

@@ -443,6 +443,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "model's own", FILE),
         Flag("default-chat-template-kwargs", None, "variables of the chat template where a request "
              'has none, such as {"enable_thinking": false}', JSON),
+        Flag("drop-billing-line", True, "leave out the line that Claude Code begins its system "
+             "prompt with: it changes with each request, so that nothing would be found in the "
+             "cache"),
         Flag("tool-call-parser", None, "how the model writes tool calls, by vLLM's names (hermes, "
              "llama3_json, mistral, …) or none; default: as its chat template shows"),
         Flag("reasoning-parser", None, "how it writes thoughts (qwen3, deepseek_r1, …) or none; "
