@@ -304,14 +304,14 @@ def _new_response(
         **header.echo,
         "status": status,
         "output": output,
-        "usage": None if end is None else _usage(*end.usage),
+        "usage": None if end is None else usage_object(*end.usage),
         "error": error,
         "incomplete_details": incomplete_details,
         "completed_at": end.ended_at if end is not None and status == "completed" else None,
     }
 
 
-def _usage(
+def usage_object(
     input_tokens: int,
     cached_tokens: int,
     output_tokens: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,6 +34,15 @@ from penstock.gateway.api.schema.tools import (
 )
 from penstock.gateway.errors import RequestRefusedError
 
+# What the model is told to make of a conversation. The same for all, so that it is known what an
+# answer depends on.
+INSTRUCTION = """\
+Now summarise this conversation for yourself. It will be removed, and you will go on with nothing \
+but the user's messages and your summary. Say what was asked for and what you have found out, \
+decided and done: which files, commands and results matter, and what they were. Then say what is \
+left to be done, and the next step. Copy names, paths, numbers and code exactly where they will be \
+needed. Write only the summary, and call no tool."""
+MAX_SUMMARY_TOKENS = 4096
 _MAX_EVENTS = 8
 _MAX_KEY_CHARS = 512
 
@@ -67,6 +77,14 @@ class CacheOptions(Model):
     prewarm: bool | None = None
 
 
+class BackgroundOptions(Model):
+    """OpenAI's. A response begins as soon as there is room; the longer windows, which are cheaper
+    there, only need what they need there."""
+
+    completion_window: Literal["soonest", "2h", "8h"] = "soonest"
+    continuation_id: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
+
+
 class ResponsesRequest(SamplingRequest):
     endpoint: ClassVar = Endpoint.RESPONSES
 
@@ -80,6 +98,7 @@ class ResponsesRequest(SamplingRequest):
     conversation: ConversationId | None = None
     store: bool = True
     background: bool = False
+    background_options: BackgroundOptions = BackgroundOptions()
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     include: Includes = Field(default_factory=list)
     top_logprobs: NumLogprobs | None = None
@@ -121,6 +140,12 @@ class ResponsesRequest(SamplingRequest):
             )
         if self.background and not self.store:
             raise invalid("background", "needs store to be true")
+        window = self.background_options.completion_window
+        if window != "soonest" and (self.stream or not self.background):
+            raise invalid(
+                "background_options.completion_window",
+                f"{window} needs background to be true and stream to be false",
+            )
         check_thinking(self.enable_thinking, self.reasoning.effort, "reasoning.effort")
         _ = self.offered
         return self
@@ -186,6 +211,11 @@ class ResponsesRequest(SamplingRequest):
         return self.max_output_tokens if self.generates else 0
 
     @property
+    def keeps_room(self) -> bool:
+        """Whether `truncation` leaves room for the output also where the whole prompt would fit."""
+        return False
+
+    @property
     def num_logprobs(self) -> int | None:
         wants = "message.output_text.logprobs" in self.include or bool(self.top_logprobs)
         return (self.top_logprobs or 0) if wants else None
@@ -211,3 +241,42 @@ class SocketRequest(ResponsesRequest):
     @property
     def generates(self) -> bool:
         return self.generate and super().generates
+
+
+class CompactRequest(ResponsesRequest):
+    """A conversation to be summarised. Tools are shown, as in the requests before, but not called.
+    One that is too long loses its oldest items first."""
+
+    truncation: Literal["auto", "disabled"] = "auto"
+
+    @model_validator(mode="after")
+    def _check_compaction(self) -> CompactRequest:
+        for name, is_asked in (
+            ("stream", self.stream),
+            ("background", self.background),
+            ("penstock.continue", self.penstock.continues),
+            ("prompt_cache_options.prewarm", not self.generates),
+        ):
+            if is_asked:
+                raise invalid(name, "cannot be used where a conversation is compacted")
+        return self
+
+    @cached_property
+    def offered(self) -> OfferedTools:
+        return replace(super().offered, choice="none", named="", allowed=None)
+
+    @property
+    def items(self) -> Sequence[InputItem]:
+        return [*super().items, Message(role="user", content=(INSTRUCTION,))]
+
+    @property
+    def formats(self) -> Iterator[Asked]:
+        return iter(())
+
+    @property
+    def output_limit(self) -> int:
+        return self.max_output_tokens or MAX_SUMMARY_TOKENS
+
+    @property
+    def keeps_room(self) -> bool:
+        return True

@@ -70,7 +70,6 @@ _ROWS: tuple[_Row, ...] = (
     (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_key prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store", ()),
     (_RESPONSES, Use.NEUTRAL, "client_metadata", ()),  # Codex sends it
-    (_RESPONSES, Use.NEUTRAL, "background_options", ()),
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
     (_MESSAGES, Use.REFUSED, "moderation", ()),
     (_CHAT, Use.REFUSED, "function_call", ("none", "auto")),
