@@ -125,6 +125,22 @@ def _listed(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _tool_change(value: Any) -> Any:
+    tool = value.get("tool") if isinstance(value, dict) else None
+    if isinstance(tool, dict) and "definition" in tool:
+        raise PydanticCustomError(
+            "unsupported_parameter", "tools are defined in `tools`, not between messages"
+        )
+    return value
+
+
+class ToolChange(_Lenient):
+    """That a tool is offered, or no longer, from here on. All of `tools` are offered anyway: to
+    show others now and then would change the beginning of the prompt."""
+
+    type: Literal["tool_addition", "tool_removal"]
+
+
 Texts = Annotated[
     list[Annotated[TextBlock, _refused("a system message", ("text",))]],
     Field(max_length=MAX_ITEMS, fail_fast=True),
@@ -175,9 +191,29 @@ _AssistantBlock = Annotated[
 ]
 
 
+_SystemBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolChange, Tag("<tool_addition>")]
+    | Annotated[ToolChange, Tag("<tool_removal>")],
+    Discriminator(_tag_of),
+    BeforeValidator(_tool_change),
+    _refused("a system message", ("text", "tool_addition", "tool_removal")),
+]
+
+
 class SystemMessage(_Lenient):
+    """
+    Attributes:
+        clear_at: `next_user_message`: it is not shown once there is one.
+    """
+
     role: Literal["system"]
-    content: Texts
+    content: Annotated[
+        list[_SystemBlock],
+        Field(max_length=MAX_ITEMS, fail_fast=True),
+        BeforeValidator(_listed, json_schema_input_type=str | list[_SystemBlock]),
+    ] = Field(default_factory=list)
+    clear_at: Literal["next_user_message", "never"] | None = None
 
 
 class UserMessage(_Lenient):

@@ -81,6 +81,9 @@ def chat_messages(
         system = [TextBlock(text=rest), *system[1:]] if rest else system[1:]
     for block in system:
         items.say("system", _text(block.text))
+    last_user = max(
+        (at for at, each in enumerate(asked.messages) if isinstance(each, UserMessage)), default=-1
+    )
     for number, message in enumerate(asked.messages):
         place = f"messages[{number}].content"
         if isinstance(message, UserMessage):
@@ -89,8 +92,11 @@ def chat_messages(
             _add_assistant(items, message, place)
         else:
             assert isinstance(message, SystemMessage)
-            for block in message.content:
-                items.say("system", _text(block.text))
+            if message.clear_at == "next_user_message" and number < last_user:
+                continue
+            for part in message.content:
+                if isinstance(part, TextBlock):
+                    items.say("system", _text(part.text))
     return messages_of(items.found), items.sources
 
 

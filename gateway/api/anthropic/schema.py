@@ -72,11 +72,13 @@ class Thinking(Model):
     Attributes:
         budget_tokens: chat templates have it as `thinking_budget`; the output is not cut there.
         display: `omitted`: thoughts are sealed in their signatures.
+        block_binding: without effect: thoughts that are sent back are not checked.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=_MIN_BUDGET)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+    block_binding: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_budget(self) -> Thinking:
@@ -95,6 +97,7 @@ class OutputFormat(Model):
 class OutputConfig(Model):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None  # without effect
 
 
 class ContextEdit(Model):

@@ -421,6 +421,21 @@ HOISTING = (
 )
 
 
+async def test_system_messages_for_a_while(served: Served) -> None:
+    """As Claude Code sends them, with tools that come and go."""
+    added = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "time"}}
+    turns = [
+        *USER,
+        {"role": "system", "content": [added, {"type": "text", "text": "S"}]},
+        {"role": "system", "content": [added]},
+        {"role": "system", "content": "T", "clear_at": "next_user_message"},
+    ]
+    await create(served, messages=turns)
+    assert served.prompt_of() == "<user>hello\n<system>S\nT\n<assistant>"
+    await create(served, messages=[*turns, {"role": "user", "content": "b"}])
+    assert served.prompt_of() == "<user>hello\n<system>S\n<user>b\n<assistant>"
+
+
 @pytest.mark.parametrize("chat_template", [None, ALTERNATING, HOISTING])
 async def test_system_messages_keep_their_place(serve: Serve, chat_template: str | None) -> None:
     """So what comes after them is all that is new in the next turn's prompt."""
@@ -526,6 +541,18 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    (
+        {
+            "messages": [
+                *USER,
+                {
+                    "role": "system",
+                    "content": [{"type": "tool_addition", "tool": {"definition": {}}}],
+                },
+            ]
+        },
+        "messages[1].content[0]",
+    ),
     ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"nonsense": 1}, "nonsense"),
