@@ -20,6 +20,7 @@ from penstock.gateway.api.schema.fields import Includes
 from penstock.gateway.api.schema.messages import (
     CallOutput,
     Compaction,
+    CompactionTrigger,
     FunctionCall,
     ImagePart,
     InputItem,
@@ -33,10 +34,11 @@ from penstock.gateway.api.schema.messages import (
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.schema.tools import seen_name
-from penstock.gateway.api.sealed_text import unsealed
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.images import shown_url, stored_image, stored_url
 from penstock.gateway.storage.conversations.records import Item, StoredTurn
+from penstock.gateway.storage.response_log.item_kinds import COMPACTION_TRIGGER
+from penstock.gateway.storage.sealed_text import unsealed
 
 _MAX_LISTED = 100  # OpenAI's limit
 CALLS = ("function_call", "custom_tool_call")
@@ -50,7 +52,16 @@ _ID_PREFIXES = {
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
     "compaction": "cmp_",
+    COMPACTION_TRIGGER: "cmpt_",
 }
+# What the model is told to make of a conversation that is to be compacted. The same for all, so
+# that it is known what an answer depends on.
+INSTRUCTION = """\
+Now summarise this conversation for yourself. It will be removed, and you will go on with nothing \
+but the user's messages and your summary. Say what was asked for and what you have found out, \
+decided and done: which files, commands and results matter, and what they were. Then say what is \
+left to be done, and the next step. Copy names, paths, numbers and code exactly where they will be \
+needed. Write only the summary, and call no tool."""
 _SUMMARY = "What was said and done so far was removed. Its summary:\n\n"
 
 _Asked = TypeVar("_Asked", bound=Model)
@@ -131,6 +142,8 @@ def item_object(item: InputItem, index: int, images: Iterator[LoadedImage] | Non
         return stored | {"summary": summary, "content": thoughts}
     if isinstance(item, Compaction):
         return stored | {"encrypted_content": item.encrypted_content}
+    if isinstance(item, CompactionTrigger):
+        return stored
     stored["call_id"] = item.call_id
     if isinstance(item, CallOutput):
         return stored | {"output": "\n".join(item.output)}
@@ -165,8 +178,9 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     done: set[str] | None = None  # what the last message has, if it is the assistant's
     for item in since_compaction(list(items)):
         kind = item["type"]
-        if kind == "compaction":
-            messages.append(template_message("user", [summary_of(item)]))
+        if kind in ("compaction", COMPACTION_TRIGGER):
+            text = summary_of(item) if kind == "compaction" else INSTRUCTION
+            messages.append(template_message("user", [text]))
             done = None
             continue
         if kind == "message" and item["role"] != "assistant":
@@ -189,9 +203,10 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 def since_compaction(items: Sequence[Item]) -> Sequence[Item]:
     """Items without those that the newest compaction stands for: of those before it, only what
-    users and the system have said is left."""
+    users and the system have said is left. A trigger is left only where it is the last."""
     newest = max((at for at, item in enumerate(items) if item["type"] == "compaction"), default=0)
-    return [*(item for item in items[:newest] if _is_kept(item)), *items[newest:]]
+    rest = [item for item in items[newest:-1] if item["type"] != COMPACTION_TRIGGER]
+    return [*(item for item in items[:newest] if _is_kept(item)), *rest, *items[-1:]]
 
 
 def _is_kept(item: Item) -> bool:

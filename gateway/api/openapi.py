@@ -515,6 +515,7 @@ ANSWERS: dict[str, Schema] = {
                 content=_list(_object(type=_one_of("reasoning_text"), text=STRING)),
             ),
             _object(**_ITEM, type=_one_of("compaction"), encrypted_content=STRING),
+            _object(**_ITEM, type=_one_of("compaction_trigger")),
             _object(_SPACE, **_CALL, type=_one_of("function_call"), arguments=STRING),
             _object(_SPACE, **_CALL, type=_one_of("custom_tool_call"), input=STRING),
             _object(

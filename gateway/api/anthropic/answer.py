@@ -19,13 +19,13 @@ from penstock.engine.chat_formats import OutputItem, Piece
 from penstock.engine.request import FinishReason
 from penstock.gateway.api.anthropic.conversation import signature_of
 from penstock.gateway.api.anthropic.schema import MessagesRequest
-from penstock.gateway.api.sealed_text import sealed
 from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import DeltaSource, Output, Usage, collected
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.http.raw_writer import RawWriter, pump
+from penstock.gateway.storage.sealed_text import sealed
 
 _PING = named("ping", b'{"type": "ping"}')
 _TEXT, _THOUGHT = "message", "reasoning"  # kinds of items; all others are calls

@@ -32,10 +32,10 @@ from penstock.gateway.api.anthropic.blocks import (
 )
 from penstock.gateway.api.anthropic.schema import Conversation
 from penstock.gateway.api.items import messages_of
-from penstock.gateway.api.sealed_text import unsealed
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.images import ImageSource
 from penstock.gateway.storage.conversations.records import Item
+from penstock.gateway.storage.sealed_text import unsealed
 
 # Claude Code's first system block: which version it is, and a digest that changes with each
 # request, so that no prompt would begin as the one before.

@@ -1,7 +1,7 @@
 """`POST /v1/responses/compact`: a conversation becomes its users' messages and one item, which
 stands for all the rest.
 
-The model writes a summary under a fixed instruction (`schema.INSTRUCTION`), at the end of the same
+The model writes a summary under a fixed instruction (`items.INSTRUCTION`), at the end of the same
 prompt as before, so that nearly all of it is in the cache. The item has the summary sealed, and is
 an input item of later requests, where templates show it as a user's message. What is stored stays
 as it is.
@@ -14,10 +14,10 @@ from typing import Any
 
 from penstock.gateway.api.items import new_item_id, shown_item
 from penstock.gateway.api.responses.events import usage_object
-from penstock.gateway.api.sealed_text import sealed
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.generation.generation import DeltaSource, collected
 from penstock.gateway.storage.conversations.records import Item
+from penstock.gateway.storage.sealed_text import sealed
 
 
 async def compacted(

@@ -21,7 +21,7 @@ import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE, ItemContent, ItemKind
+from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemContent, ItemKind
 from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import (
@@ -62,6 +62,7 @@ class EventWriter:
         "_delta_end",
         "_delta_start",
         "_delta_type",
+        "_event_of",
         "_has_told",
         "_header",
         "_notices",
@@ -77,6 +78,7 @@ class EventWriter:
         self._has_told = False  # that it cannot be resumed
         self._output_index = -1  # of the item whose delta events look like this:
         self._delta_type, self._delta_start, self._delta_end = "", b"", b""
+        self._event_of = self._delta_event
 
     def opening(self) -> list[Event]:
         """The events before the first entry."""
@@ -89,7 +91,7 @@ class EventWriter:
             if isinstance(entry, DeltaEntry):
                 if entry.output_index != self._output_index:
                     found += self._begin_item(entry, log)
-                found.append(self._delta_event(entry))
+                found.append(self._event_of(entry))
             elif isinstance(entry, EndEntry):
                 closing = _closing(log, entry)
                 found += _numbered(closing, first=entry.number, after=self._after)
@@ -106,6 +108,7 @@ class EventWriter:
         kind, index = self._header.kind_of(entry.kind), entry.output_index
         item = _item(self._header, index, (_begun(entry),), "in_progress")
         self._output_index, self._delta_type, self._delta_end = index, kind.delta, kind.delta_end
+        self._event_of = self._silent_event if kind.is_silent else self._delta_event
         begun = orjson.dumps({"type": kind.delta, **_place(kind, item, index)})
         self._delta_start = begun[:-1] + b',"sequence_number":'
         if entry.num_events == 1:
@@ -131,6 +134,10 @@ class EventWriter:
             ),
         )
 
+    def _silent_event(self, entry: DeltaEntry) -> Event:
+        number = entry.number + entry.num_events - 1
+        return Event(self._delta_type, b"%b%d}" % (self._delta_start, number))
+
     def _notice(self, notice: LogNotice) -> Event:
         kind = f"penstock.{notice.kind}"
         response_id = self._header.response_id
@@ -148,7 +155,7 @@ def _merged(event: bytes) -> bytes:
 def num_closing_events(log: ResponseLog, reason: FinishReason | None) -> int:
     """How many events end a response for this reason; None for a failure."""
     newest = None if reason is None else log.open_item
-    return 1 if newest is None else KINDS[newest[1]].num_closing_events + 1
+    return 1 if newest is None else log.header.kind_of(newest[1]).num_closing_events + 1
 
 
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
@@ -260,7 +267,7 @@ def _item(
     header: ResponseHeader, output_index: int, said: Sequence[DeltaEntry], status: str
 ) -> _Object:
     """An item from its deltas; without any it is an empty message."""
-    kind = header.kind_of(said[0].kind) if said else MESSAGE
+    kind = header.kind_of(said[0].kind if said else MESSAGE.type)
     return kind.item(
         ItemContent(
             id=header.item_id(output_index, kind),

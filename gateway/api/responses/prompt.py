@@ -182,7 +182,7 @@ class PromptBuilder:
 
         Raises as `build`.
         """
-        if request.truncation == "disabled":
+        if not request.drops_items:
             return await self._rendered(request, position, items, files, must_fit=must_fit)
         max_model_len = await self._generator.max_model_len()
         groups = droppable(items)
@@ -199,7 +199,7 @@ class PromptBuilder:
             return rendered if fits or num_dropped == len(groups) else None
 
         room = room_for_output(request.output_limit, max_model_len)
-        least_room = room if request.keeps_room else int(request.generates)
+        least_room = room if request.compacts else int(request.generates)
         whole = await attempt(0, least_room)
         if whole is not None:
             return whole

@@ -19,7 +19,12 @@ from penstock.gateway.api.schema.fields import (
     NumLogprobs,
     SamplingRequest,
 )
-from penstock.gateway.api.schema.messages import MAX_ITEMS, InputItem, Message
+from penstock.gateway.api.schema.messages import (
+    MAX_ITEMS,
+    CompactionTrigger,
+    InputItem,
+    Message,
+)
 from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.structured_outputs import Asked, TextOptions
@@ -34,14 +39,6 @@ from penstock.gateway.api.schema.tools import (
 )
 from penstock.gateway.errors import RequestRefusedError
 
-# What the model is told to make of a conversation. The same for all, so that it is known what an
-# answer depends on.
-INSTRUCTION = """\
-Now summarise this conversation for yourself. It will be removed, and you will go on with nothing \
-but the user's messages and your summary. Say what was asked for and what you have found out, \
-decided and done: which files, commands and results matter, and what they were. Then say what is \
-left to be done, and the next step. Copy names, paths, numbers and code exactly where they will be \
-needed. Write only the summary, and call no tool."""
 MAX_SUMMARY_TOKENS = 4096
 _MAX_EVENTS = 8
 _MAX_KEY_CHARS = 512
@@ -131,6 +128,13 @@ class ResponsesRequest(SamplingRequest):
         return self
 
     @model_validator(mode="after")
+    def _check_trigger(self) -> ResponsesRequest:
+        for index, item in enumerate(self.items[:-1]):
+            if isinstance(item, CompactionTrigger):
+                raise invalid(f"input[{index}]", "is a compaction trigger and not the last item")
+        return self
+
+    @model_validator(mode="after")
     def _check_storage(self) -> ResponsesRequest:
         if self.previous_response_id is not None and self.conversation is not None:
             raise RequestRefusedError(
@@ -153,11 +157,13 @@ class ResponsesRequest(SamplingRequest):
     @cached_property
     def offered(self) -> OfferedTools:
         """The tools that the model may call. Raises: RequestRefusedError."""
-        return offered(
+        found = offered(
             [d for index, tool in enumerate(self.tools) for d in tool.defined(f"tools[{index}]")],
             choice_of(self.tool_choice),
             is_parallel=self.parallel_tool_calls,
         )
+        # Where a conversation is compacted they are shown, as in the requests before.
+        return replace(found, choice="none", named="", allowed=None) if self.compacts else found
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -192,7 +198,19 @@ class ResponsesRequest(SamplingRequest):
         return self.input or []
 
     @property
+    def compacts(self) -> bool:
+        """Whether the conversation is to be summarised instead of answered."""
+        return any(isinstance(item, CompactionTrigger) for item in self.items[-1:])
+
+    @property
+    def drops_items(self) -> bool:
+        """Whether the oldest items of a conversation that is too long are dropped."""
+        return self.truncation == "auto" or self.compacts
+
+    @property
     def formats(self) -> Iterator[Asked]:
+        if self.compacts:
+            return
         if self.text.format is not None:
             yield from self.text.format.asked
         yield from super().formats
@@ -208,12 +226,9 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def output_limit(self) -> int | None:
-        return self.max_output_tokens if self.generates else 0
-
-    @property
-    def keeps_room(self) -> bool:
-        """Whether `truncation` leaves room for the output also where the whole prompt would fit."""
-        return False
+        if not self.generates:
+            return 0
+        return self.max_output_tokens or (MAX_SUMMARY_TOKENS if self.compacts else None)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -244,10 +259,7 @@ class SocketRequest(ResponsesRequest):
 
 
 class CompactRequest(ResponsesRequest):
-    """A conversation to be summarised. Tools are shown, as in the requests before, but not called.
-    One that is too long loses its oldest items first."""
-
-    truncation: Literal["auto", "disabled"] = "auto"
+    """A conversation that ends with a compaction trigger."""
 
     @model_validator(mode="after")
     def _check_compaction(self) -> CompactRequest:
@@ -261,22 +273,6 @@ class CompactRequest(ResponsesRequest):
                 raise invalid(name, "cannot be used where a conversation is compacted")
         return self
 
-    @cached_property
-    def offered(self) -> OfferedTools:
-        return replace(super().offered, choice="none", named="", allowed=None)
-
     @property
     def items(self) -> Sequence[InputItem]:
-        return [*super().items, Message(role="user", content=(INSTRUCTION,))]
-
-    @property
-    def formats(self) -> Iterator[Asked]:
-        return iter(())
-
-    @property
-    def output_limit(self) -> int:
-        return self.max_output_tokens or MAX_SUMMARY_TOKENS
-
-    @property
-    def keeps_room(self) -> bool:
-        return True
+        return [*super().items, CompactionTrigger(type="compaction_trigger")]

@@ -29,7 +29,7 @@ def droppable(items: Sequence[Item]) -> list[list[int]]:
     turns: list[list[int]] = [[]]
     for index, item in enumerate(items):
         role = item.get("role")
-        if role in ("system", "developer") or items[index]["type"] == "compaction":
+        if role in ("system", "developer") or items[index]["type"].startswith("compaction"):
             continue
         if role == "user":
             turns.append([])

@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.chat_formats import CUSTOM_INPUT
 from penstock.gateway.api.schema.model import Model
-from penstock.gateway.api.sealed_text import unsealed
+from penstock.gateway.storage.sealed_text import is_sealed
 
 MAX_ITEMS = 4096  # messages or input items of a request
 _MAX_CALLS = 128  # of a message
@@ -494,9 +494,15 @@ class Compaction(_Item):
     @field_validator("encrypted_content")
     @classmethod
     def _check_content(cls, value: str) -> str:
-        if not unsealed(value):
+        if not is_sealed(value):
             raise PydanticCustomError("value_error", "was not made by this server")
         return value
+
+
+class CompactionTrigger(_Item):
+    """That the conversation is to be compacted; the last item."""
+
+    type: Literal["compaction_trigger"]
 
 
 class ItemReference(_Item):
@@ -514,6 +520,7 @@ _KINDS = {
     "custom_tool_call_output": "output",
     "reasoning": "reasoning",
     "compaction": "compaction",
+    "compaction_trigger": "trigger",
     "item_reference": "reference",
 }
 
@@ -533,6 +540,7 @@ InputItem = Annotated[
     | Annotated[CallOutput, Tag("<output>")]
     | Annotated[Reasoning, Tag("<reasoning>")]
     | Annotated[Compaction, Tag("<compaction>")]
+    | Annotated[CompactionTrigger, Tag("<trigger>")]
     | Annotated[ItemReference, Tag("<reference>")],
     Discriminator(_kind_of),
 ]

@@ -27,7 +27,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.anthropic.conversation import without_billing_line
 from penstock.gateway.api.anthropic.schema import CountTokensRequest, MessagesRequest
-from penstock.gateway.api.sealed_text import sealed, unsealed
+from penstock.gateway.storage.sealed_text import sealed, unsealed
 
 from ..conftest import ANSWER, IMAGE, Serve, Served, until
 from ..fake_engine import NUM_CACHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import openai
 import pytest
 
 from penstock.engine.config import ModelConfig
-from penstock.gateway.api.responses.schema import INSTRUCTION
-from penstock.gateway.api.sealed_text import unsealed
+from penstock.gateway.api.items import INSTRUCTION
+from penstock.gateway.storage.sealed_text import unsealed
 
 from ..conftest import ANSWER, Serve, Served
 from ..generation.test_images import data_url, file_of, small
 from .keyed import KEY
-from .test_tools import CALL, PARSERS, TOOLS, says
+from .test_tools import CALL, EVENTS, PARSERS, TOOLS, says
 
 SUMMARY = "Asked for the weather; it is cold."
 CONVERSATION: list[dict[str, Any]] = [
@@ -71,6 +72,52 @@ async def test_a_summary_stands_for_what_was_before(served: Served) -> None:
     assert [each.type for each in again.output].count("compaction") == 1
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_a_trigger_makes_a_response_the_summary(serve: Serve, is_stored: bool) -> None:
+    """As Codex asks for it."""
+    async with serve(**PARSERS) as served:
+        says(served, f"<think>\nHm.\n</think>\n\n{SUMMARY}")
+        asked = {"model": "tiny", "store": is_stored}
+        asked["input"] = [*CONVERSATION, {"type": "compaction_trigger"}]
+        whole = await served.client.responses.create(**asked)
+        assert served.prompt_of().endswith(f"<user>d\n<user>{INSTRUCTION}\n<assistant>")
+        thought, compaction = whole.output
+        assert (thought.type, compaction.type) == ("reasoning", "compaction")
+        assert unsealed(compaction.encrypted_content) == SUMMARY
+        body = asked | {"stream": True}
+        raw = (await served.http.post("/v1/responses", json=body)).text
+        told = [json.loads(block.partition("data: ")[2]) for block in raw.split("\n\n")[:-1]]
+        events = [EVENTS.validate_python(event) for event in told]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type for event in events if getattr(event, "output_index", 0) == 1]
+        assert kinds[0] == "response.output_item.added"
+        assert set(kinds[1:-1]) == {"response.compaction.compacting"}
+        assert kinds[-1] == "response.output_item.done"
+        assert "weather; it" not in raw
+        assert told[-1]["response"]["output"][1]["type"] == "compaction"
+        if is_stored:
+            says(served, "Yes.")
+            await served.client.responses.create(
+                model="tiny", input="e", previous_response_id=whole.id
+            )
+            assert served.prompt_of().endswith(f"{SUMMARY}\n<user>e\n<assistant>")
+            after = await served.http.get(
+                f"/v1/responses/{told[-1]['response']['id']}?stream=true&starting_after=3"
+            )
+            assert raw.endswith(after.text)
+
+
+async def test_a_trigger_without_thoughts(served: Served) -> None:
+    says(served, SUMMARY)
+    asked = [*CONVERSATION, {"type": "compaction_trigger"}]
+    body = {"model": "tiny", "input": asked, "stream": True}
+    raw = (await served.http.post("/v1/responses", json=body)).text
+    told = [json.loads(block.partition("data: ")[2]) for block in raw.split("\n\n")[:-1]]
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    [compaction] = told[-1]["response"]["output"]
+    assert unsealed(compaction["encrypted_content"]) == SUMMARY
+
+
 async def test_images_of_users_are_kept(serve: Serve, vision_path: Path) -> None:
     async with serve(model=ModelConfig(model=str(vision_path))) as served:
         image = {"type": "input_image", "image_url": data_url(file_of(small())), "detail": "auto"}
@@ -106,6 +153,7 @@ async def test_with_a_key_it_is_computed_once(served: Served) -> None:
         ({"stream": True}, "stream"),
         ({"background": True}, "background"),
         ({"input": []}, "input"),
+        ({"input": [{"type": "compaction_trigger"}, *CONVERSATION]}, "input[0]"),
         ({"input": [{"type": "compaction", "encrypted_content": "gAAAA"}]}, "encrypted_content"),
     ],
 )

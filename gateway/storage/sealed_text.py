@@ -13,9 +13,14 @@ def sealed(text: str) -> str:
     return _SEAL + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
 
 
+def is_sealed(value: str) -> bool:
+    """Whether this server made it."""
+    return value.startswith(_SEAL)
+
+
 def unsealed(value: str) -> str:
     """The text; empty if the value is not sealed, or not by this server."""
-    if not value.startswith(_SEAL):
+    if not is_sealed(value):
         return ""
     try:
         text = base64.b64decode(value.removeprefix(_SEAL), validate=True)
