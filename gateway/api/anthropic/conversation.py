@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.gateway.api.anthropic.blocks import (
+    AnyMessage,
     AssistantMessage,
     ImageBlock,
     SystemMessage,
@@ -84,12 +85,13 @@ def chat_messages(
     last_user = max(
         (at for at, each in enumerate(asked.messages) if isinstance(each, UserMessage)), default=-1
     )
+    first_thought = _first_thought(asked.messages, asked.context_management.num_thinking_turns)
     for number, message in enumerate(asked.messages):
         place = f"messages[{number}].content"
         if isinstance(message, UserMessage):
             _add_user(items, message, place)
         elif isinstance(message, AssistantMessage):
-            _add_assistant(items, message, place)
+            _add_assistant(items, message, place, thinks=number >= first_thought)
         else:
             assert isinstance(message, SystemMessage)
             if message.clear_at == "next_user_message" and number < last_user:
@@ -149,13 +151,32 @@ def _text_of(part: TextBlock | ImageBlock | ToolReference) -> str | None:
     return part.text if isinstance(part, TextBlock) else part.tool_name
 
 
-def _add_assistant(items: _Items, message: AssistantMessage, place: str) -> None:
+def _first_thought(messages: Sequence[AnyMessage], num_turns: int | None) -> int:
+    """The first message whose thoughts are left, if they are in this many turns of the assistant,
+    the last ones. What it does with tools until it is asked again is one turn."""
+    if num_turns is None:
+        return 0
+    num_seen, has_answer = 0, False
+    for number in reversed(range(len(messages))):
+        message = messages[number]
+        has_answer = has_answer or isinstance(message, AssistantMessage)
+        asks = isinstance(message, UserMessage) and not all(
+            isinstance(block, ToolResult) for block in message.content
+        )
+        if asks and has_answer:
+            num_seen, has_answer = num_seen + 1, False
+            if num_seen == num_turns:
+                return number
+    return 0
+
+
+def _add_assistant(items: _Items, message: AssistantMessage, place: str, *, thinks: bool) -> None:
     for at, block in enumerate(message.content):
         if isinstance(block, TextBlock):
             items.say("assistant", {"type": "output_text", "text": block.text})
         elif isinstance(block, ThinkingBlock):
             thought = block.thinking or unsealed(block.signature)
-            if thought:
+            if thought and thinks:
                 content = [{"type": "reasoning_text", "text": thought}]
                 items.found.append({"type": "reasoning", "content": content, "summary": []})
         elif isinstance(block, ToolUse):

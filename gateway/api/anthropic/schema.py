@@ -27,7 +27,7 @@ from penstock.gateway.api.schema.tools import (
 from penstock.gateway.errors import RequestRefusedError
 
 _MIN_BUDGET = 1024  # Anthropic's
-_KEPT = "clear_thinking_20251015"
+_CLEARS_THOUGHTS = "clear_thinking_20251015"
 
 
 class MessagesTool(FunctionDefinition):
@@ -100,28 +100,45 @@ class OutputConfig(Model):
     task_budget: dict[str, Any] | None = None  # without effect
 
 
+class ThinkingTurns(Model):
+    type: Literal["thinking_turns", "all"]
+    value: Annotated[int, Field(ge=1)] = 1
+
+
 class ContextEdit(Model):
-    """An edit of the conversation on the server's side: only the one that keeps all thoughts, which
-    Claude Code sends, since it changes nothing."""
+    """An edit of the conversation on the server's side: which thoughts are left, as Claude Code
+    sends it. Others are refused."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: str
-    keep: Any = None
+    keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns")
 
-    @model_validator(mode="after")
-    def _check_edit(self) -> ContextEdit:
-        if self.type != _KEPT or self.keep not in ("all", {"type": "all"}):
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != _CLEARS_THOUGHTS:
             raise PydanticCustomError(
                 "unsupported_parameter",
-                "this server does not edit conversations: only {kept} with keep 'all' is accepted",
-                {"kept": repr(_KEPT)},
+                "this server only knows the edit {known}, not {kind}",
+                {"known": repr(_CLEARS_THOUGHTS), "kind": repr(kind)},
             )
-        return self
+        return value
 
 
 class ContextManagement(Model):
     edits: Annotated[list[ContextEdit], Field(max_length=MAX_ITEMS)] = Field(default_factory=list)
+
+    @property
+    def num_thinking_turns(self) -> int | None:
+        """Of how many turns, the last ones, thoughts are left; None: of all."""
+        numbers = [
+            edit.keep.value
+            for edit in self.edits
+            if isinstance(edit.keep, ThinkingTurns) and edit.keep.type != "all"
+        ]
+        return min(numbers, default=None)
 
 
 class Conversation(SamplingRequest):

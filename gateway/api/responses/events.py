@@ -62,9 +62,9 @@ class EventWriter:
         "_delta_end",
         "_delta_start",
         "_delta_type",
-        "_event_of",
         "_has_told",
         "_header",
+        "_is_silent",
         "_notices",
         "_output_index",
     )
@@ -78,7 +78,7 @@ class EventWriter:
         self._has_told = False  # that it cannot be resumed
         self._output_index = -1  # of the item whose delta events look like this:
         self._delta_type, self._delta_start, self._delta_end = "", b"", b""
-        self._event_of = self._delta_event
+        self._is_silent = False
 
     def opening(self) -> list[Event]:
         """The events before the first entry."""
@@ -91,7 +91,8 @@ class EventWriter:
             if isinstance(entry, DeltaEntry):
                 if entry.output_index != self._output_index:
                     found += self._begin_item(entry, log)
-                found.append(self._event_of(entry))
+                make = self._silent_event if self._is_silent else self._delta_event
+                found.append(make(entry))
             elif isinstance(entry, EndEntry):
                 closing = _closing(log, entry)
                 found += _numbered(closing, first=entry.number, after=self._after)
@@ -108,7 +109,7 @@ class EventWriter:
         kind, index = self._header.kind_of(entry.kind), entry.output_index
         item = _item(self._header, index, (_begun(entry),), "in_progress")
         self._output_index, self._delta_type, self._delta_end = index, kind.delta, kind.delta_end
-        self._event_of = self._silent_event if kind.is_silent else self._delta_event
+        self._is_silent = kind.is_silent
         begun = orjson.dumps({"type": kind.delta, **_place(kind, item, index)})
         self._delta_start = begun[:-1] + b',"sequence_number":'
         if entry.num_events == 1:

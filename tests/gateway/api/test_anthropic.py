@@ -320,6 +320,37 @@ def template() -> str:
     )
 
 
+async def test_thoughts_of_older_turns_are_cleared(serve: Serve, template: str) -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+
+    call = {"type": "tool_use", "id": "t", "name": "time", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "noon"}
+    said = {"type": "text", "text": "ok"}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [thought("A"), said]},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": [thought("B"), call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [thought("C"), said]},
+        {"role": "user", "content": "c"},
+    ]
+    async with serve(chat_template=template, **PARSERS) as served:
+        for keep, left in (
+            ({"keep": "all"}, "ABC"),
+            ({"keep": {"type": "all"}}, "ABC"),
+            ({}, "BC"),
+            ({"keep": {"type": "thinking_turns", "value": 1}}, "BC"),
+            ({"keep": {"type": "thinking_turns", "value": 2}}, "ABC"),
+        ):
+            edit = {"type": "clear_thinking_20251015", **keep}
+            extra = {"context_management": {"edits": [edit]}}
+            await create(served, messages=turns, extra_body=extra)
+            prompt = served.prompt_of()
+            assert [each for each in "ABC" if f"({each})" in prompt] == list(left)
+
+
 async def test_images_also_of_results(serve: Serve, vision_path: Path) -> None:
     async with serve(model=ModelConfig(model=str(vision_path))) as served:
         images = [
