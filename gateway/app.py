@@ -27,6 +27,7 @@ from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas
 from penstock.gateway.api.adapters.routes import Adapters
+from penstock.gateway.api.anthropic.routes import Messages
 from penstock.gateway.api.chat.routes import ChatCompletions
 from penstock.gateway.api.classify.routes import Classify
 from penstock.gateway.api.completions.routes import Completions
@@ -272,6 +273,14 @@ def _apis(
         ]
     return [
         ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
+        Messages(
+            generator,
+            engine,
+            answers,
+            drops_billing_line=config.drop_billing_line,
+            max_body_bytes=max_bytes,
+            ping_s=ping_s,
+        ),
         Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Infill(generator, max_body_bytes=max_bytes, ping_s=ping_s),
         Responses(service, answers, max_body_bytes=max_bytes, ping_s=ping_s),

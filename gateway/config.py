@@ -57,6 +57,7 @@ class GatewayConfig:
             template shows; `none`: they stay text.
         default_chat_template_kwargs: a JSON object: variables of the template where a request has
             none.
+        drop_billing_line: leave out the line that Claude Code begins its system prompt with.
         max_logprobs: alternatives that a request may ask for beside each token; -1: no limit but
             the API's.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
@@ -134,6 +135,7 @@ class GatewayConfig:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     default_chat_template_kwargs: str | None = None
+    drop_billing_line: bool = True
     max_logprobs: int = -1
 
     max_body_bytes: int = 4 << 20

@@ -5,6 +5,10 @@ HTTP, an event stream and a WebSocket tell the same failure the same way:
     HTTP        status   {"error": {"message", "type", "param", "code", "penstock"?}}
     SSE         (200)    data: {"error": {…}}                 in the middle of a stream
     WebSocket            {"type": "error", "status": …, "error": {…}, "stream_id": …}
+
+but in Anthropic's API, over HTTP and as the event `error`:
+
+    {"type": "error", "error": {"type", "message"}, "request_id"}
 """
 
 from __future__ import annotations
@@ -83,6 +87,8 @@ class Failure:
         request = CURRENT_REQUEST.get()
         if request is not None:
             request.note_failure(self.status, self.code)
+            if request.is_anthropic:
+                return self._anthropic_body(request.request_id)
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.type,
@@ -92,6 +98,18 @@ class Failure:
         if self.details:
             error["penstock"] = dict(self.details)
         return {"error": error}
+
+    def _anthropic_body(self, request_id: str) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "api_error"
+        if self.code == "server_overloaded":
+            kind = "overloaded_error"
+        # By these words Claude Code knows that it has to compact the conversation.
+        is_too_long = self.code == "context_length_exceeded"
+        message = f"prompt is too long: {self.message}" if is_too_long else self.message
+        error = {"type": kind, "message": message}
+        return {"type": "error", "error": error, "request_id": request_id}
 
     def response(self) -> Response:
         defaults: dict[str, str] = {}
@@ -127,6 +145,13 @@ _TABLE = (
     _Rule(GenerationFailedError, 500, "server_error", "generation_failed"),
 )
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    504: "timeout_error",
+}
 
 
 def failure_of(error: Exception) -> Failure:

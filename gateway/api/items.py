@@ -19,6 +19,8 @@ from penstock.engine.vision.image_file import LoadedImage
 from penstock.gateway.api.schema.fields import Includes
 from penstock.gateway.api.schema.messages import (
     CallOutput,
+    Compaction,
+    CompactionTrigger,
     FunctionCall,
     ImagePart,
     InputItem,
@@ -35,6 +37,8 @@ from penstock.gateway.api.schema.tools import seen_name
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.images import shown_url, stored_image, stored_url
 from penstock.gateway.storage.conversations.records import Item, StoredTurn
+from penstock.gateway.storage.response_log.item_kinds import COMPACTION_TRIGGER
+from penstock.gateway.storage.sealed_text import unsealed
 
 _MAX_LISTED = 100  # OpenAI's limit
 CALLS = ("function_call", "custom_tool_call")
@@ -47,7 +51,18 @@ _ID_PREFIXES = {
     "function_call_output": "fco_",
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
+    "compaction": "cmp_",
+    COMPACTION_TRIGGER: "cmpt_",
 }
+# What the model is told to make of a conversation that is to be compacted. The same for all, so
+# that it is known what an answer depends on.
+INSTRUCTION = """\
+Now summarise this conversation for yourself. It will be removed, and you will go on with nothing \
+but the user's messages and your summary. Say what was asked for and what you have found out, \
+decided and done: which files, commands and results matter, and what they were. Then say what is \
+left to be done, and the next step. Copy names, paths, numbers and code exactly where they will be \
+needed. Write only the summary, and call no tool."""
+_SUMMARY = "What was said and done so far was removed. Its summary:\n\n"
 
 _Asked = TypeVar("_Asked", bound=Model)
 
@@ -125,6 +140,10 @@ def item_object(item: InputItem, index: int, images: Iterator[LoadedImage] | Non
         sealed = item.encrypted_content
         stored |= {} if sealed is None else {"encrypted_content": sealed}
         return stored | {"summary": summary, "content": thoughts}
+    if isinstance(item, Compaction):
+        return stored | {"encrypted_content": item.encrypted_content}
+    if isinstance(item, CompactionTrigger):
+        return stored
     stored["call_id"] = item.call_id
     if isinstance(item, CallOutput):
         return stored | {"output": "\n".join(item.output)}
@@ -154,11 +173,16 @@ def _message(message: Message, images: Iterator[LoadedImage]) -> Item:
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Items as chat templates expect them: what the assistant thought, said and called in one go
-    is one message."""
+    is one message. What was compacted is left out."""
     messages: list[dict[str, Any]] = []
     done: set[str] | None = None  # what the last message has, if it is the assistant's
-    for item in items:
+    for item in since_compaction(list(items)):
         kind = item["type"]
+        if kind in ("compaction", COMPACTION_TRIGGER):
+            text = summary_of(item) if kind == "compaction" else INSTRUCTION
+            messages.append(template_message("user", [text]))
+            done = None
+            continue
         if kind == "message" and item["role"] != "assistant":
             parts = [part.get("text", _IMAGE) for part in item["content"]]
             messages.append(template_message(item["role"], parts, item.get("name")))
@@ -175,6 +199,23 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         _add(item, messages[-1])
         done.add(kind)
     return messages
+
+
+def since_compaction(items: Sequence[Item]) -> Sequence[Item]:
+    """Items without those that the newest compaction stands for: of those before it, only what
+    users and the system have said is left. A trigger is left only where it is the last."""
+    newest = max((at for at, item in enumerate(items) if item["type"] == "compaction"), default=0)
+    rest = [item for item in items[newest:-1] if item["type"] != COMPACTION_TRIGGER]
+    return [*(item for item in items[:newest] if _is_kept(item)), *rest, *items[-1:]]
+
+
+def _is_kept(item: Item) -> bool:
+    return item.get("role") in ("user", "system", "developer")
+
+
+def summary_of(compaction: Item) -> str:
+    """What a template shows of a compaction."""
+    return _SUMMARY + unsealed(compaction["encrypted_content"])
 
 
 def _add(item: Item, message: dict[str, Any]) -> None:
@@ -220,10 +261,15 @@ def stored_images(items: Iterable[Item], files: Mapping[str, bytes]) -> list[Loa
 
 def shown_items(turn: StoredTurn) -> tuple[Item, ...]:
     """A turn's input items as they are listed: with their images."""
-    return tuple(_shown(item, turn.images) for item in turn.items)
+    return tuple(shown_item(item, turn.images) for item in turn.items)
 
 
-def _shown(item: Item, files: Mapping[str, bytes]) -> Item:
+def shown_item(item: Item, files: Mapping[str, bytes]) -> Item:
+    """A stored item as it is listed.
+
+    Args:
+        files: its images, by digest.
+    """
     parts: Sequence[Mapping[str, Any]] = item.get("content", ())
     if all(part["type"] != _IMAGE_TYPE for part in parts):
         return item

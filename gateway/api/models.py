@@ -1,4 +1,7 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`: the model's names, and its adapters."""
+"""`GET /v1/models` and `GET /v1/models/{id}`: the model's names, and its adapters.
+
+Requests with Anthropic's `anthropic-version` get them in the form of its API.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.gateway.api.anthropic.models import model_object, model_page
 from penstock.gateway.api.json_api import json_response
 from penstock.gateway.api.operations import operation
 from penstock.gateway.auth.callers import caller_of
@@ -33,17 +37,22 @@ class Models:
     )
     async def list(self, request: Request) -> Response:
         names = (*self._model.names, *self._adapters.of(caller_of(request.scope)))
-        return json_response({"object": "list", "data": [self._card(name) for name in names]})
+        cards = [self._card(name, request) for name in names]
+        if _is_anthropic(request):
+            return json_response(model_page(cards, request.query_params))
+        return json_response({"object": "list", "data": cards})
 
     @operation("GET /v1/models/{model:path}", "Retrieve the model.", "Model")
     async def retrieve(self, request: Request) -> Response:
         name = request.path_params["model"]
-        return json_response(
-            self._card(await self._adapters.require(name, caller_of(request.scope)))
-        )
+        name = await self._adapters.require(name, caller_of(request.scope))
+        return json_response(self._card(name, request))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str, request: Request) -> dict[str, Any]:
         info = self._engine.info_for_running()
+        if _is_anthropic(request):
+            max_model_len = info.max_model_len
+            return model_object(name, created=self._created, max_model_len=max_model_len)
         is_adapter = self._adapters.known(name) is not None
         parent = {"parent": self._model.name} if is_adapter else {}
         return {
@@ -59,3 +68,7 @@ class Models:
             "chat_sampling": self._model.chat_sampling,
             **parent,
         }
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers

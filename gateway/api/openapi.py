@@ -91,7 +91,10 @@ def document(
         "paths": paths,
         "components": {
             "schemas": {**ANSWERS, "Document": {"type": "object"}, **schemas},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -121,7 +124,7 @@ def _described(operation: Operation, by_id: Mapping[str, Operation]) -> dict[str
                 "content": _content(operation),
                 "links": _links(operation, by_id),
             },
-            **{str(status): _failure(status) for status in sorted(statuses)},
+            **{str(each): _failure(each, operation.failure) for each in sorted(statuses)},
         },
     }
     if operation.body:
@@ -137,7 +140,7 @@ def _described(operation: Operation, by_id: Mapping[str, Operation]) -> dict[str
             "content": {"application/json": content},
         }
     if operation.needs_key:
-        described["security"] = [{"key": []}, {}]
+        described["security"] = [{"key": []}, {"x-api-key": []}, {}]
     return described
 
 
@@ -165,10 +168,10 @@ def _content(operation: Operation) -> dict[str, Any]:
     return content
 
 
-def _failure(status: int) -> dict[str, Any]:
+def _failure(status: int, schema: str) -> dict[str, Any]:
     return {
         "description": _STATUSES[status],
-        "content": {"application/json": {"schema": ref("Error")}},
+        "content": {"application/json": {"schema": ref(schema)}},
     }
 
 
@@ -305,6 +308,15 @@ _HEAD = {
     "system_fingerprint": STRING,
 }
 
+_RESPONSE_USAGE = _object(
+    # Absent unless an engine had drafts for it.
+    {"penstock": _object(draft_tokens=INTEGER, accepted_draft_tokens=INTEGER)},
+    input_tokens=INTEGER,
+    input_tokens_details=_object(cached_tokens=INTEGER, cache_write_tokens=INTEGER),
+    output_tokens=INTEGER,
+    output_tokens_details=_object(reasoning_tokens=INTEGER),
+    total_tokens=INTEGER,
+)
 _ITEM = {"id": STRING, "status": _one_of("in_progress", "completed", "incomplete")}
 _CALL = {**_ITEM, "call_id": STRING, "name": STRING}
 _SPACE = {"namespace": STRING}
@@ -319,7 +331,35 @@ ANSWERS: dict[str, Schema] = {
             code=STRING,
         )
     ),
+    "AnthropicError": _object(
+        type=_one_of("error"), error=_object(type=STRING, message=STRING), request_id=STRING
+    ),
     # generated
+    "Message": _object(
+        id=STRING,
+        type=_one_of("message"),
+        role=_one_of("assistant"),
+        model=STRING,
+        content=_list(
+            {
+                "oneOf": [
+                    _object(type=_one_of("text"), text=STRING),
+                    _object(type=_one_of("thinking"), thinking=STRING, signature=STRING),
+                    _object(type=_one_of("tool_use"), id=STRING, name=STRING, input=_map({})),
+                ]
+            }
+        ),
+        stop_reason=STRING,
+        stop_sequence=nullable(STRING),
+        usage=_object(
+            {"output_tokens_details": _object(thinking_tokens=INTEGER)},
+            input_tokens=INTEGER,
+            cache_creation_input_tokens=INTEGER,
+            cache_read_input_tokens=INTEGER,
+            output_tokens=INTEGER,
+        ),
+    ),
+    "MessageTokens": _object(input_tokens=INTEGER),
     "TokenLogprob": _object(**_TOKEN, top_logprobs=_list(_object(**_TOKEN))),
     "Usage": _object(
         {
@@ -474,6 +514,8 @@ ANSWERS: dict[str, Schema] = {
                 summary=_list(_object(type=_one_of("summary_text"), text=STRING)),
                 content=_list(_object(type=_one_of("reasoning_text"), text=STRING)),
             ),
+            _object(**_ITEM, type=_one_of("compaction"), encrypted_content=STRING),
+            _object(**_ITEM, type=_one_of("compaction_trigger")),
             _object(_SPACE, **_CALL, type=_one_of("function_call"), arguments=STRING),
             _object(_SPACE, **_CALL, type=_one_of("custom_tool_call"), input=STRING),
             _object(
@@ -502,17 +544,7 @@ ANSWERS: dict[str, Schema] = {
         status=_one_of("queued", "in_progress", "completed", "incomplete", "cancelled", "failed"),
         model=STRING,
         output=_list(ref("Item")),
-        usage=nullable(
-            _object(
-                # Absent unless an engine had drafts for it.
-                {"penstock": _object(draft_tokens=INTEGER, accepted_draft_tokens=INTEGER)},
-                input_tokens=INTEGER,
-                input_tokens_details=_object(cached_tokens=INTEGER, cache_write_tokens=INTEGER),
-                output_tokens=INTEGER,
-                output_tokens_details=_object(reasoning_tokens=INTEGER),
-                total_tokens=INTEGER,
-            )
-        ),
+        usage=nullable(_RESPONSE_USAGE),
         error=nullable(_object(code=STRING, message=STRING)),
         incomplete_details=nullable(_object(reason=STRING)),
         instructions=nullable(STRING),
@@ -537,6 +569,13 @@ ANSWERS: dict[str, Schema] = {
         text=_map(_ANYTHING),
         truncation=STRING,
         service_tier=STRING,
+    ),
+    "CompactedResponse": _object(
+        id=STRING,
+        object=_one_of("response.compaction"),
+        created_at=INTEGER,
+        output=_list(ref("Item")),
+        usage=_RESPONSE_USAGE,
     ),
     "InputTokens": _object(object=_one_of("response.input_tokens"), input_tokens=INTEGER),
     "Items": _page(ref("Item")),

@@ -31,6 +31,7 @@ class Operation:
         query: schema of the query string.
         statuses: failures beside those that every operation has, and 404 where the path has
             parameters.
+        failure: name of the schema of its failures.
         streams: whether it may answer with server-sent events.
         example: an example of a body.
         links: parameters of other operations' paths → where its answer has them (OpenAPI's links).
@@ -45,6 +46,7 @@ class Operation:
     body: tuple[type[Model], ...] = ()
     query: type[Model] | None = None
     statuses: tuple[int, ...] = ()
+    failure: str = "Error"
     streams: bool = False
     example: Mapping[str, Any] | None = None
     links: Mapping[str, str] = field(default_factory=dict)

@@ -24,10 +24,9 @@ from penstock.gateway.errors import refusal
 from penstock.gateway.telemetry.access_log import ANY_PATH
 
 _MAX_GUESSED_CHARS = 100  # comparing longer paths with all others would take milliseconds
-# OpenAI's, below a path that has other methods here.
+# Others', of which a guess would mislead.
 _NOT_BUILT = {
-    ("POST", "/v1/responses/compact"): "this server does not compact conversations; send the "
-    "messages to keep as `input`",
+    ("POST", "/v1/messages/batches"): "this server has no batches; send each message by itself",
 }
 
 

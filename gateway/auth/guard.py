@@ -4,8 +4,8 @@
              loopback it must name loopback (or an allowed origin), against DNS rebinding
     Origin   absent, the server's own, or allowed: browsers let any page open a WebSocket
     key      required where an operation declares it (`/v1/*`, …), read everywhere:
-             `Authorization: Bearer`, or for browsers' WebSockets a ticket as `?ticket=`, or the
-             subprotocol `openai-insecure-api-key.<key>`
+             `Authorization: Bearer`, Anthropic's `x-api-key`, or for browsers' WebSockets a
+             ticket as `?ticket=`, or the subprotocol `openai-insecure-api-key.<key>`
 
 The accepted caller is put into the scope (`callers`), and every answer gets headers with what is
 left of its limits. Keys and tickets do not leave this module: the ticket is removed from the query
@@ -28,6 +28,7 @@ from penstock.gateway.config import GatewayConfig, is_loopback
 from penstock.gateway.errors import Failure, refusal
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
+_KEY_HEADER = "x-api-key"
 _TICKET = "ticket"
 # `uri-host [":" port]` (RFC 3986 §3.2.2)
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|([a-z0-9._~!$&'()*+,;=-]|%[0-9a-f]{2})*)(:[0-9]{0,5})?")
@@ -122,8 +123,10 @@ class Guard:
         return bool(host) and origin.partition("://")[2] == host
 
     async def _caller(self, scope: Scope, ticket: str | None) -> Caller | None:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         offered = [key] if scheme.lower() == "bearer" else []
+        offered += headers.getlist(_KEY_HEADER)[:1]
         offered += _subprotocol_keys(scope.get("subprotocols", ()))
         caller = self._keys.find([item.encode("latin-1", "replace") for item in offered])
         if caller is not None or ticket is None:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,12 +61,13 @@ from penstock.gateway.generation.context_limits import (
     output_limit,
 )
 from penstock.gateway.generation.fill_in_middle import GapPrompts
-from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
+from penstock.gateway.generation.system_messages import placed, shows_system_messages
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
@@ -227,8 +228,11 @@ class Generator:
     def _template_arguments(self, prompt: ChatPrompt, source: str | None) -> dict[str, Any]:
         """Arguments of `ChatTemplate.render`, of which the template shows everything."""
         reads = self._reads_part if prompt.template is None else names_parts_of(source)
+        written = as_read(prompt.messages, reads)
+        if prompt.template is None:  # the author of another one knows what it shows
+            written = placed(written, lambda: self._shows_system_messages)
         messages, tools = self.model.formats.for_template(
-            as_read(prompt.messages, reads),
+            written,
             prompt.tools,
             template=None if prompt.template is None else source,
         )
@@ -241,6 +245,10 @@ class Generator:
             "continue_final_message": prompt.continue_final_message,
             "kwargs": {"tools": tools, **template_variables(variables, source)},
         }
+
+    @cached_property
+    def _shows_system_messages(self) -> bool:
+        return shows_system_messages(self.model.chat_template)
 
     async def tokenise(
         self,
@@ -423,6 +431,33 @@ class Generator:
             output_format=output_format,
         )
 
+    async def stop_found(self, source: DeltaSource) -> str | None:
+        """The stop string that ended an output, which is over; None: something else did."""
+        request, token_ids = source.request, source.output_token_ids(0)
+        params = request.sampling_params
+        if not params.stop or not token_ids:
+            return None
+        last = self.model.tokenizer.added_tokens
+        for stop in params.stop:
+            if last.get(stop.strip()) == token_ids[-1]:
+                return stop
+        text = self._output_text(params, source.output_format)
+        return await self.long_work.run(
+            lambda: text.push(token_ids).stop or text.finish().stop,
+            is_long=len(token_ids) >= _LONG_TEXT_TOKENS,
+        )
+
+    def _output_text(
+        self,
+        params: SamplingParams,
+        output_format: OutputFormat | None,
+        context: Sequence[int] = (),
+    ) -> OutputText:
+        markers = frozenset[int]()
+        if output_format is not None:
+            markers = frozenset(self.model.formats.marker_tokens(output_format.syntax).values())
+        return OutputText(self.model.tokenizer, params, context=context, shown=markers)
+
     def _generation(
         self,
         request: Request,
@@ -436,12 +471,8 @@ class Generator:
     ) -> Generation:
         params = request.sampling_params
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
-        markers = frozenset[int]()
-        if output_format is not None:
-            markers = frozenset(self.model.formats.marker_tokens(output_format.syntax).values())
         texts = [
-            OutputText(self.model.tokenizer, params, context=context, shown=markers)
-            for _ in range(params.num_branches)
+            self._output_text(params, output_format, context) for _ in range(params.num_branches)
         ]
         generation = Generation(
             self._engine,

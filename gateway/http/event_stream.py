@@ -7,7 +7,8 @@ Events are JSON without line breaks, so `data` and `named` encode them as sse-st
 
 Either response starts with the first event or the first silence, so that what is refused at once
 can still be a plain error with its status. No `id:` and no `retry:` fields, and a comment is a
-block of its own: stock OpenAI clients break on anything else.
+block of its own: stock OpenAI clients break on anything else. Anthropic's API has an event instead
+of the comment.
 """
 
 from __future__ import annotations
@@ -65,15 +66,22 @@ class EventStream:
     Args:
         source: writes whole events, and returns after the last; cancelled when the client leaves.
             What it raises before the response has started becomes a plain error.
-        ping_s: silence after which a comment is sent.
+        ping_s: silence after which `ping` is sent.
         on_error: the last events of a stream that broke off by an exception after its start.
+        ping: a comment or an event.
     """
 
     def __init__(
-        self, source: Source, *, ping_s: float, on_error: Callable[[Exception], bytes]
+        self,
+        source: Source,
+        *,
+        ping_s: float,
+        on_error: Callable[[Exception], bytes],
+        ping: bytes = PING,
     ) -> None:
         self._source = source
         self._ping_s = ping_s
+        self._ping_sent = ping
         self._on_error = on_error
         self._is_started = False
         self._is_silent = True
@@ -134,16 +142,20 @@ class EventStream:
         self._silence = loop.call_later(self._ping_s, self._on_silence)
 
     def _on_silence(self) -> None:
-        if self._is_silent and not self.write(PING):
+        if self._is_silent and not self.write(self._ping_sent):
             self._ping = asyncio.ensure_future(self.drained())
         self._await_silence()
 
 
-class _Silence(ServerSentEvent):
-    """A ping that is due while events are sent: nothing."""
+class _Ping(ServerSentEvent):
+    """A ping as it is; while events are sent it is nothing."""
+
+    def __init__(self, ping: bytes) -> None:
+        super().__init__()
+        self._ping = ping
 
     def encode(self) -> bytes:
-        return b""
+        return self._ping
 
 
 class ResumedEventStream(EventStream):
@@ -189,7 +201,7 @@ class ResumedEventStream(EventStream):
 
     def next_ping(self) -> ServerSentEvent:
         is_silent, self._is_silent = self._is_silent, True
-        return ServerSentEvent(comment="ping", sep="\n") if is_silent else _Silence()
+        return _Ping(self._ping_sent if is_silent else b"")
 
     async def on_message(self, message: Message) -> None:
         """What sse-starlette sends: the head, which waits, pings, the last event, and the end."""

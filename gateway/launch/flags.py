@@ -455,6 +455,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "the model's own", FILE, aliases=("--chat-template-file",)),
         Flag("default-chat-template-kwargs", None, "variables of the chat template where a request "
              'has none, such as {"enable_thinking": false}', JSON),
+        Flag("drop-billing-line", True, "leave out the line that Claude Code begins its system "
+             "prompt with: it changes with each request, so that nothing would be found in the "
+             "cache"),
         Flag("tool-call-parser", None, "how the model writes tool calls, by vLLM's names (hermes, "
              "llama3_json, mistral, …) or none; default: as its chat template shows",
              spellings=_TOOL_SPELLINGS),

@@ -80,13 +80,13 @@ class RequestLog:
         return record
 
     async def _serve(self, record: RequestRecord, receive: Receive, send: Send) -> None:
-        header = (REQUEST_ID_HEADER.encode(), record.request_id.encode())
+        id_headers = record.id_headers
 
         def send_with_id(message: Message) -> Any:  # not a coroutine, for speed: tokens pass here
             kind = message["type"]
             if kind in _STARTS:
                 record.status = message.get("status", 101)
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
             elif kind == "websocket.close" and record.status is None:
                 record.status = 403
             return send(message)

@@ -19,6 +19,9 @@ from starlette.types import Scope
 
 _REFUSALS = frozenset({429, 503})
 REQUEST_ID_HEADER = "x-request-id"
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_HEADER = b"anthropic-version"
+_ANTHROPIC_REQUEST_ID = b"request-id"
 _PLAIN = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -65,6 +68,21 @@ class RequestRecord:
     @property
     def headers(self) -> Headers:
         return Headers(scope=self.scope)
+
+    @property
+    def is_anthropic(self) -> bool:
+        """Whether it is made by Anthropic's API, in which failures and models look otherwise."""
+        scope = self.scope
+        is_path = bool(scope["path"].startswith(_ANTHROPIC_PATH))
+        return is_path or any(name == _ANTHROPIC_HEADER for name, _ in scope["headers"])
+
+    @property
+    def id_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers with its id for the answer."""
+        names = [REQUEST_ID_HEADER.encode()]
+        if self.is_anthropic:
+            names.append(_ANTHROPIC_REQUEST_ID)
+        return [(name, self.request_id.encode()) for name in names]
 
     def note_failure(self, status: int, code: str) -> None:
         """The caller gets a failure."""

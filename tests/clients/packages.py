@@ -10,6 +10,7 @@ from ..support import fetched
 
 PACKAGES = Path(__file__).parent / "examples"
 CODEX = "@openai/codex@0.169.0"
+CLAUDE_CODE = "@anthropic-ai/claude-code@2.1.332"
 PYTHON_CLIENTS = ("langchain-openai==1.7.3", "litellm==1.106.2", "openai-agents==0.20.0")
 
 
@@ -31,3 +32,12 @@ def langchain() -> Path:
 def codex() -> Path:
     """The command of OpenAI's Codex."""
     return fetched.npm_program(CODEX, "codex")
+
+
+@pytest.fixture(scope="session")
+def claude_code() -> Path:
+    """The command of Anthropic's Claude Code: its program for this machine, without the script that
+    would put it in the place of a wrapper."""
+    wrapper = fetched.npm_program(CLAUDE_CODE, "claude")
+    [program] = (wrapper.parents[1] / "@anthropic-ai").glob("claude-code-*/claude")
+    return program

@@ -1,4 +1,4 @@
-"""OpenAI's Codex, unedited, reads a file through its shell tool.
+"""OpenAI's Codex, unedited, reads a file through its shell tool, and compacts its conversation.
 
 The model has random weights; what it writes is what a grammar leaves it.
 """
@@ -10,7 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from . import scripted_server
 pytestmark = [pytest.mark.node, pytest.mark.external]
 
 CONTEXT = 65_536
+COMPACTS_AT = 14_400  # tokens: after five turns of 1,250 each, and 9,700 before them
 TRANSPORTS = ("sse", "websocket")
 SAID = "I read the note."
 EXAMPLE = Path(__file__).parents[2] / "clients" / "examples" / "codex.toml"
@@ -58,13 +60,10 @@ def call(name: str, **arguments: str) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Of each two requests, it answers the first with a call and the second with `SAID`."""
-    folder = tmp_path_factory.mktemp("codex")
-    texts = [call("exec_command", cmd="cat note.txt"), SAID]
-    grammars = [f"start: {json.dumps(text)}" for text in texts] * len(TRANSPORTS)
-    (folder / "grammars.json").write_text(json.dumps(grammars))
+@contextmanager
+def scripted(folder: Path, texts: Sequence[str]) -> Iterator[Served]:
+    """A server that answers its prompts with these texts."""
+    (folder / "grammars.json").write_text(json.dumps([f"start: {json.dumps(t)}" for t in texts]))
     command = (
         *("env", f"{scripted_server.FILE}={folder / 'grammars.json'}"),
         *(sys.executable, "-m", scripted_server.__name__),
@@ -74,24 +73,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_file_is_read(codex: Path, server: Served, tmp_path: Path, transport: str) -> None:
-    home, work = tmp_path / "home", tmp_path / "work"
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Of each two requests, it answers the first with a call and the second with `SAID`."""
+    texts = [call("exec_command", cmd="cat note.txt"), SAID]
+    with scripted(tmp_path_factory.mktemp("codex"), texts * len(TRANSPORTS)) as served:
+        yield served
+
+
+def run(codex: Path, server: Served, folder: Path, config: str, prompt: str) -> str:
+    """What Codex tells, one JSON object a line."""
+    home, work = folder / "home", folder / "work"
     home.mkdir()
-    work.mkdir()
-    (work / "note.txt").write_text("The secret word is marzipan.\n")
-    config = EXAMPLE.read_text()
-    websockets = f"supports_websockets = {json.dumps(transport == 'websocket')}"
-    for text, ours in zip(
-        IN_EXAMPLE, ("tiny", str(CONTEXT), server.base_url, websockets), strict=True
-    ):
-        assert config.count(text) == 1
-        config = config.replace(text, ours)
+    work.mkdir(exist_ok=True)
     (home / "config.toml").write_text(config)
     asked = [codex, "exec", "--json", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
-    before = server.log.read_text()
     done = subprocess.run(
-        [*asked, "What does note.txt say?"],
+        [*asked, prompt],
         cwd=work,
         env=os.environ | {"CODEX_HOME": str(home)},
         stdin=subprocess.DEVNULL,
@@ -99,13 +97,55 @@ def test_a_file_is_read(codex: Path, server: Served, tmp_path: Path, transport: 
         text=True,
         timeout=240,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def config_of(server: Served, *, has_websockets: bool) -> str:
+    config = EXAMPLE.read_text()
+    websockets = f"supports_websockets = {json.dumps(has_websockets)}"
+    for text, ours in zip(
+        IN_EXAMPLE, ("tiny", str(CONTEXT), server.base_url, websockets), strict=True
+    ):
+        assert config.count(text) == 1
+        config = config.replace(text, ours)
+    return config
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_file_is_read(codex: Path, server: Served, tmp_path: Path, transport: str) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "note.txt").write_text("The secret word is marzipan.\n")
+    before = server.log.read_text()
+    config = config_of(server, has_websockets=transport == "websocket")
+    told = run(codex, server, tmp_path, config, "What does note.txt say?")
     log = server.log.read_text().removeprefix(before)
     assert ("WEBSOCKET /v1/responses" in log) == (transport == "websocket")
-    assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+    events = [json.loads(line) for line in told.splitlines()]
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     [ran] = [item for item in items if item["type"] == "command_execution"]
     assert "marzipan" in ran["aggregated_output"]
     assert ran["exit_code"] == 0
     assert items[-1]["text"] == SAID
     assert events[-1]["type"] == "turn.completed"
+
+
+def test_ten_turns_with_a_compaction(codex: Path, tmp_path: Path) -> None:
+    """It asks the server for one where it takes it for OpenAI's."""
+    more = [f"echo {number} >> lines.txt" for number in range(10)]
+    more[:5] = [f"{command}; seq 300" for command in more[:5]]  # of 1,250 tokens each
+    calls = [call("exec_command", cmd=command) for command in more]
+    texts = [*calls[:5], "Lines are written.", *calls[5:], SAID]
+    with scripted(tmp_path, texts) as server:
+        config = config_of(server, has_websockets=False).replace(
+            '"penstock"\nbase', '"OpenAI"\nbase'
+        )
+        limit = f"model_auto_compact_token_limit = {COMPACTS_AT}\n"
+        told = run(codex, server, tmp_path, limit + config, "Write ten lines.")
+        written = (tmp_path / "work" / "lines.txt").read_text().split()
+        assert written == [str(number) for number in range(10)]
+        events = [json.loads(line) for line in told.splitlines()]
+        assert events[-1]["type"] == "turn.completed"
+        used = events[-1]["usage"]
+        assert used["cached_input_tokens"] > 0.75 * used["input_tokens"]
+        assert " 400 in" not in server.log.read_text()

@@ -1,5 +1,5 @@
-"""Tool loops by third-party clients: openai for Node, the AI SDK, LangChain, litellm and OpenAI's
-agents, unedited."""
+"""Tool loops by third-party clients: openai and Anthropic's SDK for Node, the AI SDK, LangChain,
+litellm and OpenAI's agents, unedited."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def test_node(demo_server: Served, node_modules: Path) -> None:
     outcomes = json.loads(run(["node", "tools.mjs"], demo_server, cwd=node_modules))
     assert {name: fault for name, fault in outcomes.items() if fault} == {}
     assert len(outcomes) == 12
+
+
+@pytest.mark.node
+@pytest.mark.external
+def test_node_with_anthropics_api(demo_server: Served, node_modules: Path) -> None:
+    shutil.copy(PACKAGES / "anthropic.mjs", node_modules)
+    outcomes = json.loads(run(["node", "anthropic.mjs"], demo_server, cwd=node_modules))
+    assert {name: fault for name, fault in outcomes.items() if fault} == {}
+    assert len(outcomes) == 8
 
 
 @pytest.mark.external

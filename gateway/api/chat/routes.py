@@ -13,6 +13,7 @@ from starlette.responses import Response
 from penstock.engine.chat_formats import OutputItem, Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
+from penstock.gateway.api.chat.planning import planned
 from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt, image_sources
 from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
@@ -26,7 +27,7 @@ from penstock.gateway.api.json_api import (
 from penstock.gateway.api.logprobs import TokenObjects, prompt_dictionaries
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
-from penstock.gateway.auth.callers import caller_of, deadline_of
+from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import DeltaSource, Generation, Output
 from penstock.gateway.generation.generator import Generator
@@ -96,28 +97,15 @@ class ChatCompletions:
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
-        model = self._generator.model
         images = await self._generator.images.load(image_sources(chat.messages))
-        prompt = await self._generator.render_chat(chat_prompt(chat, images))
-        output_format = chat.offered.output_format(
-            model.formats, prompt, template=chat.chat_template
-        )
-        prompt_token_ids = await self._generator.tokenise_chat(
-            prompt,
-            add_special_tokens=chat.add_special_tokens,
-            must_fit=chat.truncate_prompt_tokens is None,
-            tenant=caller_of(request.scope).tenant,
-        )
-        return await self._generator.plan(
+        return await planned(
+            self._generator,
             request_id,
-            chat.kept(prompt_token_ids),
-            await self._generator.constrained(
-                chat.options(model.sampling_defaults()), chat.offered, output_format
-            ),
-            param="messages",
-            caller=caller_of(request.scope),
-            deadline_s=deadline_of(request.scope),
-            images=self._generator.images.located(prompt_token_ids, images, param="messages"),
+            chat_prompt(chat, images),
+            chat.offered,
+            chat.options(self._generator.model.sampling_defaults()),
+            scope=request.scope,
+            cut=None if chat.truncate_prompt_tokens is None else chat.kept,
         )
 
 

@@ -21,7 +21,7 @@ import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE, ItemContent, ItemKind
+from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemContent, ItemKind
 from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import (
@@ -64,6 +64,7 @@ class EventWriter:
         "_delta_type",
         "_has_told",
         "_header",
+        "_is_silent",
         "_notices",
         "_output_index",
     )
@@ -77,6 +78,7 @@ class EventWriter:
         self._has_told = False  # that it cannot be resumed
         self._output_index = -1  # of the item whose delta events look like this:
         self._delta_type, self._delta_start, self._delta_end = "", b"", b""
+        self._is_silent = False
 
     def opening(self) -> list[Event]:
         """The events before the first entry."""
@@ -89,7 +91,8 @@ class EventWriter:
             if isinstance(entry, DeltaEntry):
                 if entry.output_index != self._output_index:
                     found += self._begin_item(entry, log)
-                found.append(self._delta_event(entry))
+                make = self._silent_event if self._is_silent else self._delta_event
+                found.append(make(entry))
             elif isinstance(entry, EndEntry):
                 closing = _closing(log, entry)
                 found += _numbered(closing, first=entry.number, after=self._after)
@@ -106,6 +109,7 @@ class EventWriter:
         kind, index = self._header.kind_of(entry.kind), entry.output_index
         item = _item(self._header, index, (_begun(entry),), "in_progress")
         self._output_index, self._delta_type, self._delta_end = index, kind.delta, kind.delta_end
+        self._is_silent = kind.is_silent
         begun = orjson.dumps({"type": kind.delta, **_place(kind, item, index)})
         self._delta_start = begun[:-1] + b',"sequence_number":'
         if entry.num_events == 1:
@@ -131,6 +135,10 @@ class EventWriter:
             ),
         )
 
+    def _silent_event(self, entry: DeltaEntry) -> Event:
+        number = entry.number + entry.num_events - 1
+        return Event(self._delta_type, b"%b%d}" % (self._delta_start, number))
+
     def _notice(self, notice: LogNotice) -> Event:
         kind = f"penstock.{notice.kind}"
         response_id = self._header.response_id
@@ -148,7 +156,7 @@ def _merged(event: bytes) -> bytes:
 def num_closing_events(log: ResponseLog, reason: FinishReason | None) -> int:
     """How many events end a response for this reason; None for a failure."""
     newest = None if reason is None else log.open_item
-    return 1 if newest is None else KINDS[newest[1]].num_closing_events + 1
+    return 1 if newest is None else log.header.kind_of(newest[1]).num_closing_events + 1
 
 
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
@@ -260,7 +268,7 @@ def _item(
     header: ResponseHeader, output_index: int, said: Sequence[DeltaEntry], status: str
 ) -> _Object:
     """An item from its deltas; without any it is an empty message."""
-    kind = header.kind_of(said[0].kind) if said else MESSAGE
+    kind = header.kind_of(said[0].kind if said else MESSAGE.type)
     return kind.item(
         ItemContent(
             id=header.item_id(output_index, kind),
@@ -304,14 +312,14 @@ def _new_response(
         **header.echo,
         "status": status,
         "output": output,
-        "usage": None if end is None else _usage(*end.usage),
+        "usage": None if end is None else usage_object(*end.usage),
         "error": error,
         "incomplete_details": incomplete_details,
         "completed_at": end.ended_at if end is not None and status == "completed" else None,
     }
 
 
-def _usage(
+def usage_object(
     input_tokens: int,
     cached_tokens: int,
     output_tokens: int,

@@ -75,6 +75,7 @@ class Prompt:
         text: the text of the ids; None if they do not come from one rendering.
         output_format: how thoughts and tool calls are found in the output.
         images: in the ids.
+        files: the images of all items, by digest.
     """
 
     position: TurnPosition
@@ -83,6 +84,13 @@ class Prompt:
     text: str | None
     output_format: OutputFormat | None = None
     images: tuple[ImageInput, ...] = ()
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def all_items(self) -> Sequence[Item]:
+        """Also those of earlier turns."""
+        position = self.position
+        return self.items if position.is_new else (*all_items(position.path), *self.items)
 
     @property
     def rendering(self) -> Rendering | None:
@@ -158,6 +166,7 @@ class PromptBuilder:
             text=rendered.text,
             output_format=output_format,
             images=located,
+            files=files,
         )
 
     async def _fitting(
@@ -173,7 +182,7 @@ class PromptBuilder:
 
         Raises as `build`.
         """
-        if request.truncation == "disabled":
+        if not request.drops_items:
             return await self._rendered(request, position, items, files, must_fit=must_fit)
         max_model_len = await self._generator.max_model_len()
         groups = droppable(items)
@@ -189,10 +198,11 @@ class PromptBuilder:
             fits = len(rendered.token_ids) + room <= max_model_len
             return rendered if fits or num_dropped == len(groups) else None
 
-        whole = await attempt(0, 1 if request.generates else 0)
+        room = room_for_output(request.output_limit, max_model_len)
+        least_room = room if request.compacts else int(request.generates)
+        whole = await attempt(0, least_room)
         if whole is not None:
             return whole
-        room = room_for_output(request.output_limit, max_model_len)
         found: _Rendered | None = None
         least, most = 1, len(groups)
         while found is None or least < most:

@@ -30,18 +30,21 @@ from penstock.gateway.api.json_api import (
     unless_gone,
 )
 from penstock.gateway.api.operations import operation
+from penstock.gateway.api.responses.compaction import compacted
 from penstock.gateway.api.responses.events import Event, response_object
 from penstock.gateway.api.responses.logged_generation import as_exception
 from penstock.gateway.api.responses.prompt import items_of
 from penstock.gateway.api.responses.response_task import ResponseTask
-from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
+from penstock.gateway.generation.generation import DeltaSource
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.sources import next_of
+from penstock.gateway.storage.conversations.ids import new_response_id
 from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
@@ -118,6 +121,30 @@ class Responses:
         if num_tokens is None:
             return Response(status_code=CLIENT_GONE)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    @operation(
+        "POST /v1/responses/compact",
+        "Summarise a conversation.",
+        "CompactedResponse",
+        body=(CompactRequest,),
+        statuses=(404, 409, 429),
+        example={"input": "Hello", "max_output_tokens": 16},
+    )
+    async def compact(self, request: Request) -> Response:
+        body = await read_json(request, max_bytes=self._max_body_bytes)
+        asked = await parsed(self._service.paced_work, CompactRequest, body, parse_request)
+        caller = caller_of(request.scope)
+        key = idempotency_key(request, body, caller)
+        deadline_s = deadline_of(request.scope)
+        prompt, plan = await self._service.compaction(asked, caller, deadline_s=deadline_s)
+        source: DeltaSource
+        if key is None:
+            source = await plan(new_response_id(prompt.position.conversation_id))
+        else:
+            source = await self._answers.attach(key, caller, plan, continues_prompt=False)
+        *said, _ = prompt.all_items  # without the instruction
+        whole = await unless_gone(request, compacted(source, said, prompt.files))
+        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def _started(
         self, request: Request, asked: ResponsesRequest, key: IdempotencyKey | None

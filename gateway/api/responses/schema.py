@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +19,12 @@ from penstock.gateway.api.schema.fields import (
     NumLogprobs,
     SamplingRequest,
 )
-from penstock.gateway.api.schema.messages import MAX_ITEMS, InputItem, Message
+from penstock.gateway.api.schema.messages import (
+    MAX_ITEMS,
+    CompactionTrigger,
+    InputItem,
+    Message,
+)
 from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.structured_outputs import Asked, TextOptions
@@ -33,6 +39,7 @@ from penstock.gateway.api.schema.tools import (
 )
 from penstock.gateway.errors import RequestRefusedError
 
+MAX_SUMMARY_TOKENS = 4096
 _MAX_EVENTS = 8
 _MAX_KEY_CHARS = 512
 
@@ -67,6 +74,14 @@ class CacheOptions(Model):
     prewarm: bool | None = None
 
 
+class BackgroundOptions(Model):
+    """OpenAI's. A response begins as soon as there is room; the longer windows, which are cheaper
+    there, only need what they need there."""
+
+    completion_window: Literal["soonest", "2h", "8h"] = "soonest"
+    continuation_id: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
+
+
 class ResponsesRequest(SamplingRequest):
     endpoint: ClassVar = Endpoint.RESPONSES
 
@@ -80,6 +95,7 @@ class ResponsesRequest(SamplingRequest):
     conversation: ConversationId | None = None
     store: bool = True
     background: bool = False
+    background_options: BackgroundOptions = BackgroundOptions()
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     include: Includes = Field(default_factory=list)
     top_logprobs: NumLogprobs | None = None
@@ -112,6 +128,13 @@ class ResponsesRequest(SamplingRequest):
         return self
 
     @model_validator(mode="after")
+    def _check_trigger(self) -> ResponsesRequest:
+        for index, item in enumerate(self.items[:-1]):
+            if isinstance(item, CompactionTrigger):
+                raise invalid(f"input[{index}]", "is a compaction trigger and not the last item")
+        return self
+
+    @model_validator(mode="after")
     def _check_storage(self) -> ResponsesRequest:
         if self.previous_response_id is not None and self.conversation is not None:
             raise RequestRefusedError(
@@ -121,6 +144,12 @@ class ResponsesRequest(SamplingRequest):
             )
         if self.background and not self.store:
             raise invalid("background", "needs store to be true")
+        window = self.background_options.completion_window
+        if window != "soonest" and (self.stream or not self.background):
+            raise invalid(
+                "background_options.completion_window",
+                f"{window} needs background to be true and stream to be false",
+            )
         check_thinking(self.enable_thinking, self.reasoning.effort, "reasoning.effort")
         _ = self.offered
         return self
@@ -128,11 +157,13 @@ class ResponsesRequest(SamplingRequest):
     @cached_property
     def offered(self) -> OfferedTools:
         """The tools that the model may call. Raises: RequestRefusedError."""
-        return offered(
+        found = offered(
             [d for index, tool in enumerate(self.tools) for d in tool.defined(f"tools[{index}]")],
             choice_of(self.tool_choice),
             is_parallel=self.parallel_tool_calls,
         )
+        # Where a conversation is compacted they are shown, as in the requests before.
+        return replace(found, choice="none", named="", allowed=None) if self.compacts else found
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -167,7 +198,19 @@ class ResponsesRequest(SamplingRequest):
         return self.input or []
 
     @property
+    def compacts(self) -> bool:
+        """Whether the conversation is to be summarised instead of answered."""
+        return any(isinstance(item, CompactionTrigger) for item in self.items[-1:])
+
+    @property
+    def drops_items(self) -> bool:
+        """Whether the oldest items of a conversation that is too long are dropped."""
+        return self.truncation == "auto" or self.compacts
+
+    @property
     def formats(self) -> Iterator[Asked]:
+        if self.compacts:
+            return
         if self.text.format is not None:
             yield from self.text.format.asked
         yield from super().formats
@@ -183,7 +226,9 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def output_limit(self) -> int | None:
-        return self.max_output_tokens if self.generates else 0
+        if not self.generates:
+            return 0
+        return self.max_output_tokens or (MAX_SUMMARY_TOKENS if self.compacts else None)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -211,3 +256,23 @@ class SocketRequest(ResponsesRequest):
     @property
     def generates(self) -> bool:
         return self.generate and super().generates
+
+
+class CompactRequest(ResponsesRequest):
+    """A conversation that ends with a compaction trigger."""
+
+    @model_validator(mode="after")
+    def _check_compaction(self) -> CompactRequest:
+        for name, is_asked in (
+            ("stream", self.stream),
+            ("background", self.background),
+            ("penstock.continue", self.penstock.continues),
+            ("prompt_cache_options.prewarm", not self.generates),
+        ):
+            if is_asked:
+                raise invalid(name, "cannot be used where a conversation is compacted")
+        return self
+
+    @property
+    def items(self) -> Sequence[InputItem]:
+        return [*super().items, CompactionTrigger(type="compaction_trigger")]

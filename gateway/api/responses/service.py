@@ -22,7 +22,7 @@ from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import FinishReason, Retention, SamplingParams
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
 from penstock.gateway.api.responses.response_task import ResponseTask, ResponseTaskSettings, turn_of
-from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
@@ -158,6 +158,31 @@ class ResponseService:
         task = self._task(generation, log, turn=turn, text=prompt.text, remember=remember)
         self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
         return task
+
+    async def compaction(
+        self, request: CompactRequest, caller: Caller, *, deadline_s: float | None = None
+    ) -> tuple[Prompt, Callable[[str], Awaitable[Generation]]]:
+        """The prompt of a conversation that is to be compacted, and what plans the generation of
+        its summary under the given id. Both raise as `create`."""
+        await self._generator.adapters.require(request.model, caller, task="generate")
+        prompt = await self._prompts.build(request, caller, None)
+
+        async def plan(response_id: str) -> Generation:
+            return await self._generator.plan(
+                response_id,
+                prompt.token_ids,
+                await self._generator.constrained(
+                    request.options(self._generator.model.sampling_defaults()),
+                    request.offered,
+                    prompt.output_format,
+                ),
+                param="input",
+                caller=caller,
+                deadline_s=deadline_s,
+                images=prompt.images,
+            )
+
+        return prompt, plan
 
     async def num_input_tokens(self, request: ResponsesRequest, caller: Caller) -> int:
         """How many tokens the prompt of a request would have. Raises as `create`."""

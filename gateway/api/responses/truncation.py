@@ -3,8 +3,8 @@ prompt fits the context.
 
 First whole turns, oldest first, each from a user's message to the next one, since templates want a
 conversation to begin with a user. Then, of the last turn, what the assistant did before its last
-step, so that a long run of tool calls fits too. System messages and the last user's message stay,
-and no call goes without its outputs.
+step, so that a long run of tool calls fits too. System messages, compactions and the last user's
+message stay, and no call goes without its outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def droppable(items: Sequence[Item]) -> list[list[int]]:
     turns: list[list[int]] = [[]]
     for index, item in enumerate(items):
         role = item.get("role")
-        if role in ("system", "developer"):
+        if role in ("system", "developer") or items[index]["type"].startswith("compaction"):
             continue
         if role == "user":
             turns.append([])

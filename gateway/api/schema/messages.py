@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.chat_formats import CUSTOM_INPUT
 from penstock.gateway.api.schema.model import Model
+from penstock.gateway.storage.sealed_text import is_sealed
 
 MAX_ITEMS = 4096  # messages or input items of a request
 _MAX_CALLS = 128  # of a message
@@ -484,6 +485,26 @@ class Reasoning(_Item):
     encrypted_content: str | None = None
 
 
+class Compaction(_Item):
+    """What `/v1/responses/compact` made of a conversation."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+    @field_validator("encrypted_content")
+    @classmethod
+    def _check_content(cls, value: str) -> str:
+        if not is_sealed(value):
+            raise PydanticCustomError("value_error", "was not made by this server")
+        return value
+
+
+class CompactionTrigger(_Item):
+    """That the conversation is to be compacted; the last item."""
+
+    type: Literal["compaction_trigger"]
+
+
 class ItemReference(_Item):
     """An item that is stored, by its id."""
 
@@ -498,6 +519,8 @@ _KINDS = {
     "function_call_output": "output",
     "custom_tool_call_output": "output",
     "reasoning": "reasoning",
+    "compaction": "compaction",
+    "compaction_trigger": "trigger",
     "item_reference": "reference",
 }
 
@@ -516,6 +539,8 @@ InputItem = Annotated[
     | Annotated[CustomToolCall, Tag("<custom>")]
     | Annotated[CallOutput, Tag("<output>")]
     | Annotated[Reasoning, Tag("<reasoning>")]
+    | Annotated[Compaction, Tag("<compaction>")]
+    | Annotated[CompactionTrigger, Tag("<trigger>")]
     | Annotated[ItemReference, Tag("<reference>")],
     Discriminator(_kind_of),
 ]

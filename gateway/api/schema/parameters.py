@@ -30,6 +30,7 @@ class Endpoint(enum.Enum):
     COMPLETIONS = "completions"
     RESPONSES = "responses"
     RESPONSES_SOCKET = "responses over WebSocket"
+    ANTHROPIC = "Anthropic's messages"
 
 
 class Use(enum.Enum):
@@ -58,6 +59,7 @@ _CHAT, _COMPLETIONS = (Endpoint.CHAT,), (Endpoint.COMPLETIONS,)
 _BOTH = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 _RESPONSES = (Endpoint.RESPONSES, Endpoint.RESPONSES_SOCKET)
 _MESSAGES = (*_CHAT, *_RESPONSES)
+_ANTHROPIC = (Endpoint.ANTHROPIC,)
 _ALL = tuple(Endpoint)
 
 _Row = tuple[tuple[Endpoint, ...], Use, str, tuple[Any, ...]]
@@ -68,7 +70,6 @@ _ROWS: tuple[_Row, ...] = (
     (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_key prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store", ()),
     (_RESPONSES, Use.NEUTRAL, "client_metadata", ()),  # Codex sends it
-    (_RESPONSES, Use.NEUTRAL, "background_options", ()),
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
     (_MESSAGES, Use.REFUSED, "moderation", ()),
     (_CHAT, Use.REFUSED, "function_call", ("none", "auto")),
@@ -77,6 +78,11 @@ _ROWS: tuple[_Row, ...] = (
     (_RESPONSES, Use.REFUSED, "access_programs", ({"cyber": "standard"},)),
     (_RESPONSES, Use.REFUSED, "image", ({"context_compression": "auto"},)),
     ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode
+    # Anthropic's
+    (_ANTHROPIC, Use.NEUTRAL, "metadata cache_control service_tier inference_geo speed", ()),
+    (_ANTHROPIC, Use.NEUTRAL, "diagnostics user_profile_id workspace_id billing_policy", ()),
+    (_ANTHROPIC, Use.NEUTRAL, "fallbacks fallback_credit_token", ()),
+    (_ANTHROPIC, Use.REFUSED, "container mcp_servers compaction thread", ()),
     # vLLM's extras at top level
     (_ALL, Use.NEUTRAL, "request_id", ()),
     (_BOTH, Use.NEUTRAL, "guided_decoding_backend", ()),
@@ -199,7 +205,12 @@ def _alias_table() -> dict[Endpoint, dict[str, Alias]]:
         "samplers": aliases.SAMPLERS,
         "format": aliases.TEXT_FORMAT,
     }
+    anthropic = {
+        "stop_sequences": same_as("stop"),
+        "output_format": same_as("output_config.format"),
+    }
     return {
+        Endpoint.ANTHROPIC: anthropic,
         Endpoint.CHAT: {**both, **chat},
         Endpoint.COMPLETIONS: {**both, "n_probs": aliases.COMPLETION_PROBS},
         Endpoint.RESPONSES: responses,

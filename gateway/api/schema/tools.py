@@ -71,13 +71,13 @@ def _schema(value: Any) -> Any:
     return value
 
 
-_Parameters = Annotated[dict[str, Any], BeforeValidator(_schema)]
+ToolSchema = Annotated[dict[str, Any], BeforeValidator(_schema)]
 
 
 class FunctionDefinition(_Lenient):
     name: _Name
     description: _Description = ""
-    parameters: _Parameters | None = None
+    parameters: ToolSchema | None = None
     strict: bool = False
 
 
@@ -150,7 +150,7 @@ def _supported(kinds: Sequence[str]) -> BeforeValidator:
 
 
 @dataclass(frozen=True, slots=True)
-class _Defined:
+class DefinedTool:
     """A tool of either API.
 
     Attributes:
@@ -222,10 +222,10 @@ class ChatTool(_Lenient):
             raise PydanticCustomError("missing", "a tool needs `{kind}`", {"kind": self.type})
         return self
 
-    def defined(self, place: str) -> _Defined:
+    def defined(self, place: str) -> DefinedTool:
         definition = self.function if self.type == "function" else self.custom
         assert definition is not None
-        return _Defined(definition, place)
+        return DefinedTool(definition, place)
 
 
 class _Named(_Lenient):
@@ -311,7 +311,7 @@ class ResponsesTool(_Lenient):
     ]
     name: _Name
     description: _Description = ""
-    parameters: _Parameters | None = None
+    parameters: ToolSchema | None = None
     strict: bool = False
     format: _CustomFormat = _CustomFormat()
     tools: Annotated[list[ResponsesTool], Field(max_length=_MAX_TOOLS)] = Field(
@@ -332,18 +332,18 @@ class ResponsesTool(_Lenient):
             raise PydanticCustomError("value_error", "a namespace cannot be in another one")
         return self
 
-    def defined(self, place: str) -> Iterator[_Defined]:
+    def defined(self, place: str) -> Iterator[DefinedTool]:
         if self.type == "namespace":
             for index, tool in enumerate(self.tools):
                 for inner in tool.defined(f"{place}.tools[{index}]"):
                     yield replace(inner, namespace=self.name, about_namespace=self.description)
         elif self.type == "custom":
-            yield _Defined(
+            yield DefinedTool(
                 CustomDefinition(name=self.name, description=self.description, format=self.format),
                 place,
             )
         else:
-            yield _Defined(
+            yield DefinedTool(
                 FunctionDefinition(
                     name=self.name,
                     description=self.description,
@@ -428,7 +428,7 @@ class Choice:
 
 
 def offered(
-    defined: Iterable[_Defined], choice: Choice | None, *, is_parallel: bool
+    defined: Iterable[DefinedTool], choice: Choice | None, *, is_parallel: bool
 ) -> OfferedTools:
     """The tools of a request.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.chat_formats import NAMESPACE_END
+from penstock.gateway.storage.sealed_text import sealed
 
 JsonObject = dict[str, Any]
 Fields = Callable[[JsonObject], JsonObject]
@@ -52,6 +53,7 @@ class ItemKind:
         delta: type of a delta event.
         delta_end: the end of a delta event without logprobs.
         opening, closing: types of events, and what makes their fields of the item.
+        is_silent: its delta events do not tell the text.
     """
 
     type: str
@@ -63,6 +65,7 @@ class ItemKind:
     delta_end: bytes
     opening: Mapping[str, Fields]
     closing: Mapping[str, Fields]
+    is_silent: bool = False
 
     @property
     def num_opening_events(self) -> int:
@@ -122,6 +125,15 @@ def _call(content: ItemContent, kind: str) -> JsonObject:
         "name": name,
     }
     return item | {"namespace": namespace} if namespace else item
+
+
+def _compaction(content: ItemContent) -> JsonObject:
+    return {
+        "id": content.id,
+        "type": "compaction",
+        "status": content.status,
+        "encrypted_content": sealed(content.text) if content.text else "",
+    }
 
 
 def _part(item: JsonObject) -> JsonObject:
@@ -213,6 +225,20 @@ CUSTOM_TOOL_CALL = ItemKind(
     opening={},
     closing={"response.custom_tool_call_input.done": _input},
 )
+# What a message is where the conversation was to be compacted: it is the summary.
+COMPACTION = ItemKind(
+    type="compaction",
+    id_prefix="cmp_",
+    item=_compaction,
+    begun={},
+    part_index={},
+    delta="response.compaction.compacting",
+    delta_end=b"}",
+    opening={},
+    closing={},
+    is_silent=True,
+)
+COMPACTION_TRIGGER = "compaction_trigger"  # the last input item, which asks for it
 KINDS: Mapping[str, ItemKind] = {
     kind.type: kind for kind in (MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_TOOL_CALL)
 }

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from penstock.engine.chat_formats import Piece
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
+from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
 FindAgain = Callable[[], Awaitable["ResponseLog"]]
@@ -189,8 +189,9 @@ class ResponseLog:
         if not (isinstance(last, DeltaEntry) and last.output_index == output_index):
             newest = self.open_item
             if newest is None or newest[0] != output_index:
-                num_events += KINDS[kind].num_opening_events
-                num_events += 0 if newest is None else KINDS[newest[1]].num_closing_events
+                num_events += self.header.kind_of(kind).num_opening_events
+                if newest is not None:
+                    num_events += self.header.kind_of(newest[1]).num_closing_events
         number = self.next_number
         self.entries.append(
             DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events, name)

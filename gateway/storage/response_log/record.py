@@ -18,6 +18,8 @@ from msgspec import Struct
 from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.request import FinishReason, Request
 from penstock.gateway.storage.response_log.item_kinds import (
+    COMPACTION,
+    COMPACTION_TRIGGER,
     KINDS,
     MESSAGE,
     REASONING,
@@ -74,19 +76,27 @@ class ResponseHeader:
     @property
     def num_opening_events(self) -> int:
         num = 3 if self.is_background else 2  # created, queued, in_progress
-        return num + MESSAGE.num_opening_events if self.begins_message else num
+        message = self.kind_of(MESSAGE.type)
+        return num + message.num_opening_events if self.begins_message else num
 
     @property
     def begins_message(self) -> bool:
         """Whether the opening events include those of a message."""
         return self.generates and self.is_text_only
 
+    @property
+    def compacts(self) -> bool:
+        """Whether its message is the summary of a conversation."""
+        return bool(self.input_items) and self.input_items[-1].get("type") == COMPACTION_TRIGGER
+
     def kind_of(self, kind: str) -> ItemKind:
         """How items of this type look here.
 
         Args:
-            kind: a key of `KINDS`.
+            kind: a key of `KINDS`, or of the item that it has become here.
         """
+        if kind in (MESSAGE.type, COMPACTION.type) and self.compacts:
+            return COMPACTION
         is_summary = kind == REASONING.type and (self.echo.get("reasoning") or {}).get("summary")
         return SUMMARY if is_summary else KINDS[kind]
 

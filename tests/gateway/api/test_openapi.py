@@ -96,7 +96,7 @@ def test_what_follows_from_an_answer_is_linked(model_path: Path, tmp_path: Path)
 
 def test_items_and_trees_are_described_whole() -> None:
     variants = [each.get("$ref") for each in ANSWERS["Item"]["oneOf"]]
-    assert variants == ["#/components/schemas/MessageItem", None, None, None, None]
+    assert variants == ["#/components/schemas/MessageItem", *[None] * 6]
     turn = ANSWERS["Tree"]["properties"]["data"]["items"]
     assert {"items", "output"} <= turn["properties"].keys() - set(turn["required"])
 

@@ -27,7 +27,6 @@ from ..conftest import Served
         ("POST", "/v1/audio/speech", "GET /openapi.json lists all there are"),
         ("GET", "/wp-login.php", "GET /openapi.json lists all there are"),
         ("GET", "/" + "/x" * 5000, "GET /openapi.json lists all there are"),
-        ("POST", "/v1/responses/compact", "this server does not compact conversations"),
     ],
 )
 async def test_the_path_that_was_probably_meant(

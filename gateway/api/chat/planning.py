@@ -1,0 +1,66 @@
+"""From a conversation to a generation, for all APIs that send it whole every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from starlette.types import Scope
+
+from penstock.engine.chat_formats import OfferedTools
+from penstock.gateway.auth.callers import caller_of, deadline_of
+from penstock.gateway.generation.context_limits import GenerationOptions
+from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.generator import ChatPrompt, Generator
+
+
+class RenderedChat(NamedTuple):
+    text: str
+    token_ids: Sequence[int]
+
+
+async def rendered(
+    generator: Generator, prompt: ChatPrompt, *, must_fit: bool, scope: Scope
+) -> RenderedChat:
+    """The text and the token ids of a conversation. Raises as `Generator.render_chat` and
+    `tokenise`."""
+    text = await generator.render_chat(prompt)
+    token_ids = await generator.tokenise_chat(
+        text,
+        add_special_tokens=prompt.add_special_tokens,
+        must_fit=must_fit,
+        tenant=caller_of(scope).tenant,
+    )
+    return RenderedChat(text, token_ids)
+
+
+async def planned(
+    generator: Generator,
+    request_id: str,
+    prompt: ChatPrompt,
+    offered: OfferedTools,
+    options: GenerationOptions,
+    *,
+    scope: Scope,
+    cut: Callable[[Sequence[int]], Sequence[int]] | None = None,
+) -> Generation:
+    """The generation that answers a conversation.
+
+    Args:
+        cut: what is kept of the prompt; None: it must fit.
+
+    Raises as `Generator.plan`.
+    """
+    chat = await rendered(generator, prompt, must_fit=cut is None, scope=scope)
+    output_format = offered.output_format(
+        generator.model.formats, chat.text, template=prompt.template
+    )
+    return await generator.plan(
+        request_id,
+        chat.token_ids if cut is None else cut(chat.token_ids),
+        await generator.constrained(options, offered, output_format),
+        param="messages",
+        caller=caller_of(scope),
+        deadline_s=deadline_of(scope),
+        images=generator.images.located(chat.token_ids, prompt.images, param="messages"),
+    )
