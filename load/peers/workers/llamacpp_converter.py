@@ -30,6 +30,8 @@ def convert(source: Path, target: Path) -> None:
     own = json.loads((source / "config.json").read_text())
     # Of a configuration that transformers has rewritten, the converter misses some fields.
     fields = {**own, **ModelBase.load_hparams(source, False)}
+    if "n_positions" in fields:
+        fields.setdefault("n_ctx", fields["n_positions"])
     kind = get_model_class(_NAMES.get(own["architectures"][0], own["architectures"][0]))
     kind.set_vocab = TextModel._set_vocab_gpt2
     if kind.__name__ == "StableLMModel":

@@ -87,7 +87,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Fields that transformers leaves out of what it saves, and the converter needs.
 NEEDED = {
-    "GPT2LMHeadModel": {"n_ctx": 512},
     "Cohere2ForCausalLM": {"rotary_pct": 1.0},
     "GPTNeoXForCausalLM": {"rotary_pct": 0.25},
 }
