@@ -95,7 +95,6 @@ class Started:
     """A server that is ready."""
 
     base_url: str
-    launched_s: float  # when its process was made, in seconds of `time.perf_counter()`
     ready_s: float  # from then to its ready line
     process: psutil.Process  # the supervisor
     log: Path  # its log; deleted after the server unless the caller named the file
@@ -143,7 +142,6 @@ def server(
             base_url = _await_ready(process, path)
             yield Started(
                 base_url=base_url,
-                launched_s=launched_s,
                 ready_s=time.perf_counter() - launched_s,
                 process=psutil.Process(process.pid),
                 log=path,

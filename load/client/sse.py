@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from typing import Any, Self, cast
 
@@ -174,7 +173,6 @@ class SseTransport:
     """Posts calls to one endpoint of one server.
 
     Args:
-        max_connections: calls at once, others wait; 0: no limit.
         keeps_connections: for the next call; else each call has a connection of its own.
         stall_s: silence, apart from comments, that is a fault.
     """
@@ -185,7 +183,6 @@ class SseTransport:
         endpoint: Endpoint,
         *,
         api_key: str | None = None,
-        max_connections: int = 0,
         keeps_connections: bool = True,
         stall_s: float = 60.0,
     ) -> None:
@@ -197,9 +194,6 @@ class SseTransport:
         self._headers = {"Host": self._address.netloc, "Accept": "text/event-stream"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._slots: contextlib.AbstractAsyncContextManager[None] = (
-            asyncio.Semaphore(max_connections) if max_connections else contextlib.nullcontext()
-        )
         self._idle: list[tuple[float, HttpConnection]] = []  # since when; the latest last
 
     async def __aenter__(self) -> Self:
@@ -216,15 +210,14 @@ class SseTransport:
         it."""
         body = orjson.dumps(body_of(self._endpoint, call))
         request = request_of(self._path, self._headers, body)
-        async with self._slots:
-            record.sent_s = time.perf_counter()
-            check = check_of(self._endpoint, record)
-            try:
-                connection = await self._connect()
-            except OSError as error:
-                check.fail(Fault.UNREACHABLE, str(error) or repr(error), time.perf_counter())
-                return
-            await self._exchange(connection, request, check)
+        record.sent_s = time.perf_counter()
+        check = check_of(self._endpoint, record)
+        try:
+            connection = await self._connect()
+        except OSError as error:
+            check.fail(Fault.UNREACHABLE, str(error) or repr(error), time.perf_counter())
+            return
+        await self._exchange(connection, request, check)
 
     async def _exchange(
         self, connection: HttpConnection, request: bytes, check: StreamCheck

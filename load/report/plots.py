@@ -5,16 +5,14 @@ Colour-blind readers can tell the colours apart: Okabe and Ito, "Color Universal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, SKY, ORANGE, GREEN, GREY = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#DDDDDD"
-PURPLE = "#CC79A7"
+BLUE, SKY, ORANGE, GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 
 _LOOK: Any = {  # matplotlib types the keys one by one, differently in every release
     "font.size": 9,
@@ -36,22 +34,3 @@ def new_figure(width: float, height: float) -> Figure:
         raise ConfigError("a plot needs matplotlib: pip install 'penstock-llm[bench]'") from error
     mpl.rcParams.update(_LOOK)
     return Figure(figsize=(width, height), layout="constrained")
-
-
-_TICKS = (2, 3, 5, 7)  # between powers of ten
-
-
-def plain(value: float, _: float | None) -> str:
-    """12,000, and 0.5."""
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
-
-
-def make_log(axes: Axes, which: Literal["x", "y"]) -> None:
-    """A logarithmic axis with plain numbers."""
-    if which == "x":
-        axes.set_xscale("log", subs=_TICKS)
-    else:
-        axes.set_yscale("log", subs=_TICKS)
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_formatter(plain)
-    axis.set_minor_formatter(plain)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-from penstock.engine.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -46,18 +43,11 @@ def publish(
     report: str,
     data: Mapping[str, Any],
     *,
-    draw: Callable[[Path], object] | None = None,
     others: Sequence[Path] = (),
 ) -> None:
-    """Print a report, write it with its data and a picture, and print the paths written."""
+    """Print a report, write it with its data, and print the paths written."""
     print(report)
     paths = [*write_report(out, name, markdown=f"# {title}\n\n{report}", data=data), *others]
-    if draw is not None:
-        try:
-            draw(out / f"{name}.png")
-            paths.append(out / f"{name}.png")
-        except ConfigError as error:  # matplotlib is not installed
-            print(f"no picture: {error}", file=sys.stderr)
     print("\nwrote", ", ".join(map(str, paths)))
 
 

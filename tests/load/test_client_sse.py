@@ -21,7 +21,6 @@ from .scripted_server import (
     chunk,
     connected,
     cut,
-    event,
     framed,
     gated,
     head,
@@ -107,21 +106,6 @@ async def test_a_stream_may_be_cut_anywhere(endpoint: Endpoint) -> None:
             await transport.stream(CALL, record)
             assert (record.faults, record.text) == ([], "½ …🙂"), record.detail
         assert server.num_connections == 1
-
-
-async def test_a_role_is_no_text_and_a_thought_is() -> None:
-    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "a"}]
-    events = [event({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
-    record = await record_from(whole(*events, chunk(finish="stop"), DONE))
-    assert record.faults == []
-    assert (record.text, len(record.event_times_s)) == ("hma", 2)
-
-
-async def test_our_own_events_have_no_number() -> None:
-    events = response_stream("one two")
-    parked = event({"type": "penstock.preempted", "response_id": "resp_1"})
-    record = await record_from(whole(*events[:2], parked, *events[2:]), "responses")
-    assert record.faults == []
 
 
 # -- connections ----------------------------------------------------------------------------------

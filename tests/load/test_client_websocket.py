@@ -16,7 +16,7 @@ from penstock.load.client.records import Fault, StreamRecord
 from penstock.load.client.websocket import LANES_PER_SOCKET, WebSocketTransport
 
 from .manual_loop import ManualLoop, play, until
-from .scripted_server import CALL, record_of, response
+from .scripted_server import CALL, record_of
 from .websocket_peer import EVENTS, Peer, connected
 
 
@@ -100,38 +100,6 @@ async def test_a_lost_socket_cuts_its_streams_and_the_next_call_gets_another() -
         assert [record.faults for record in records] == [[], [Fault.CUT], [Fault.CUT]]
         assert records[1].text == "one t"
         assert (await _record(transport)).faults == []
-
-
-@pytest.mark.parametrize(
-    ("events", "faults"),
-    [
-        ([*EVENTS[:1], *EVENTS[2:]], [Fault.GAP, Fault.TEXT_DIFFERS]),
-        ([*EVENTS[:2], *EVENTS[1:]], [Fault.REPEAT, Fault.TEXT_DIFFERS]),
-        (response("one", num_tokens=2), [Fault.LOST_TOKENS]),
-        (response("one", status="failed"), [Fault.FAILED]),
-        ([{"type": "error", "status": 429, "error": {"message": "full"}}], [Fault.REFUSED]),
-        ([*EVENTS[:2], {"type": "error", "error": {"message": "oh"}}], [Fault.FAILED]),
-    ],
-    ids=["gap", "repeat", "lost", "failed", "refused", "error"],
-)
-async def test_a_fault_of_one_stream_is_noted(
-    events: list[dict[str, Any]], faults: list[Fault]
-) -> None:
-    async def handle(peer: Peer) -> None:
-        faulty, good = [(await peer.take())["stream_id"] for _ in range(2)]
-        for event in events:
-            await peer.send(event, faulty)
-        await peer.answer(good)
-        await _answer_all(peer)
-
-    async with connected(handle) as (transport, peers):
-        record, other = await asyncio.gather(_record(transport), _record(transport))
-        again = await asyncio.gather(*(_record(transport) for _ in range(LANES_PER_SOCKET)))
-    assert (record.faults, other.faults) == (faults, [])
-    assert all(each.is_clean for each in again)
-    assert len(peers) == 1
-    if faults == [Fault.REFUSED]:
-        assert (record.status, record.detail) == (429, "full")
 
 
 async def test_events_after_the_end_are_noted_even_later() -> None:

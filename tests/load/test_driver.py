@@ -150,15 +150,6 @@ def test_a_closed_loop_keeps_so_many_in_flight(play: Play) -> None:
     assert result.duration_s == 5.0
 
 
-def test_an_open_loop_waits_for_nobody(play: Play) -> None:
-    transport = FakeTransport({0: 100.0})
-    offsets_s = (0.25, 0.5, 7.125)
-    result = play(driver.run(transport, single(3), arrivals=OpenLoop(offsets_s), model="m"))
-    assert transport.times_s == list(offsets_s)
-    assert scheduled(result) == sent(result) == list(offsets_s)
-    assert result.duration_s == 100.25
-
-
 def test_time_lost_by_the_client_counts(play: Play) -> None:
     """No coordinated omission: a client that was busy does not move the schedule."""
 

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +194,3 @@ def test_the_timer_gives_the_median_of_warm_calls(monkeypatch):
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
     timer = Timer(torch.device("cpu"), flush_bytes=1024, num_repeats=3)
     assert timer.median_s(call) == pytest.approx(0.02)
-
-
-def test_cells_end_with_the_time():
-    here = bench(deadline_s=time.perf_counter() + 60)
-    done = []
-    for cell in here.in_time("swap", ["a", "b", "c"]):
-        done.append(cell)
-        if cell == "b":
-            here.deadline_s = time.perf_counter()
-    assert done == ["a", "b"]
-    assert here.results.notes == ["swap: no time left for c"]

@@ -151,17 +151,6 @@ def test_a_leak_of_memory_is_found_through_noise() -> None:
     assert slope.kib_per_min == pytest.approx(900, rel=0.1)
 
 
-def test_memory_that_is_taken_once_is_no_leak() -> None:
-    """As an allocator takes it, some MiB at a time; a leak does so again and again."""
-    taken = [(100, 470), (100, 300, 400, 500, 590)]
-    once, again = (
-        [sample(at_s, rss_bytes=(100 + 4 * sum(at_s > t for t in ts)) * MIB) for at_s in range(600)]
-        for ts in taken
-    )
-    assert whats(evidence(once)) == []
-    assert whats(evidence(again)) == ["memory of gateway"]
-
-
 def test_each_process_has_a_warm_up_of_its_own() -> None:
     """Whoever was killed fills its caches anew; it takes no less long for a shorter life."""
 
@@ -191,13 +180,6 @@ def test_what_is_held_when_idle_is_found() -> None:
     for name, value in held.items():
         assert whats(evidence(after=sample(100, **{name: value}))) == [f"{name} when idle"]
         assert whats(evidence([sample(at_s, **{name: value}) for at_s in range(100)])) == []
-
-
-def test_descriptors_and_sockets_must_come_back() -> None:
-    spare = Bounds().spare_descriptors
-    assert whats(evidence(after=sample(100, num_fds=10 + spare, num_sockets=4 + spare))) == []
-    leaked = sample(100, num_fds=11 + spare, num_sockets=5 + spare)
-    assert whats(evidence(after=leaked)) == ["descriptors of gateway", "sockets of gateway"]
 
 
 def test_processes_must_live() -> None:

@@ -56,13 +56,6 @@ def test_quantiles_are_over_requests_and_gaps_over_all_streams() -> None:
     assert equal(summary.tpot_ms, 4.0)
 
 
-def test_tokens_are_those_the_server_counts_or_the_events_say() -> None:
-    silent = record([10, 20], num_tokens=-1)
-    assert summarize(result_of(silent)).num_output_tokens == 2
-    assert summarize(result_of(replace(silent, event_tokens=[3, 4]))).num_output_tokens == 7
-    assert summarize(result_of(replace(silent, output_tokens=9))).num_output_tokens == 9
-
-
 # -- counts and rates -------------------------------------------------------------------------
 
 
