@@ -28,7 +28,7 @@ def placed(messages: Sequence[Message], can_show: Callable[[], bool]) -> Sequenc
     if not any(message["role"] == "system" for message in messages[1:]) or can_show():
         return messages
     found: list[Message] = []
-    is_folded = False  # the newest message is such a system message, alone
+    is_folded = False  # the newest message is of such system messages alone
     for message in messages:
         role = message["role"]
         if role == "system" and found and all(each["role"] == "system" for each in found):
@@ -40,7 +40,7 @@ def placed(messages: Sequence[Message], can_show: Callable[[], bool]) -> Sequenc
             else:
                 found.append({"role": "user", "content": text})
                 is_folded = True
-                continue
+            continue
         elif role == "user" and is_folded:
             found[-1] = {**message, "content": _sum(found[-1]["content"], message["content"])}
         else:
@@ -72,7 +72,8 @@ def _is_in_order(template: ChatTemplate, messages: Sequence[Message]) -> bool:
 
 
 def _reminder(content: Any) -> str:
-    return f"{_BEGIN}{content}{_END}"
+    text = "\n".join(part["text"] for part in _parts(content) if "text" in part)
+    return f"{_BEGIN}{text}{_END}"
 
 
 def _joined(message: Message, text: Any) -> Message:

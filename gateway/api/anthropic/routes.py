@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -128,13 +127,11 @@ class Messages:
     async def _planned(
         self, request: Request, asked: MessagesRequest, request_id: str
     ) -> Generation:
-        defaults: Any = self._generator.model.sampling_defaults()
         return await planned(
             self._generator,
             request_id,
             await self._prompt(asked, generates=asked.max_tokens > 0),
-            asked.offered,
-            asked.options(defaults),
+            asked,
             scope=request.scope,
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from starlette.types import Scope
 
@@ -12,6 +12,15 @@ from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.context_limits import GenerationOptions
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.generator import ChatPrompt, Generator
+
+
+class Asked(Protocol):
+    """A request with tools, whatever API it came by."""
+
+    @property
+    def offered(self) -> OfferedTools: ...
+
+    def options(self, model_defaults: Mapping[str, Any]) -> GenerationOptions: ...
 
 
 class RenderedChat(NamedTuple):
@@ -38,8 +47,7 @@ async def planned(
     generator: Generator,
     request_id: str,
     prompt: ChatPrompt,
-    offered: OfferedTools,
-    options: GenerationOptions,
+    asked: Asked,
     *,
     scope: Scope,
     cut: Callable[[Sequence[int]], Sequence[int]] | None = None,
@@ -52,13 +60,13 @@ async def planned(
     Raises as `Generator.plan`.
     """
     chat = await rendered(generator, prompt, must_fit=cut is None, scope=scope)
-    output_format = offered.output_format(
-        generator.model.formats, chat.text, template=prompt.template
-    )
+    model = generator.model
+    output_format = asked.offered.output_format(model.formats, chat.text, template=prompt.template)
+    options = asked.options(model.sampling_defaults())
     return await generator.plan(
         request_id,
         chat.token_ids if cut is None else cut(chat.token_ids),
-        await generator.constrained(options, offered, output_format),
+        await generator.constrained(options, asked.offered, output_format),
         param="messages",
         caller=caller_of(scope),
         deadline_s=deadline_of(scope),

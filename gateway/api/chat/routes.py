@@ -102,8 +102,7 @@ class ChatCompletions:
             self._generator,
             request_id,
             chat_prompt(chat, images),
-            chat.offered,
-            chat.options(self._generator.model.sampling_defaults()),
+            chat,
             scope=request.scope,
             cut=None if chat.truncate_prompt_tokens is None else chat.kept,
         )

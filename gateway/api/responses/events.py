@@ -91,8 +91,7 @@ class EventWriter:
             if isinstance(entry, DeltaEntry):
                 if entry.output_index != self._output_index:
                     found += self._begin_item(entry, log)
-                make = self._silent_event if self._is_silent else self._delta_event
-                found.append(make(entry))
+                found.append(self._delta_event(entry))
             elif isinstance(entry, EndEntry):
                 closing = _closing(log, entry)
                 found += _numbered(closing, first=entry.number, after=self._after)
@@ -121,6 +120,9 @@ class EventWriter:
         return _numbered(events, first=entry.number, after=self._after)
 
     def _delta_event(self, entry: DeltaEntry) -> Event:
+        if self._is_silent:
+            number = entry.number + entry.num_events - 1
+            return Event(self._delta_type, b"%b%d}" % (self._delta_start, number))
         # Formatted by hand, for speed: every token passes here.
         return Event(
             self._delta_type,
@@ -134,10 +136,6 @@ class EventWriter:
                 else self._delta_end,
             ),
         )
-
-    def _silent_event(self, entry: DeltaEntry) -> Event:
-        number = entry.number + entry.num_events - 1
-        return Event(self._delta_type, b"%b%d}" % (self._delta_start, number))
 
     def _notice(self, notice: LogNotice) -> Event:
         kind = f"penstock.{notice.kind}"

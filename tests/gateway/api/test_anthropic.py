@@ -495,6 +495,24 @@ async def test_system_messages_keep_their_place(serve: Serve, chat_template: str
         )
 
 
+async def test_several_system_messages_in_a_row(serve: Serve) -> None:
+    """Also in chat."""
+    turns = [
+        {"role": "system", "content": "a"},
+        {"role": "system", "content": "b"},
+        *USER,
+        {"role": "assistant", "content": "c"},
+        {"role": "system", "content": "S"},
+        {"role": "system", "content": "T"},
+        {"role": "user", "content": "d"},
+    ]
+    async with serve(chat_template=HOISTING) as served:
+        await served.client.chat.completions.create(model="tiny", messages=turns)
+        reminders = "".join(f"<system-reminder>\n{text}\n</system-reminder>\n" for text in "ST")
+        beginning = "[system]a\nb[user]hello[assistant]c"
+        assert served.prompt_of() == f"{beginning}[user]{reminders}d[assistant]"
+
+
 # -- counting and models --------------------------------------------------------------------------
 
 

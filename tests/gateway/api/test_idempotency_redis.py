@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ from .keyed import (
     read_chunks,
     text_of,
 )
+from .test_tools import CALL, PARSERS, SCHEMA, says
 
+MESSAGES = "/v1/messages"
 pytestmark = [pytest.mark.redis, pytest.mark.usefixtures("patient_logs")]
 
 
@@ -74,6 +77,27 @@ async def test_another_gateway_gives_the_same_answer(
         assert (await post(other.http, stream=True)).text == again.text  # and from Redis
         assert (await post(other.http, stream=True, seed=1)).status_code == 409
         assert len(served.engine.submitted) == 1
+
+
+async def test_a_message_of_anthropics_goes_on_at_another_gateway(
+    serve: Serve, model_path: Path, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """With the same ids of its calls, although its own gateway is gone."""
+    settings = {"redis_url": redis_server.patient_url, **PARSERS}
+    tool = {"name": "weather", "input_schema": SCHEMA}
+    body = BODIES[CHAT] | {"stream": True, "max_tokens": 500, "tools": [tool]}
+    async with serve(step_s=0.005, **settings) as served:
+        says(served, f"Let me see.\n{CALL}\n{CALL}")
+        async with another(model_path, tmp_path, **settings) as first:
+            async with first.http.stream("POST", MESSAGES, json=body, headers=KEY) as response:
+                begun = await read_chunks(response, 4)
+            await first.app.state.log_store.hand_over()
+        again = await served.http.post(MESSAGES, json=body, headers=KEY)
+        assert again.text.startswith(begun[: begun.rindex("\n\n")])
+        assert again.text.endswith('data: {"type":"message_stop"}\n\n')
+        ids = re.findall(r'"id":"(toolu_\w+)"', again.text)
+        assert len(set(ids)) == 2
+        assert (await served.http.post(MESSAGES, json=body, headers=KEY)).text == again.text
 
 
 async def test_gateways_race_for_a_key(
