@@ -26,6 +26,7 @@ from starlette.applications import Starlette
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.model_files import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
@@ -253,14 +254,21 @@ def serve(
     model_path: Path, tokenizer: Tokenizer, tmp_path: Path, app_options: dict[str, Any]
 ) -> Serve:
     """Starts a gateway: `async with serve(step_s=…, info={…}, **config) as served`; `info` is
-    what the engine says of itself other than usual."""
+    what the engine says of itself other than usual, `chat_template` is used instead of the
+    model's."""
 
     @contextlib.asynccontextmanager
     async def start(
-        *, step_s: float = 0.0, info: Mapping[str, Any] | None = None, **settings: Any
+        *,
+        step_s: float = 0.0,
+        info: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Served]:
         address = f"{tmp_path}/engine.sock"
-        usual = {"model": ModelConfig(model=str(model_path)), "served_model_names": ("tiny",)}
+        given = ModelConfig(model=str(model_path), chat_template=chat_template)
+        model = ModelConfig(model=str(resolve_model(given, weights=False)))
+        usual = {"model": model, "served_model_names": ("tiny",)}
         config = GatewayConfig(engine_address=address, **{**usual, **settings})
         script = tokenizer.encode(ANSWER)
         engine_info = msgspec.structs.replace(INFO, **(info or {}))
