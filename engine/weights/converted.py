@@ -28,8 +28,7 @@ from penstock.engine.weights.matrix import QuantizedMatrix
 from penstock.kernels.cpu.build import BuildError, cache_dir, is_private, unfinished
 
 _log = logging.getLogger(__name__)
-# Of the numbers that quantizing gives; a change makes other folders.
-_VERSIONS: Mapping[Quantization, int] = {"int8": 3, "int4": 2, "fp8": 2}
+_VERSION = 2  # of the numbers that quantizing gives; a change makes other folders
 _CODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 _MIN_VALUES = 1 << 16  # smaller matrices are quantized anew in milliseconds
 BYTES_VARIABLE = "PENSTOCK_CACHE_BYTES"
@@ -47,7 +46,7 @@ class ConvertedMatrices:
         self._root: Path | None = None
         self._in_memory: dict[tuple[str, Quantization], QuantizedMatrix] = {}
         self._used: set[Path] = set()
-        self._name = f"{fingerprint.hex()[:24]}-{{}}-{str(dtype).removeprefix('torch.')}-{{}}"
+        self._name = f"{fingerprint.hex()[:24]}-{{}}-{str(dtype).removeprefix('torch.')}-{_VERSION}"
         try:
             self._root = cache_dir() / "weights"
         except BuildError as error:
@@ -156,7 +155,7 @@ class ConvertedMatrices:
     def _folder(self, kind: Quantization) -> Path | None:
         if self._root is None:
             return None
-        folder = self._root / self._name.format(kind, _VERSIONS[kind])
+        folder = self._root / self._name.format(kind)
         if folder not in self._used:
             self._used.add(folder)
             with contextlib.suppress(OSError):

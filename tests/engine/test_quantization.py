@@ -352,7 +352,7 @@ def test_what_was_used_longest_ago_is_removed_beyond_the_bound(
     for number in range(5):
         kept = ConvertedMatrices(bytes([number]) * 32, torch.float32)
         kept.add("a", "int8", quantize_rows(values, "int8", values))
-        folders.append(kept._folder("int8"))
+        folders.append(tmp_path / "weights" / kept._name.format("int8"))
         os.utime(folders[-1], (0, 1000 + number))
     assert [each.exists() for each in folders] == [False, True, True, True, True]
     ConvertedMatrices(bytes([1]) * 32, torch.float32).find("a", "int8", values.shape)
