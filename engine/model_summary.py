@@ -11,24 +11,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
-from penstock.engine.config import CacheConfig, ModelConfig, Quantization
+from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.gguf.choice import labels
-from penstock.engine.layers.experts import ExpertMatrices, Router
-from penstock.engine.layers.linear import MatrixLayer
+from penstock.engine.layers.experts import ExpertMatrices
 from penstock.engine.model_files import (
     GenerationDefaults,
     is_local,
     read_generation_defaults,
     resolve_model,
 )
-from penstock.engine.models.loader import build_without_weights
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.loader import build_without_weights, parts_by_kind
 from penstock.engine.models.registry import is_native, missing_option
 from penstock.engine.packaged_models import PACKAGED_MODELS
 from penstock.engine.pooling import read_pooling
@@ -39,6 +39,9 @@ from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.formats import check_format
 from penstock.engine.weights.quantization import num_bytes
+
+if TYPE_CHECKING:
+    from penstock.engine.models.transformers_backend import TransformersModel
 
 _WEIGHTS = ("*.safetensors", "*.gguf")
 
@@ -69,8 +72,7 @@ def _facts(config: ModelConfig, cache: CacheConfig, path: Path) -> dict[str, str
     use_kv_dtype(model, kv_dtype)
     shape = KVShape.of(model.kv_spec, 1)
     context, free = resolve_max_model_len(config, model.context_len), free_cpu_bytes()
-    matrices = [each for each in model.modules() if isinstance(each, MatrixLayer)]
-    weights = _weight_bytes(config, path, matrices, model.weight_bytes)
+    weights = _weight_bytes(config, path, model)
     left = max(0, free - weights)
     num_tokens = cpu_pool_bytes(left) // shape.bytes_per_block
     kv_name = str(kv_dtype).removeprefix("torch.")
@@ -85,7 +87,7 @@ def _facts(config: ModelConfig, cache: CacheConfig, path: Path) -> dict[str, str
             num_tokens,
             context,
             has_room=weights <= free,
-            has_experts=any(isinstance(each, ExpertMatrices) for each in matrices),
+            has_experts=any(isinstance(each, ExpertMatrices) for each in model.modules()),
         ),
         "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         or "no defaults of its own",
@@ -183,30 +185,17 @@ def _how(config: ModelConfig, path: Path) -> str:
     return "through transformers" + ("" if missing is None else f", since natively {missing}")
 
 
-def _weight_bytes(
-    config: ModelConfig, path: Path, matrices: list[MatrixLayer], known_bytes: int
-) -> int:
-    """The size of the weights in memory: as the files have them, or quantized at load.
-
-    Args:
-        known_bytes: of all but experts, which have no tensors before they are read.
-    """
+def _weight_bytes(config: ModelConfig, path: Path, model: Decoder | TransformersModel) -> int:
+    """The size of the weights in memory: as the files have them, or quantized at load."""
     fields = read_model_fields(path)
     files = [each.stat().st_size for pattern in _WEIGHTS for each in path.glob(pattern)]
     if files and ("quantization_config" in fields or next(path.glob("*.gguf"), None)):
         return sum(files)
-    experts = [each for each in matrices if isinstance(each, ExpertMatrices)]
-    dense_bytes = known_bytes + sum(_num_bytes("none", each) for each in experts)
-    saved = sum(
-        _num_bytes("none", each) - _num_bytes(config.quantization, each)
-        for each in matrices
-        if not isinstance(each, Router)
-    )
-    return dense_bytes - saved
-
-
-def _num_bytes(kind: Quantization, matrix: MatrixLayer) -> int:
-    return num_bytes(kind, matrix.out_features, matrix.in_features, matrix.weight.dtype)
+    total = model.weight_bytes
+    for rows, columns, kind, is_counted in parts_by_kind(config, path, model):
+        dense, held = (num_bytes(each, rows, columns, model.dtype) for each in ("none", kind))
+        total += held - (dense if is_counted else 0)
+    return total
 
 
 def _fitting(num_tokens: int, context: int, *, has_room: bool, has_experts: bool) -> str:

@@ -17,7 +17,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -154,7 +154,7 @@ class Quality:
 class _Sums:
     """What the places of all texts add up to."""
 
-    kl: list[Tensor] = field(default_factory=list)
+    kl: Tensor  # float64, of all places: small tensors among large ones would fragment the heap
     num_same: int = 0
     negative_log: float = 0.0
 
@@ -205,7 +205,8 @@ def compare(
                 f"{name} has a vocabulary of {model.vocab_size} tokens, the model one of "
                 f"{reference.vocab_size}"
             )
-    sums = {name: _Sums() for name in every}
+    num_places, done = sum(len(each.token_ids) - each.start for each in texts), 0
+    sums = {name: _Sums(torch.empty(num_places, dtype=torch.double)) for name in every}
     for text in tqdm(texts, unit="text", disable=not sys.stderr.isatty()):
         judged = slice(text.start - 1, -1)
         hidden = {name: model.hidden(text.token_ids)[judged] for name, model in every.items()}
@@ -218,18 +219,18 @@ def compare(
                 is_own = model is reference
                 found = exact if is_own else model.log_probabilities(hidden[name][rows])
                 kl = torch.linalg.vecdot(probabilities, exact - found)
-                sums[name].kl.append(kl.double())
+                sums[name].kl[done : done + len(kl)] = kl
                 sums[name].num_same += int((found.argmax(1) == likeliest).sum())
                 sums[name].negative_log += float(F.nll_loss(found, after[rows], reduction="sum"))
+            done += len(exact)
     qualities = list[Quality]()
     for name, each in sums.items():
-        kl = torch.cat(each.kl)
-        perplexity = math.exp(each.negative_log / len(kl))
+        kl, perplexity = each.kl, math.exp(each.negative_log / num_places)
         qualities.append(
             Quality(
                 setting=name,
                 weight_bytes=every[name].weight_bytes,
-                num_tokens=len(kl),
+                num_tokens=num_places,
                 kl_mean=float(kl.mean()),
                 kl_high=float(kl.quantile(_HIGH)),
                 same_top_share=each.num_same / len(kl),

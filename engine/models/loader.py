@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.config import DType, EngineConfig, ModelConfig
+from penstock.engine.config import DType, EngineConfig, ModelConfig, Quantization
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
@@ -54,7 +54,12 @@ from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
-from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
+from penstock.engine.weights.experts import (
+    CheckpointExperts,
+    DummyExperts,
+    numbered,
+    stack_experts,
+)
 from penstock.engine.weights.formats import (
     check_format,
     describe_format,
@@ -229,8 +234,7 @@ def _load_through_transformers(
                 weights.hold(module, [name], [DenseMatrix(module.weight.data)])
     else:
         _check_room(model, path, device)
-        for name, source in model.causal_lm.all_tied_weights_keys.items():
-            weights.quantize.aliases[source.removesuffix(".weight")] = name.removesuffix(".weight")
+        _name_tied(weights.quantize, model)
         read_weights(
             weights.checkpoint, model.causal_lm, weights.hold, weights.like, absent=model.absent
         )
@@ -238,6 +242,11 @@ def _load_through_transformers(
     weights.quantize.check_patterns()
     model.to(device).take_images(path)
     return model
+
+
+def _name_tied(quantize: Quantizer, model: TransformersModel) -> None:
+    for name, source in model.causal_lm.all_tied_weights_keys.items():
+        quantize.aliases[source.removesuffix(".weight")] = name.removesuffix(".weight")
 
 
 def build_without_weights(
@@ -261,6 +270,38 @@ def build_without_weights(
     if has_weights:
         _read_first_matrix(model, decoder_config, architecture, path)
     return model
+
+
+def parts_by_kind(
+    config: ModelConfig, path: Path, model: Decoder | TransformersModel
+) -> Iterator[tuple[int, int, Quantization, bool]]:
+    """What loading makes of each matrix of a dense checkpoint: its rows, columns and quantization,
+    and whether the model has it already; of experts it has not.
+
+    Args:
+        model: of `build_without_weights`.
+    """
+    quantize = Quantizer(config.quantization, config.quantization_rules)
+    names: Callable[[str], tuple[str, ...]]
+    if isinstance(model, Decoder):
+        names, modules = read_model_config(path)[0].names, model.named_modules()
+        if model.config.is_tied:
+            quantize.aliases[names("embed_tokens")[0]] = "lm_head"
+    else:
+        names, modules = _own_name, model.causal_lm.named_modules()
+        _name_tied(quantize, model)
+    for name, module in modules:
+        if not isinstance(module, MatrixLayer) or isinstance(module, Router):
+            continue
+        sources, count, is_held = names(name), 1, True
+        if isinstance(module, ExpertMatrices):
+            sources, count, is_held = numbered(sources, 0), module.num_experts, False
+        for source, size in zip(sources, _sizes(module, sources), strict=True):
+            yield count * size, module.in_features, quantize.kind(source), is_held
+
+
+def _own_name(module: str) -> tuple[str, ...]:
+    return (module,)
 
 
 def _read_first_matrix(

@@ -22,8 +22,7 @@ from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, join, stack
 from penstock.kernels.quantized_codes import BYTE
 
-BLOCK = 32  # columns of a scale, of 4 and 8 bits
-_SCALE_BYTES = 4  # float32
+BLOCK = 32  # columns of a scale; 64 would be faster in 8 bits, but int8 would lose 0.3 %
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
 _SMALL_COLUMN = 32.0  # times smaller than the median: its codes would be zeros beside the others
 # Modules that `int4` gives 8 bits: errors in values and logits cost the most for their bytes.
@@ -181,12 +180,14 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def num_bytes(kind: Quantization, out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Of a matrix in `dtype` after its quantization to `kind`: codes and scales."""
+    """Of a matrix in `dtype` after its quantization to `kind`: codes and scales, which kernels keep
+    in half precision in a model of 16 bits, unless there is one for a row."""
     if kind == "none":
         return out_features * in_features * dtype.itemsize
     bits, block = {"int8": (8, BLOCK), "int4": (4, BLOCK), "fp8": (8, in_features)}[kind]
     num_scales = out_features * -(-in_features // block) * (2 if kind == "int4" else 1)
-    return out_features * in_features * bits // 8 + num_scales * _SCALE_BYTES
+    scale_bytes = 4 if kind == "fp8" else dtype.itemsize
+    return out_features * in_features * bits // 8 + num_scales * scale_bytes
 
 
 def quantize_rows(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, Quantization
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.model_files import DEMO_MODEL_PATH
 from penstock.engine.model_summary import summarise
@@ -107,6 +107,20 @@ def test_quantization_and_cache_count(tiny: TinyCheckpoint) -> None:
     small = facts(config, CacheConfig(kv_cache_dtype="int8"))
     assert 3 * num_bytes(small) < num_bytes(dense)
     assert "(int8)" in small["KV cache"]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_bytes_of_each_matrix_are_foretold(
+    architecture: str, kind: Quantization, tiny: TinyCheckpoint
+) -> None:
+    """int4 gives values and the head 8 bits; a model of 16 bits has scales of 16."""
+    shape = {"hidden_size": 384, "intermediate_size": 768, "vocab_size": 960, "head_dim": 48}
+    path = tiny(architecture, **shape)
+    config = ModelConfig(model=str(path), dtype="bfloat16", quantization=kind)
+    core, info = build_core(EngineConfig(model=config, cache=CacheConfig(num_blocks=64)))
+    core.close()
+    assert num_bytes(facts(config)) == pytest.approx(info.weight_bytes, rel=0.025)
 
 
 # What can be wrong with a model that nothing of has been loaded, and what is said.
