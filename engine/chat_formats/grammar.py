@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from penstock.engine.chat_formats.formats import TOOL_FORMATS
+from penstock.engine.chat_formats.call_format import ID, NUMBER
+from penstock.engine.chat_formats.formats import tool_format_of
 from penstock.engine.chat_formats.parser import Tool
 from penstock.engine.chat_formats.syntax import OutputSyntax
 from penstock.engine.chat_formats.tool_format import Frame, json_options
@@ -46,14 +47,17 @@ def call_grammar(
         tokens: markers that are single tokens.
         otherwise: what an output without calls must match.
     """
-    tool_format = TOOL_FORMATS[syntax.tools]
+    tool_format = tool_format_of(syntax.tools)
     frame, write, rules = tool_format.frame, _Writer(tokens), list[str]()
     for index, tool in enumerate(tools):
         is_free = not (required or tool.strict or otherwise is not None)
-        arguments = _arguments(frame, tool, rules, is_free=is_free)
+        arguments = _arguments(frame, tool, rules, write, is_free=is_free)
         opening, *begin = frame.begin(tool.name)
         rules.append(f"rest_{index}: {write(begin)} {arguments} {write(frame.end)}")
-        rules.append(f"call_{index}: {write([opening])} rest_{index}")
+        others = ""
+        if frame.otherwise is not None:
+            others = f" | {write(frame.otherwise(tool.name))} {arguments} {write(frame.end)}"
+        rules.append(f"call_{index}: {write([opening])} rest_{index}{others}")
     rules += [f"{name}: {_one_of(name, tools)}" for name in ("call", "rest")]
     more = f" ({write(frame.between)} call)*" if parallel else ""
     several = f"call{more} {write(frame.last)}"
@@ -100,7 +104,7 @@ def after_thoughts(
         return grammar
     rules, name = embedded(grammar)
     write = _Writer(tokens)
-    frame = TOOL_FORMATS[syntax.tools].frame if syntax.tools else None
+    frame = tool_format_of(syntax.tools).frame if syntax.tools else None
     answer = write(frame.answer) if frame is not None else ""
     return _after_thoughts(syntax, f"{answer} {name}", rules, write)
 
@@ -130,7 +134,7 @@ _Thought = tuple[Sequence[str], str, Sequence[str]]  # what begins it, its end, 
 
 
 def _thought_of(syntax: OutputSyntax) -> _Thought | None:
-    frame = TOOL_FORMATS[syntax.tools].frame if syntax.tools else None
+    frame = tool_format_of(syntax.tools).frame if syntax.tools else None
     if frame is not None and frame.thought is not None:
         return frame.thought
     if syntax.thoughts is None:
@@ -158,12 +162,13 @@ def _after_thoughts(
     return StructuredOutputs("lark", "\n".join([f"start: {whole}", *own, *rules]))
 
 
-def _arguments(frame: Frame, tool: Tool, rules: list[str], *, is_free: bool) -> str:
+def _arguments(frame: Frame, tool: Tool, rules: list[str], write: _Writer, *, is_free: bool) -> str:
     if frame.arguments is not None:
-        return frame.arguments(tool, rules)
+        return frame.arguments(tool, rules, write)
     schema = {} if is_free else dict(tool.parameters or {})
     whole = closed({"type": "object", **schema}, is_forced=False)
-    return f"%json {json_options(whole, is_strict=tool.strict)}"
+    options = json_options(whole, is_strict=tool.strict, is_spaced=frame.is_spaced)
+    return f"%json {options}"
 
 
 class _Writer:
@@ -171,10 +176,15 @@ class _Writer:
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
+        known = "|".join(re.escape(each) for each in sorted(tokens, key=len, reverse=True))
+        self._split = re.compile(f"({known}|{ID}|{NUMBER})" if known else f"({ID}|{NUMBER})")
 
     def __call__(self, parts: Sequence[str]) -> str:
         return " ".join(
-            f"<[{self.tokens[part]}]>" if part in self.tokens else quoted(part)
-            for part in parts
-            if part
+            self._one(each) for part in parts for each in self._split.split(part) if each
         )
+
+    def _one(self, text: str) -> str:
+        if text in self.tokens:
+            return f"<[{self.tokens[text]}]>"
+        return {ID: "/[A-Za-z0-9_.:-]{1,64}/", NUMBER: "/[0-9]{1,3}/"}.get(text) or quoted(text)

@@ -100,7 +100,9 @@ class ChatCompletions:
         images = await self._generator.images.load(image_sources(chat.messages))
         prompt = await self._generator.render_chat(chat_prompt(chat, images))
         output_format = chat.offered.output_format(
-            model.formats, prompt, template=chat.chat_template
+            model.formats,
+            prompt,
+            template=await self._generator.template_facts(chat.chat_template),
         )
         prompt_token_ids = await self._generator.tokenise_chat(
             prompt,

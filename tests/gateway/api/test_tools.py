@@ -301,12 +301,12 @@ async def test_history_reaches_the_template(serve: Serve) -> None:
                 {
                     "id": "c1",
                     "type": "function",
-                    "function": {"name": "weather", "arguments": "{}"},
+                    "function": {"name": "weather", "arguments": {}},
                 },
                 {
                     "id": "c2",
                     "type": "function",
-                    "function": {"name": "sh", "arguments": '{"input":"ls"}'},
+                    "function": {"name": "sh", "arguments": {"input": "ls"}},
                 },
             ],
         }
