@@ -40,6 +40,8 @@ from penstock.engine.chat_formats.tool_format import (
 )
 
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]|\S+")
+_MAX_SHOWN_CHARS = 60
+_ARGUMENTS = {"json": "JSON", "tags": "a tag per argument", "literals": "literals"}
 _BROKEN = "\ufffd"  # a character that is not whole, where an output was cut off
 _HOLE = re.compile(f"([{NAME}-{VALUE}])")
 
@@ -67,6 +69,12 @@ class CallFormat:
     separator: str = ""
     quote: str = ""
     types: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def described(self) -> str:
+        """In a phrase: how the first call begins, and how arguments are written."""
+        begun = " ".join(_HOLE.split(f"{self.first}{self.call}")[0].split())[:_MAX_SHOWN_CHARS]
+        return f"{begun or NAME}… with {_ARGUMENTS[self.arguments]}".replace(NAME, "name")
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -444,7 +452,11 @@ def _frame(found: CallFormat, opening: str) -> Frame:
         written = partial(xml_written, begin=begin_of, end=value_end, separator=found.separator)
     elif found.arguments == "literals":
         assign = found.argument.removeprefix(KEY).removesuffix(VALUE)
-        options = {"assign": assign, "separator": found.separator, "quote": found.quote}
+        options: dict[str, Any] = {
+            "assign": assign,
+            "separator": found.separator,
+            "quote": found.quote,
+        }
         arguments = partial(literal_grammar, **options)
         written = partial(literals_written, **options)
     return Frame(

@@ -6,11 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from penstock.engine.chat_formats.call_format import ID, NUMBER
 from penstock.engine.chat_formats.formats import tool_format_of
 from penstock.engine.chat_formats.parser import Tool
 from penstock.engine.chat_formats.syntax import OutputSyntax
-from penstock.engine.chat_formats.tool_format import Frame, json_options
+from penstock.engine.chat_formats.tool_format import ID, NUMBER, Frame, json_options
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.forms import closed
 from penstock.engine.structured_outputs.lark import quoted
@@ -54,10 +53,10 @@ def call_grammar(
         arguments = _arguments(frame, tool, rules, write, is_free=is_free)
         opening, *begin = frame.begin(tool.name)
         rules.append(f"rest_{index}: {write(begin)} {arguments} {write(frame.end)}")
-        others = ""
+        other_way = ""
         if frame.otherwise is not None:
-            others = f" | {write(frame.otherwise(tool.name))} {arguments} {write(frame.end)}"
-        rules.append(f"call_{index}: {write([opening])} rest_{index}{others}")
+            other_way = f" | {write(frame.otherwise(tool.name))} {arguments} {write(frame.end)}"
+        rules.append(f"call_{index}: {write([opening])} rest_{index}{other_way}")
     rules += [f"{name}: {_one_of(name, tools)}" for name in ("call", "rest")]
     more = f" ({write(frame.between)} call)*" if parallel else ""
     several = f"call{more} {write(frame.last)}"

@@ -72,6 +72,19 @@ class ModelFormats:
             facts=facts,
         )
 
+    @property
+    def described(self) -> str:
+        """In a phrase, for whoever starts a server."""
+        calls = "no calls"
+        if self.tools:
+            own = isinstance(self.tools, CallFormat)
+            name = self.tools.described if isinstance(self.tools, CallFormat) else self.tools
+            calls = f"calls {name}{'' if own or self.facts.with_tools.calls else ' (in text)'}"
+        thoughts = OutputSyntax(reasoning=self.reasoning).thoughts
+        if thoughts is None:
+            return calls if self.reasoning == "" else f"{calls}, thoughts {self.reasoning}"
+        return f"{calls}, thoughts {thoughts.begins[0]}"
+
     def facts_for(self, *, has_tools: bool, template: TemplateFacts | None = None) -> TemplateFacts:
         """Those of the template that renders a conversation.
 

@@ -58,7 +58,8 @@ class OutputSyntax:
         return cls(
             tools if isinstance(tools, str) else call_format_of(tools),
             thoughts if isinstance(thoughts, str) else ReasoningFormat.from_fields(thoughts),
-            *(tuple(each) if isinstance(each, list) else each for each in others),
+            bool(others[0]),
+            tuple(others[1]) if len(others) > 1 else ("", ""),
         )
 
     def steps(self, scanner: Scanner, *, has_tools: bool) -> Steps[None]:

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from penstock.engine.chat_formats.call_format import (
+from penstock.engine.chat_formats.call_format import CallFormat, call_format_of
+from penstock.engine.chat_formats.reasoning import ReasoningFormat
+from penstock.engine.chat_formats.tool_format import (
     ARGUMENTS,
     ID,
     KEY,
@@ -25,10 +27,7 @@ from penstock.engine.chat_formats.call_format import (
     NUMBER,
     TYPE,
     VALUE,
-    CallFormat,
-    call_format_of,
 )
-from penstock.engine.chat_formats.reasoning import ReasoningFormat
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.text.chat_template import ChatTemplate
 
@@ -493,11 +492,11 @@ class _Discovery:
             )
         types: tuple[tuple[str, str], ...] = ()
         if sign != other_sign:
-            start, end = _common_start(sign, other_sign), _common_end(sign, other_sign)
-            if not (start and end):
+            start, until = _common_start(sign, other_sign), _common_end(sign, other_sign)
+            if not (start and until):
                 return None
-            types = self._types(start, end)
-            sign = f"{start}{TYPE}{end}"
+            types = self._types(start, until)
+            sign = f"{start}{TYPE}{until}"
         return CallFormat(
             call="",
             arguments="tags",

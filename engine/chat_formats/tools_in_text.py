@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.chat_formats.call_format import ID, NUMBER, CallFormat
+from penstock.engine.chat_formats.call_format import CallFormat
 from penstock.engine.chat_formats.formats import tool_format_of
 from penstock.engine.chat_formats.template_facts import TemplateFacts
-from penstock.engine.chat_formats.tool_format import Frame
+from penstock.engine.chat_formats.tool_format import ID, NUMBER, Frame
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]

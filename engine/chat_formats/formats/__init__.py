@@ -10,15 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.engine.chat_formats.call_format import (
-    ARGUMENTS,
-    KEY,
-    NAME,
-    NUMBER,
-    VALUE,
-    CallFormat,
-    read_as,
-)
+from penstock.engine.chat_formats.call_format import CallFormat, read_as
 from penstock.engine.chat_formats.formats import (
     granite,
     harmony,
@@ -26,7 +18,14 @@ from penstock.engine.chat_formats.formats import (
     mistral,
     pythonic,
 )
-from penstock.engine.chat_formats.tool_format import ToolFormat
+from penstock.engine.chat_formats.tool_format import (
+    ARGUMENTS,
+    KEY,
+    NAME,
+    NUMBER,
+    VALUE,
+    ToolFormat,
+)
 
 _HERMES = CallFormat(
     call=f'<tool_call>\n{{"name": "{NAME}", "arguments": {ARGUMENTS}}}\n</tool_call>', between="\n"
