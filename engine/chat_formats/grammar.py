@@ -35,6 +35,7 @@ def call_grammar(
     parallel: bool,
     tokens: Mapping[str, int],
     otherwise: StructuredOutputs | None = None,
+    is_lazy: bool = False,
 ) -> StructuredOutputs:
     """The grammar of an output with calls.
 
@@ -45,6 +46,7 @@ def call_grammar(
         parallel: there may be several calls.
         tokens: markers that are single tokens.
         otherwise: what an output without calls must match.
+        is_lazy: it begins with the mark of the first call.
     """
     tool_format = tool_format_of(syntax.tools)
     frame, write, rules = tool_format.frame, _Writer(tokens), list[str]()
@@ -62,6 +64,22 @@ def call_grammar(
     several = f"call{more} {write(frame.last)}"
     rules.append(f"calls: {write(frame.first)} {several}")
     opening = [*frame.first, *frame.begin("")][0]
+    if is_lazy:
+        rules.append(f"TEXT: {_without(tool_format.openings)}")
+        mark = tokens.get(opening, opening)
+        if not frame.first and parallel:
+            rules.append(f"before{'' if opening in tokens else '[lazy]'}: TEXT {write([opening])}")
+            several = f"{write([opening])} rest (before rest)*"
+        lark = "\n".join([f"start: {write(frame.first)} {several} TEXT", *rules])
+        thought = _thought_of(syntax)
+        marks = () if thought is None else (thought[0][0], thought[1])
+        return StructuredOutputs(
+            "lark",
+            lark,
+            triggers=(mark,),
+            thought=tuple(tokens.get(each, each) for each in marks),
+            is_thinking=syntax.begins_in_reasoning,
+        )
     if required:
         start = "calls"
     elif otherwise is not None:
@@ -81,6 +99,16 @@ def call_grammar(
         else:
             start = f"(before rest){'*' if parallel else '?'} TEXT"
     return _after_thoughts(syntax, start, rules, write)
+
+
+def is_marked(syntax: OutputSyntax) -> bool:
+    """Whether calls begin with a text of their own, and what is before it is free."""
+    if not syntax.tools:
+        return False
+    tool_format = tool_format_of(syntax.tools)
+    frame = tool_format.frame
+    is_whole = bool(tool_format.starts or frame.answer or frame.otherwise)
+    return bool(tool_format.openings) and not is_whole
 
 
 def _without(openings: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from penstock.engine.chat_formats.call_format import CallFormat
 from penstock.engine.chat_formats.formats import tool_format_of
-from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
+from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar, is_marked
 from penstock.engine.chat_formats.output_format import OutputFormat
 from penstock.engine.chat_formats.parser import Tool
 from penstock.engine.chat_formats.reasoning import ReasoningFormat
@@ -265,9 +265,9 @@ class OfferedTools:
     ) -> StructuredOutputs | None:
         """What the output must match; None: anything.
 
-        A call that is required is enforced, and so are limits to which tools may be called; what
-        else is asked is without effect where a call is required. Where a call
-        is possible, the output is either calls or what is asked.
+        A call that is required is enforced; what else is asked is without effect then. Where a call
+        is possible, the output is either calls or what is asked; and where nothing is asked, a
+        grammar begins with the mark of a call, so that it is one of a tool that is offered.
 
         Args:
             asked: what the output must match otherwise.
@@ -279,11 +279,9 @@ class OfferedTools:
         tokens = formats.marker_tokens(syntax)
         is_required = bool(self.named) or self.choice == "required"
         is_limited = self.allowed is not None or any(tool.strict for tool in output_format.tools)
-        if (
-            is_required
-            or (is_limited and output_format.tools)
-            or (asked is not None and output_format.tools)
-        ):
+        if not output_format.tools:
+            return None if asked is None else after_thoughts(syntax, asked, tokens)
+        if is_required or is_limited or asked is not None:
             for tool in output_format.tools:
                 _check(tool)
             try:
@@ -297,7 +295,19 @@ class OfferedTools:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(str(error), param="tools") from error
-        return None if asked is None else after_thoughts(syntax, asked, tokens)
+        if not is_marked(syntax):
+            return None
+        try:
+            return call_grammar(
+                syntax,
+                output_format.tools,
+                required=False,
+                parallel=not self.has_one_call,
+                tokens=tokens,
+                is_lazy=True,
+            )
+        except InvalidRequestError:  # of a tool whose calls nobody asked to enforce
+            return None
 
 
 def _check(tool: Tool) -> None:

@@ -360,7 +360,13 @@ class Generator:
         )
         try:
             for name, grammar in options.grammars:
-                await self.grammars.check(grammar, param=name, info=info, tenant=caller.tenant)
+                try:
+                    await self.grammars.check(grammar, param=name, info=info, tenant=caller.tenant)
+                except RequestRefusedError:
+                    if not grammar.triggers:
+                        raise
+                    # Nobody asked for it: calls are read as they come.
+                    params = msgspec.structs.replace(params, structured_outputs=None)
         except BaseException:
             reservation.release()
             raise
