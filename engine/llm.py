@@ -23,7 +23,13 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from penstock.engine.chat_formats import ModelFormats, template_messages
+from penstock.engine.chat_formats import (
+    ModelFacts,
+    ModelFormats,
+    facts_of,
+    of_request,
+    template_messages,
+)
 from penstock.engine.deferred_interrupt import interrupt_deferred
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import EngineDeadError, InvalidRequestError
@@ -109,7 +115,9 @@ class LLM:
                 config.model.generation_overrides,
                 model=config.model.model,
             )
-        self._formats = ModelFormats.of(self._chat_template, self.tokenizer.added_tokens)
+        self._formats = ModelFormats.of(
+            ModelFacts.found_in(self._chat_template), self.tokenizer.added_tokens
+        )
         self._message_parts = parts_of(self._chat_template, self._image_tokens)
         self._adapters = AdapterFinder(config.lora, self._core.adapters)
         self._end: str | None = None  # why further calls are refused
@@ -204,6 +212,9 @@ class LLM:
         """
         offered = offered_tools(tools or (), tool_choice)
         source = self._chat_template.source_for(chat_template, has_tools=bool(offered.tools))
+        facts = None
+        if source is not None and chat_template is not None:
+            facts = of_request(facts_of(self._chat_template, source), source)
         talks = [
             take_images(conversation, takes_images=self._image_tokens is not None)
             for conversation in conversations(messages)
@@ -212,14 +223,15 @@ class LLM:
             self._formats.for_template(
                 conversation,
                 offered.for_template,
-                template=None if chat_template is None else source,
+                template=facts,
             )
             for conversation, _ in talks
         ]
         texts = [
             self._chat_template.render(
                 template_messages(
-                    with_parts(conversation, self._message_parts, self._image_tokens), source
+                    with_parts(conversation, self._message_parts, self._image_tokens),
+                    self._formats.facts_for(has_tools=bool(shown_tools), template=facts),
                 ),
                 add_generation_prompt=add_generation_prompt,
                 template=source,
@@ -227,9 +239,7 @@ class LLM:
             )
             for conversation, shown_tools in shown
         ]
-        formats = [
-            offered.output_format(self._formats, text, template=chat_template) for text in texts
-        ]
+        formats = [offered.output_format(self._formats, text, template=facts) for text in texts]
         tokens = [
             self._chat_prompt(text, images) for text, (_, images) in zip(texts, talks, strict=True)
         ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
+from penstock.engine.chat_formats import ModelFacts, ModelFormats
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError
@@ -79,6 +80,7 @@ def _facts(config: ModelConfig, cache: CacheConfig, path: Path) -> dict[str, str
     return {
         "architecture": ", ".join(names),
         "runs": _how(config, path),
+        "formats": _formats(path),
         "context": f"{context:,} tokens",
         "weights": f"{weights:,} bytes",
         "KV cache": f"{shape.bytes_per_block:,} bytes per token ({kv_name})",
@@ -176,6 +178,11 @@ def _check_small_files(config: ModelConfig, path: Path) -> GenerationDefaults:
     Tokenizer.from_directory(path)
     ChatTemplate.from_directory(path).check()
     return defaults
+
+
+def _formats(path: Path) -> str:
+    """How it writes calls and thoughts, as far as its chat template tells."""
+    return ModelFormats.of(ModelFacts.found_in(ChatTemplate.from_directory(path)), {}).described
 
 
 def _how(config: ModelConfig, path: Path) -> str:

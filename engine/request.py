@@ -100,10 +100,16 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind: the language of `text`: a JSON Schema, a regular expression, or a grammar in
             llguidance's dialect of Lark.
+        triggers: texts or tokens, from one of which on it must match; none: from the beginning on.
+        thought: what begins and ends a thought, in which a trigger means nothing.
+        is_thinking: the output begins within one.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
+    triggers: tuple[str | int, ...] = ()
+    thought: tuple[str | int, ...] = ()
+    is_thinking: bool = False
 
 
 class DefaultLimit(int):

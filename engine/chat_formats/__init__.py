@@ -3,16 +3,23 @@
 parser          the state machine: text → pieces of messages, thoughts and calls
 output_format   what an output may contain; pieces under the caller's names of tools
 offered_tools   the tools of a request, and how a model's outputs are written
-syntax          which formats a model writes in, and how a prompt ends
-tool_format     what a format is; formats/ has a module for each
+template_facts  what a chat template shows of a model's formats, found by rendering
+kept_facts      that, on disk
+call_format     a format of calls as a value, with its parser and what a grammar needs
+formats         those that have names; reasoning has those of thoughts
+syntax          which formats an output is written in, and how a prompt ends
+tool_format     what a format is, and what several share
+literals        arguments as in Python
 grammar         grammars in a format
 history         earlier calls as chat templates want them
 tools_in_text   tools, calls and results for chat templates that do not show them
 """
 
-from penstock.engine.chat_formats.formats import TOOL_FORMATS
+from penstock.engine.chat_formats.call_format import CallFormat
+from penstock.engine.chat_formats.formats import TOOL_FORMATS, tool_format_of
 from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
 from penstock.engine.chat_formats.history import template_messages, template_variables
+from penstock.engine.chat_formats.kept_facts import keep_facts, kept_facts
 from penstock.engine.chat_formats.offered_tools import ModelFormats, OfferedTools, ToolMode
 from penstock.engine.chat_formats.output_format import (
     CUSTOM_INPUT,
@@ -24,13 +31,18 @@ from penstock.engine.chat_formats.output_format import (
     pieces_after,
 )
 from penstock.engine.chat_formats.parser import OutputParser, Piece, Tool
-from penstock.engine.chat_formats.syntax import REASONING_FORMATS, OutputSyntax, formats_of
+from penstock.engine.chat_formats.reasoning import REASONING_FORMATS, ReasoningFormat
+from penstock.engine.chat_formats.syntax import OutputSyntax
+from penstock.engine.chat_formats.template_facts import ModelFacts, TemplateFacts, facts_of
+from penstock.engine.chat_formats.tools_in_text import of_request
 
 __all__ = [
     "CUSTOM_INPUT",
     "NAMESPACE_END",
     "REASONING_FORMATS",
     "TOOL_FORMATS",
+    "CallFormat",
+    "ModelFacts",
     "ModelFormats",
     "OfferedTools",
     "OutputFormat",
@@ -39,13 +51,19 @@ __all__ = [
     "OutputReader",
     "OutputSyntax",
     "Piece",
+    "ReasoningFormat",
+    "TemplateFacts",
     "Tool",
     "ToolMode",
     "after_thoughts",
     "call_grammar",
-    "formats_of",
+    "facts_of",
     "items_of",
+    "keep_facts",
+    "kept_facts",
+    "of_request",
     "pieces_after",
     "template_messages",
     "template_variables",
+    "tool_format_of",
 ]

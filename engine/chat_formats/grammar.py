@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from penstock.engine.chat_formats.formats import TOOL_FORMATS
+from penstock.engine.chat_formats.formats import tool_format_of
 from penstock.engine.chat_formats.parser import Tool
 from penstock.engine.chat_formats.syntax import OutputSyntax
-from penstock.engine.chat_formats.tool_format import Frame, json_options
+from penstock.engine.chat_formats.tool_format import ID, NUMBER, Frame, json_options
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.forms import closed
 from penstock.engine.structured_outputs.lark import quoted
@@ -35,6 +35,7 @@ def call_grammar(
     parallel: bool,
     tokens: Mapping[str, int],
     otherwise: StructuredOutputs | None = None,
+    is_lazy: bool = False,
 ) -> StructuredOutputs:
     """The grammar of an output with calls.
 
@@ -45,20 +46,40 @@ def call_grammar(
         parallel: there may be several calls.
         tokens: markers that are single tokens.
         otherwise: what an output without calls must match.
+        is_lazy: it begins with the mark of the first call.
     """
-    tool_format = TOOL_FORMATS[syntax.tools]
+    tool_format = tool_format_of(syntax.tools)
     frame, write, rules = tool_format.frame, _Writer(tokens), list[str]()
     for index, tool in enumerate(tools):
         is_free = not (required or tool.strict or otherwise is not None)
-        arguments = _arguments(frame, tool, rules, is_free=is_free)
+        arguments = _arguments(frame, tool, rules, write, is_free=is_free)
         opening, *begin = frame.begin(tool.name)
         rules.append(f"rest_{index}: {write(begin)} {arguments} {write(frame.end)}")
-        rules.append(f"call_{index}: {write([opening])} rest_{index}")
+        other_way = ""
+        if frame.otherwise is not None:
+            other_way = f" | {write(frame.otherwise(tool.name))} {arguments} {write(frame.end)}"
+        rules.append(f"call_{index}: {write([opening])} rest_{index}{other_way}")
     rules += [f"{name}: {_one_of(name, tools)}" for name in ("call", "rest")]
     more = f" ({write(frame.between)} call)*" if parallel else ""
     several = f"call{more} {write(frame.last)}"
     rules.append(f"calls: {write(frame.first)} {several}")
     opening = [*frame.first, *frame.begin("")][0]
+    if is_lazy:
+        rules.append(f"TEXT: {_without(tool_format.openings)}")
+        mark = tokens.get(opening, opening)
+        if not frame.first and parallel:
+            rules.append(f"before{'' if opening in tokens else '[lazy]'}: TEXT {write([opening])}")
+            several = f"{write([opening])} rest (before rest)*"
+        lark = "\n".join([f"start: {write(frame.first)} {several} TEXT", *rules])
+        thought = _thought_of(syntax)
+        marks = () if thought is None else (thought[0][0], thought[1])
+        return StructuredOutputs(
+            "lark",
+            lark,
+            triggers=(mark,),
+            thought=tuple(tokens.get(each, each) for each in marks),
+            is_thinking=syntax.begins_in_reasoning,
+        )
     if required:
         start = "calls"
     elif otherwise is not None:
@@ -78,6 +99,16 @@ def call_grammar(
         else:
             start = f"(before rest){'*' if parallel else '?'} TEXT"
     return _after_thoughts(syntax, start, rules, write)
+
+
+def is_marked(syntax: OutputSyntax) -> bool:
+    """Whether calls begin with a text of their own, and what is before it is free."""
+    if not syntax.tools:
+        return False
+    tool_format = tool_format_of(syntax.tools)
+    frame = tool_format.frame
+    is_whole = bool(tool_format.starts or frame.answer or frame.otherwise)
+    return bool(tool_format.openings) and not is_whole
 
 
 def _without(openings: Sequence[str]) -> str:
@@ -100,7 +131,7 @@ def after_thoughts(
         return grammar
     rules, name = embedded(grammar)
     write = _Writer(tokens)
-    frame = TOOL_FORMATS[syntax.tools].frame if syntax.tools else None
+    frame = tool_format_of(syntax.tools).frame if syntax.tools else None
     answer = write(frame.answer) if frame is not None else ""
     return _after_thoughts(syntax, f"{answer} {name}", rules, write)
 
@@ -130,7 +161,7 @@ _Thought = tuple[Sequence[str], str, Sequence[str]]  # what begins it, its end, 
 
 
 def _thought_of(syntax: OutputSyntax) -> _Thought | None:
-    frame = TOOL_FORMATS[syntax.tools].frame if syntax.tools else None
+    frame = tool_format_of(syntax.tools).frame if syntax.tools else None
     if frame is not None and frame.thought is not None:
         return frame.thought
     if syntax.thoughts is None:
@@ -158,12 +189,13 @@ def _after_thoughts(
     return StructuredOutputs("lark", "\n".join([f"start: {whole}", *own, *rules]))
 
 
-def _arguments(frame: Frame, tool: Tool, rules: list[str], *, is_free: bool) -> str:
+def _arguments(frame: Frame, tool: Tool, rules: list[str], write: _Writer, *, is_free: bool) -> str:
     if frame.arguments is not None:
-        return frame.arguments(tool, rules)
+        return frame.arguments(tool, rules, write)
     schema = {} if is_free else dict(tool.parameters or {})
     whole = closed({"type": "object", **schema}, is_forced=False)
-    return f"%json {json_options(whole, is_strict=tool.strict)}"
+    options = json_options(whole, is_strict=tool.strict, is_spaced=frame.is_spaced)
+    return f"%json {options}"
 
 
 class _Writer:
@@ -171,10 +203,15 @@ class _Writer:
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
+        known = "|".join(re.escape(each) for each in sorted(tokens, key=len, reverse=True))
+        self._split = re.compile(f"({known}|{ID}|{NUMBER})" if known else f"({ID}|{NUMBER})")
 
     def __call__(self, parts: Sequence[str]) -> str:
         return " ".join(
-            f"<[{self.tokens[part]}]>" if part in self.tokens else quoted(part)
-            for part in parts
-            if part
+            self._one(each) for part in parts for each in self._split.split(part) if each
         )
+
+    def _one(self, text: str) -> str:
+        if text in self.tokens:
+            return f"<[{self.tokens[text]}]>"
+        return {ID: "/[A-Za-z0-9_.:-]{1,64}/", NUMBER: "/[0-9]{1,3}/"}.get(text) or quoted(text)

@@ -4,96 +4,100 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-_OBJECT_USES = re.compile(
-    r"arguments['\"\]]*\s*(\|\s*(tojson|items)|\.items\(|is (mapping|not string|string))"
-    r"|call(\.|\[['\"])function['\"\]]*\s*\|\s*tojson"  # Mistral's
-)
+from penstock.engine.chat_formats.call_format import CallFormat
+from penstock.engine.chat_formats.template_facts import TemplateFacts
+
 _OTHER_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-_EITHER = "Cannot pass both content and thinking"  # gpt-oss's: to it the text is a thought, too
 _SHORT_ID_CHARS = 9
-_Rename = Callable[[str, str, int], str]  # a call's id, its function, its number → the new id
 
 
 def template_messages(
-    messages: Sequence[Mapping[str, Any]], template: str | None
+    messages: Sequence[Mapping[str, Any]], facts: TemplateFacts
 ) -> Sequence[Mapping[str, Any]]:
-    """Messages whose calls have their arguments as an object where the template writes it as JSON,
-    ids of the form that it insists on, and no text beside thoughts where it refuses both.
+    """Messages whose calls have their arguments, their ids and their number as a template wants
+    them, and no text beside thoughts where it refuses both.
 
     Args:
         messages: with arguments as JSON text, as in OpenAI's API.
-        template: its source.
+        facts: of the template.
     """
     if not any("tool_calls" in each or "tool_call_id" in each for each in messages):
         return messages
-    wants_objects, rename = _wishes(template or "")
-    is_either = _EITHER in (template or "")
-    shown, new_ids, num_calls = [], dict[str, str](), 0
+    shown, new_ids = [], dict[str, str]()
     for message in messages:
         changed = dict(message)
         if "tool_calls" in message:
-            calls = []
-            for call in message["tool_calls"]:
-                function = dict(call["function"])
-                arguments = function.get("arguments") or "{}"
-                if not isinstance(arguments, str):  # offline, a caller may have parsed them
-                    arguments = json.dumps(arguments, ensure_ascii=False)
-                function["arguments"] = _parsed(arguments) if wants_objects else arguments
-                new_id = new_ids[call["id"]] = rename(call["id"], function["name"], num_calls)
-                num_calls += 1
-                calls.append({**call, "id": new_id, "function": function})
-            changed["tool_calls"] = calls
-            if is_either and changed.get("reasoning_content") and changed.get("content"):
-                both = (changed["reasoning_content"], changed["content"])
-                changed |= {"reasoning_content": "\n\n".join(both), "content": ""}
+            changed["tool_calls"] = [_call(each, facts) for each in message["tool_calls"]]
+            for old, new in zip(message["tool_calls"], changed["tool_calls"], strict=True):
+                new_ids[old["id"]] = new["id"]
+            thoughts, text = changed.get("reasoning_content"), changed.get("content")
+            if facts.joins_thoughts and thoughts and text:
+                changed |= {"reasoning_content": f"{thoughts}\n\n{text}", "content": ""}
+            elif text and not facts.shows_calls_beside_text:
+                shown.append({key: changed[key] for key in changed if key != "tool_calls"})
+                changed = {**changed, "content": ""}
+                changed.pop("reasoning_content", None)
         if "tool_call_id" in message:
             asked = message["tool_call_id"]
             changed["tool_call_id"] = new_ids.get(asked, asked)
         shown.append(changed)
+    return shown if facts.shows_parallel else _apart(shown)
+
+
+def _call(call: Mapping[str, Any], facts: TemplateFacts) -> Mapping[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):  # offline, a caller may have parsed them
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function["arguments"] = arguments if facts.arguments == "text" else _parsed(arguments)
+    call_id = _short(call["id"]) if facts.ids == "short" else call["id"]
+    return {**call, "id": call_id, "function": function}
+
+
+def _apart(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Each call in a message of its own, with its result after it, for a template that shows one
+    call of a message."""
+    results = {each["tool_call_id"]: each for each in messages if "tool_call_id" in each}
+    moved = set[str]()
+    shown: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message.get("tool_call_id") in moved:
+            continue
+        if len(calls) < 2:
+            shown.append(message)
+            continue
+        for index, call in enumerate(calls):
+            rest = {"content": "", "reasoning_content": ""} if index else {}
+            shown.append({**message, **rest, "tool_calls": [call]})
+            if index:
+                shown[-1] = {k: v for k, v in shown[-1].items() if k != "reasoning_content"}
+            if call["id"] in results:
+                moved.add(call["id"])
+                shown.append(results[call["id"]])
     return shown
 
 
-def template_variables(variables: Mapping[str, Any], template: str | None) -> Mapping[str, Any]:
+def template_variables(variables: Mapping[str, Any], calls: CallFormat | str) -> Mapping[str, Any]:
     """Variables of a chat template, with an effort that it knows: gpt-oss was trained on three, and
-    cannot be told not to think."""
+    cannot be told not to think.
+
+    Args:
+        calls: how the model writes calls.
+    """
     effort = variables.get("reasoning_effort")
-    if not isinstance(effort, str) or effort not in _OTHER_EFFORTS:
-        return variables
-    if "<|channel|>" not in (template or ""):
+    if not isinstance(effort, str) or effort not in _OTHER_EFFORTS or calls != "openai":
         return variables
     return {**variables, "reasoning_effort": _OTHER_EFFORTS[effort]}
 
 
-@lru_cache(maxsize=16)
-def _wishes(template: str) -> tuple[bool, _Rename]:
-    rename: _Rename = _same
-    if "length 9" in template:  # Mistral's refuse any other
-        rename = _short
-    elif "<|tool_call_begin|>" in template:  # Kimi K2 writes the function as part of the id
-        rename = _numbered
-    return bool(_OBJECT_USES.search(template)), rename
-
-
-def _same(call_id: str, name: str, number: int) -> str:
-    del name, number
-    return call_id
-
-
-def _short(call_id: str, name: str, number: int) -> str:
-    del name, number
+def _short(call_id: str) -> str:
     if len(call_id) == _SHORT_ID_CHARS and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_CHARS]
-
-
-def _numbered(call_id: str, name: str, number: int) -> str:
-    del call_id
-    return f"functions.{name}:{number}"
 
 
 def _without_surrogates(text: str) -> str:

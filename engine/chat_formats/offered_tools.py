@@ -9,24 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from penstock.engine.chat_formats.formats import TOOL_FORMATS
-from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
+from penstock.engine.chat_formats.call_format import CallFormat
+from penstock.engine.chat_formats.formats import tool_format_of
+from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar, is_marked
 from penstock.engine.chat_formats.output_format import OutputFormat
 from penstock.engine.chat_formats.parser import Tool
-from penstock.engine.chat_formats.syntax import (
-    OutputSyntax,
-    formats_of,
-    markers_of,
-    opens_thoughts,
-    syntax_of,
-)
+from penstock.engine.chat_formats.reasoning import ReasoningFormat
+from penstock.engine.chat_formats.syntax import OutputSyntax, syntax_of, texts_of
+from penstock.engine.chat_formats.template_facts import ModelFacts, TemplateFacts
 from penstock.engine.chat_formats.tools_in_text import (
-    ALL_SHOWN,
     FALLBACK_FORMAT,
     Messages,
-    TemplateScope,
     Tools,
-    scope_in,
     scope_of,
     with_tools_in_text,
 )
@@ -34,101 +28,109 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.enforceable import enforceable
 from penstock.engine.structured_outputs.json_schema import check_schema
-from penstock.engine.text.chat_template import ChatTemplate
 
 ToolMode = Literal["none", "auto", "required"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFormats:
-    """How a model writes calls and thoughts.
+    """How a model writes calls and thoughts, and what its template shows.
 
     Attributes:
-        tools, reasoning: names of formats; empty: it writes none.
-        template: the source of its chat template.
+        tools, reasoning: formats, or their names; empty: it writes none.
         added_tokens: of its tokenizer.
-        scope: what its template shows.
-        scope_with_tools: what the template for conversations with tools shows.
+        facts: of its templates.
     """
 
-    tools: str = ""
-    reasoning: str = ""
-    template: str | None = None
+    tools: CallFormat | str = ""
+    reasoning: ReasoningFormat | str = ""
     added_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
-    scope: TemplateScope = ALL_SHOWN
-    scope_with_tools: TemplateScope = ALL_SHOWN
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     @classmethod
     def of(
         cls,
-        template: ChatTemplate,
+        facts: ModelFacts,
         added_tokens: Mapping[str, int],
         *,
         tools: str | None = None,
         reasoning: str | None = None,
     ) -> ModelFormats:
-        """The formats that a model's chat template shows, and what else it shows.
+        """The formats that a model's chat templates show.
 
         Args:
             tools, reasoning: formats that are used instead; None: those of the template.
         """
-        source = template.source_for(None, has_tools=True)
-        formats = cls.found_in(template.source, added_tokens)
-        found = formats_of(source)[0]
-        scope, with_tools = (scope_of(template, has_tools=each) for each in (False, True))
+        found = facts.with_tools.calls
         if not found and tools is None:  # its own calls would not be found
-            with_tools = replace(with_tools, tools=False, calls=False)
-        return replace(
-            formats,
+            hidden = replace(facts.with_tools, shows_tools=False, shows_calls=False)
+            facts = replace(facts, with_tools=hidden)
+        return cls(
             tools=(found or FALLBACK_FORMAT) if tools is None else tools,
-            reasoning=formats.reasoning if reasoning is None else reasoning,
-            scope=scope,
-            scope_with_tools=with_tools,
+            reasoning=_reasoning_of(facts.plain) if reasoning is None else reasoning,
+            added_tokens=added_tokens,
+            facts=facts,
         )
 
-    @classmethod
-    def found_in(cls, template: str | None, added_tokens: Mapping[str, int]) -> ModelFormats:
-        """The formats that a chat template shows; the fallback's for calls if it shows none."""
-        tools, reasoning = formats_of(template)
-        return cls(
-            tools=tools or FALLBACK_FORMAT,
-            reasoning=reasoning,
-            template=template,
-            added_tokens=added_tokens,
-        )
+    @property
+    def described(self) -> str:
+        """In a phrase, for whoever starts a server."""
+        calls = "no calls"
+        if self.tools:
+            own = isinstance(self.tools, CallFormat)
+            name = self.tools.described if isinstance(self.tools, CallFormat) else self.tools
+            calls = f"calls {name}{'' if own or self.facts.with_tools.calls else ' (in text)'}"
+        thoughts = OutputSyntax(reasoning=self.reasoning).thoughts
+        if thoughts is None:
+            return calls if self.reasoning == "" else f"{calls}, thoughts {self.reasoning}"
+        return f"{calls}, thoughts {thoughts.begins[0]}"
+
+    def facts_for(self, *, has_tools: bool, template: TemplateFacts | None = None) -> TemplateFacts:
+        """Those of the template that renders a conversation.
+
+        Args:
+            template: of the request's own template.
+        """
+        if template is not None:
+            return template
+        return self.facts.with_tools if has_tools else self.facts.plain
 
     def for_template(
-        self, messages: Messages, tools: Tools | None, *, template: str | None = None
+        self, messages: Messages, tools: Tools | None, *, template: TemplateFacts | None = None
     ) -> tuple[Messages, Tools | None]:
         """Messages and tools of which a chat template shows everything.
 
         Args:
-            template: the source of the chat template, if it is not the model's.
+            template: as for `facts_for`.
         """
-        scope = self.scope_with_tools if tools else self.scope
-        named = self.tools
-        if template is not None:
-            scope, named = scope_in(template), formats_of(template)[0] or named
+        facts = self.facts_for(has_tools=bool(tools), template=template)
+        calls = self._calls(template)
         return with_tools_in_text(
-            messages, tools, scope=scope, tool_format=named or FALLBACK_FORMAT
+            messages,
+            tools,
+            scope=scope_of(facts, has_tools=bool(tools)),
+            tool_format=calls or FALLBACK_FORMAT,
         )
 
+    def _calls(self, template: TemplateFacts | None) -> CallFormat | str:
+        return (template.calls if template is not None else "") or self.tools
+
     def syntax_after(
-        self, prompt: str, *, has_tools: bool, template: str | None = None
+        self, prompt: str, *, has_tools: bool, template: TemplateFacts | None = None
     ) -> OutputSyntax:
         """How the output after this prompt is written.
 
         Args:
             has_tools: the output may have tool calls.
-            template: the chat template that rendered the prompt, if it is not the model's.
+            template: as for `facts_for`.
         """
-        tools, reasoning, source = self.tools, self.reasoning, self.template
-        if template is not None:
-            found, source = formats_of(template), template
-            tools, reasoning = found[0] or tools, found[1] or reasoning
-        syntax = syntax_of(tools if has_tools else "", reasoning, prompt)
-        if not syntax.begins_in_reasoning and opens_thoughts(source):
-            return OutputSyntax(syntax.tools)  # the prompt would have begun the thought
+        facts = self.facts_for(has_tools=has_tools, template=template)
+        reasoning = (_reasoning_of(template) if template is not None else "") or self.reasoning
+        calls = self._calls(template) if has_tools else ""
+        syntax = syntax_of(calls, reasoning, prompt, facts.answer)
+        if not syntax.begins_in_reasoning and facts.opens_thoughts:
+            # The prompt would have begun the thought.
+            return OutputSyntax(syntax.tools, answer=syntax.answer)
         return syntax
 
     def marker_tokens(self, syntax: OutputSyntax) -> Mapping[str, int]:
@@ -136,10 +138,23 @@ class ModelFormats:
         return _marker_tokens(self, syntax)
 
 
+def _reasoning_of(facts: TemplateFacts) -> ReasoningFormat | str:
+    return "openai_gptoss" if facts.calls == "openai" else facts.thoughts or ""
+
+
 @lru_cache(maxsize=64)
 def _marker_tokens(formats: ModelFormats, syntax: OutputSyntax) -> Mapping[str, int]:
-    known = formats.added_tokens
-    return {marker: known[marker] for marker in markers_of(syntax) if marker in known}
+    texts = texts_of(syntax)
+    return {
+        token: token_id
+        for token, token_id in formats.added_tokens.items()
+        if _is_marker(token) and any(token in text for text in texts)
+    }
+
+
+def _is_marker(token: str) -> bool:
+    """Whether an added token may mark something: some tokenizers add plain words and space."""
+    return len(token) > 2 and not token.isspace() and not token.isalnum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,12 +212,12 @@ class OfferedTools:
         ]
 
     def output_format(
-        self, formats: ModelFormats, prompt: str, *, template: str | None = None
+        self, formats: ModelFormats, prompt: str, *, template: TemplateFacts | None = None
     ) -> OutputFormat | None:
         """How the output of a prompt is read; None if it is one message.
 
         Args:
-            template: see `ModelFormats.syntax_after`.
+            template: see `ModelFormats.facts_for`.
 
         Raises:
             InvalidRequestError: no calls are read.
@@ -234,7 +249,7 @@ class OfferedTools:
             InvalidRequestError: a call is required, which cannot follow text in this format.
         """
         tools = self.callable if formats.tools else ()
-        if tools and not TOOL_FORMATS[formats.tools].starts:
+        if tools and not tool_format_of(formats.tools).starts:
             return self._format(OutputSyntax(formats.tools))
         if self.choice == "required":
             raise InvalidRequestError(
@@ -250,9 +265,9 @@ class OfferedTools:
     ) -> StructuredOutputs | None:
         """What the output must match; None: anything.
 
-        A call that is required is enforced, and so are limits to which tools may be called; what
-        else is asked is without effect where a call is required. Where a call
-        is possible, the output is either calls or what is asked.
+        A call that is required is enforced; what else is asked is without effect then. Where a call
+        is possible, the output is either calls or what is asked; and where nothing is asked, a
+        grammar begins with the mark of a call, so that it is one of a tool that is offered.
 
         Args:
             asked: what the output must match otherwise.
@@ -264,11 +279,9 @@ class OfferedTools:
         tokens = formats.marker_tokens(syntax)
         is_required = bool(self.named) or self.choice == "required"
         is_limited = self.allowed is not None or any(tool.strict for tool in output_format.tools)
-        if (
-            is_required
-            or (is_limited and output_format.tools)
-            or (asked is not None and output_format.tools)
-        ):
+        if not output_format.tools:
+            return None if asked is None else after_thoughts(syntax, asked, tokens)
+        if is_required or is_limited or asked is not None:
             for tool in output_format.tools:
                 _check(tool)
             try:
@@ -282,7 +295,19 @@ class OfferedTools:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(str(error), param="tools") from error
-        return None if asked is None else after_thoughts(syntax, asked, tokens)
+        if not is_marked(syntax):
+            return None
+        try:
+            return call_grammar(
+                syntax,
+                output_format.tools,
+                required=False,
+                parallel=not self.has_one_call,
+                tokens=tokens,
+                is_lazy=True,
+            )
+        except InvalidRequestError:  # of a tool whose calls nobody asked to enforce
+            return None
 
 
 def _check(tool: Tool) -> None:

@@ -43,9 +43,8 @@ class OutputFormat:
 
     def as_fields(self) -> dict[str, Any]:
         """The format as plain values, for storage."""
-        syntax = self.syntax
         return {
-            "syntax": (syntax.tools, syntax.reasoning, syntax.begins_in_reasoning),
+            "syntax": self.syntax.as_fields(),
             "tools": [(tool.name, tool.parameters) for tool in self.tools],
             "custom": sorted(self.custom),
             "aliases": dict(self.aliases),
@@ -56,7 +55,7 @@ class OutputFormat:
     def from_fields(cls, fields: Mapping[str, Any]) -> OutputFormat:
         """The inverse of `as_fields`, but for what does not matter to reading an output."""
         return cls(
-            syntax=OutputSyntax(*fields["syntax"]),
+            syntax=OutputSyntax.from_fields(fields["syntax"]),
             tools=tuple(Tool(name=name, parameters=each) for name, each in fields["tools"]),
             custom=frozenset(fields["custom"]),
             aliases=fields["aliases"],

@@ -73,12 +73,14 @@ class Scanner:
         tools: by name.
         is_thinking: the text read last is within a thought.
         is_saying: the text to come is a message's, as long as no marker begins.
+        answer_end: what ends a message, where something does.
     """
 
     __slots__ = (
         "_begun",
         "_kind",
         "_space",
+        "answer_end",
         "is_calling",
         "is_cut",
         "is_over",
@@ -98,6 +100,7 @@ class Scanner:
         self.is_saying = False
         self.pieces: list[Piece] = []
         self.tools = {tool.name: tool for tool in tools}
+        self.answer_end = ""
         self._kind = ""  # of the newest item
         self._begun = False  # the newest call has arguments
         self._space = ""  # at the beginning of a message that may turn out to be empty

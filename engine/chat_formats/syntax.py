@@ -1,49 +1,19 @@
-"""Which formats an output is written in: found in the model's chat template, named by the user, and
-completed by how the prompt ends."""
+"""Which formats an output is written in: read off the model's chat template (`template_facts`) or
+named by the user, and completed by how the prompt ends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from penstock.engine.chat_formats.formats import TOOL_FORMATS
+from penstock.engine.chat_formats.call_format import CallFormat, call_format_of, read_literal
+from penstock.engine.chat_formats.formats import tool_format_of
 from penstock.engine.chat_formats.parser import Scanner, Steps
+from penstock.engine.chat_formats.reasoning import REASONING_FORMATS, ReasoningFormat
+from penstock.engine.chat_formats.tool_format import skip_all
 
 _HARMONY = "openai"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningFormat:
-    """How a model marks thoughts.
-
-    Attributes:
-        begins: the markers of which one begins a thought.
-        end: the marker after it.
-        is_open: outputs begin inside a thought, whatever the prompt says.
-    """
-
-    begins: tuple[str, ...]
-    end: str
-    is_open: bool = False
-
-
-_THINK = ReasoningFormat(begins=("<think>",), end="</think>")
-_OPEN = ReasoningFormat(begins=("<think>",), end="</think>", is_open=True)
-_GRANITE = ReasoningFormat(
-    begins=("Here is my thought process:", "Here's my thought process:"),
-    end="Here is my response:",
-)
-REASONING_FORMATS: Mapping[str, ReasoningFormat | None] = {
-    "deepseek_r1": _OPEN,
-    "deepseek_v3": _THINK,
-    "glm45": _THINK,
-    "granite": _GRANITE,
-    "hunyuan_a13b": _THINK,
-    "kimi_k2": _THINK,
-    "mistral": ReasoningFormat(begins=("[THINK]",), end="[/THINK]"),
-    "openai_gptoss": None,  # its tool format reads thoughts too
-    "qwen3": _THINK,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +21,60 @@ class OutputSyntax:
     """The formats of an output; empty names stand for none.
 
     Attributes:
-        tools: a key of `TOOL_FORMATS`.
-        reasoning: a key of `REASONING_FORMATS`.
+        tools: a format of calls, or a key of `TOOL_FORMATS`.
+        reasoning: a format of thoughts, or a key of `REASONING_FORMATS`.
         begins_in_reasoning: the prompt ended inside a thought.
+        answer: what is around a message.
     """
 
-    tools: str = ""
-    reasoning: str = ""
+    tools: CallFormat | str = ""
+    reasoning: ReasoningFormat | str = ""
     begins_in_reasoning: bool = False
+    answer: tuple[str, str] = ("", "")
 
     @property
     def thoughts(self) -> ReasoningFormat | None:
+        if isinstance(self.reasoning, ReasoningFormat):
+            return self.reasoning
         return REASONING_FORMATS[self.reasoning] if self.reasoning else None
 
     @property
     def first_characters(self) -> str:
         """In a message, nothing else begins without one of them."""
-        openings = TOOL_FORMATS[self.tools].openings if self.tools else ()
-        return "".join({opening[0] for opening in openings})
+        openings = tool_format_of(self.tools).openings if self.tools else ()
+        return "".join({text[0] for text in (*openings, self.answer[1]) if text})
+
+    def as_fields(self) -> tuple[Any, ...]:
+        """As plain values, for storage."""
+        tools = self.tools if isinstance(self.tools, str) else asdict(self.tools)
+        thoughts = self.reasoning if isinstance(self.reasoning, str) else asdict(self.reasoning)
+        fields = (tools, thoughts, self.begins_in_reasoning)
+        return (*fields, self.answer) if any(self.answer) else fields
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[Any]) -> OutputSyntax:
+        """The inverse of `as_fields`."""
+        tools, thoughts, *others = fields
+        return cls(
+            tools if isinstance(tools, str) else call_format_of(tools),
+            thoughts if isinstance(thoughts, str) else ReasoningFormat.from_fields(thoughts),
+            bool(others[0]),
+            tuple(others[1]) if len(others) > 1 else ("", ""),
+        )
 
     def steps(self, scanner: Scanner, *, has_tools: bool) -> Steps[None]:
         """Reads an output."""
         thoughts = self.thoughts
         if thoughts is not None:
             yield from _thoughts(scanner, thoughts, is_open=self.begins_in_reasoning)
+        begin, scanner.answer_end = self.answer
+        if begin:
+            yield from read_literal(scanner, begin)
         if self.tools and (has_tools or self.tools == _HARMONY):
-            yield from TOOL_FORMATS[self.tools].steps(scanner)
-        yield from scanner.read_until([], scanner.say)
+            yield from tool_format_of(self.tools).steps(scanner)
+        ends = [scanner.answer_end] if scanner.answer_end else []
+        if (yield from scanner.read_until(ends, scanner.say)):
+            yield from skip_all(scanner)
 
 
 def _thoughts(scanner: Scanner, thoughts: ReasoningFormat, *, is_open: bool) -> Steps[None]:
@@ -95,6 +92,9 @@ def _thoughts(scanner: Scanner, thoughts: ReasoningFormat, *, is_open: bool) -> 
         if (yield from scanner.starts_with(marker)):
             is_open = True
             break
+    if not is_open and (yield from scanner.starts_with(thoughts.end)):
+        yield from scanner.skip_space()  # some templates write so where there was no thought
+        return
     if not is_open:
         scanner.say(space)
         return
@@ -105,59 +105,31 @@ def _thoughts(scanner: Scanner, thoughts: ReasoningFormat, *, is_open: bool) -> 
     yield from scanner.skip_space()
 
 
-def formats_of(template: str | None) -> tuple[str, str]:
-    """The formats of tool calls and of thoughts that a chat template shows."""
-    source = template or ""
-    marks_of_tools = {name: each.template_marks for name, each in TOOL_FORMATS.items()}
-    return _first_of(marks_of_tools, source), _first_of(_REASONING_IN_TEMPLATES, source)
-
-
-# Format → texts of which all are in the template; the first that fits counts.
-_REASONING_IN_TEMPLATES = {
-    "openai_gptoss": ("<|channel|>", "<|message|>"),
-    "mistral": ("[THINK]",),
-    "granite": ("Here is my thought process",),
-    "qwen3": ("<think>",),
-    "deepseek_r1": ("</think>",),
-}
-
-
-def _first_of(table: Mapping[str, tuple[str, ...]], source: str) -> str:
-    fitting = (name for name, marks in table.items() if all(mark in source for mark in marks))
-    return next(fitting, "")
-
-
-def syntax_of(tools: str, reasoning: str, prompt: str) -> OutputSyntax:
-    """The syntax of the output that follows a prompt.
-
-    Args:
-        tools, reasoning: names of formats.
-    """
-    thoughts = REASONING_FORMATS[reasoning] if reasoning else None
-    if thoughts is None:
+def syntax_of(
+    tools: CallFormat | str,
+    reasoning: ReasoningFormat | str,
+    prompt: str,
+    answer: tuple[str, str] = ("", ""),
+) -> OutputSyntax:
+    """The syntax of the output that follows a prompt."""
+    thoughts = (
+        REASONING_FORMATS[reasoning] if isinstance(reasoning, str) and reasoning else reasoning
+    )
+    if not thoughts:
         is_harmony = reasoning == "openai_gptoss"
-        return OutputSyntax(_HARMONY if is_harmony else tools)
+        return OutputSyntax(_HARMONY if is_harmony else tools, answer=answer)
+    assert isinstance(thoughts, ReasoningFormat)
     tail = prompt.rstrip()
     if tail.endswith(thoughts.begins):
-        return OutputSyntax(tools, reasoning, True)
+        return OutputSyntax(tools, reasoning, True, answer)
     if tail.endswith(thoughts.end):
-        return OutputSyntax(tools)
-    return OutputSyntax(tools, reasoning, thoughts.is_open)
+        return OutputSyntax(tools, answer=answer)
+    return OutputSyntax(tools, reasoning, thoughts.is_open, answer)
 
 
-def opens_thoughts(template: str | None) -> bool:
-    """Whether a template itself begins the thoughts that it wants: then an output after a prompt
-    without a begun thought has none."""
-    _, _, ending = (template or "").rpartition("add_generation_prompt")
-    while ending:
-        _, found, ending = ending.partition("<think>")
-        if found and not ending.replace("\\n", "").lstrip().startswith("</think>"):
-            return True
-    return False
-
-
-def markers_of(syntax: OutputSyntax) -> tuple[str, ...]:
-    """The texts that mark thoughts and calls. Some may be special tokens."""
+def texts_of(syntax: OutputSyntax) -> tuple[str, ...]:
+    """The texts around thoughts, calls and messages. Special tokens may be among them."""
     thoughts = syntax.thoughts
     of_thoughts = () if thoughts is None else (*thoughts.begins, thoughts.end)
-    return (*of_thoughts, *(TOOL_FORMATS[syntax.tools].markers if syntax.tools else ()))
+    of_calls = tool_format_of(syntax.tools).markers if syntax.tools else ()
+    return (*of_thoughts, *of_calls, *filter(None, syntax.answer))

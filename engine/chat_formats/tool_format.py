@@ -3,6 +3,7 @@ function, values in XML, and the grammar of arguments."""
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,13 @@ from penstock.engine.structured_outputs.enforceable import enforceable, enforcea
 from penstock.engine.structured_outputs.json_schema import FORMATS
 from penstock.engine.structured_outputs.lark import quoted
 
+# Where a call's own texts stand among the texts of a format. Nobody's text has them.
+NAME, ID, NUMBER, ARGUMENTS = "\ue000", "\ue001", "\ue002", "\ue003"
+KEY, TYPE, VALUE = "\ue004", "\ue005", "\ue006"
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
+WriteLark = Callable[[Sequence[str]], str]  # texts in Lark, markers that are tokens as those
+_CDATA = ("<![CDATA[", "]]>")  # around a text in XML
 _MAX_REFERENCES = 16  # of a schema to another one, in a row
 
 
@@ -30,6 +36,8 @@ class Frame:
         written: arguments as they stand in a call; None: as JSON.
         thought: what begins a thought, its end, and what follows, where the format has its own.
         answer: before a message that is all of the output.
+        otherwise: another `begin`.
+        is_spaced: JSON has line ends.
     """
 
     begin: Callable[[str], Sequence[str]]
@@ -37,10 +45,12 @@ class Frame:
     first: Sequence[str] = ()
     between: Sequence[str] = ()
     last: Sequence[str] = ()
-    arguments: Callable[[Tool, list[str]], str] | None = None
+    arguments: Callable[[Tool, list[str], WriteLark], str] | None = None
     written: Callable[[Mapping[str, Any]], str] | None = None
     thought: tuple[Sequence[str], str, Sequence[str]] | None = None
     answer: Sequence[str] = ()
+    otherwise: Callable[[str], Sequence[str]] | None = None
+    is_spaced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +59,6 @@ class ToolFormat:
 
     Attributes:
         steps: reads an output after its first thought.
-        template_marks: texts that are all in the chat template of a model that writes so.
         markers: texts that may be special tokens.
         openings: texts of which one begins a call, wherever it stands.
         starts: characters of which one begins a call at the beginning of an output.
@@ -57,7 +66,6 @@ class ToolFormat:
     """
 
     steps: Callable[[Scanner], Steps[None]]
-    template_marks: tuple[str, ...]
     markers: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
     starts: str = ""
@@ -72,17 +80,26 @@ def skip_all(scanner: Scanner) -> Steps[None]:
     scanner.text = ""
 
 
-def read_object(scanner: Scanner, *, begun: str = "") -> Steps[bool]:
+def read_object(
+    scanner: Scanner,
+    *,
+    begun: str = "",
+    name_keys: Sequence[str] = NAME_KEYS,
+    argument_keys: Sequence[str] = ARGUMENT_KEYS,
+    within: Sequence[str] = (),
+) -> Steps[bool]:
     """Read `{"name": …, "arguments": {…}}`, whichever comes first, and the call that it is.
 
     Args:
         begun: what was read before, which is text if this is no call; a marker, if it is not empty.
+        within: keys of objects in which the name and the arguments may be, from the outside.
 
     Returns: whether it is one.
     """
     read: list[str] = [begun]
     name: str | None = None
     held: list[str] | None = None  # arguments that came before the name
+    depth = 0
 
     def failed() -> bool:
         if name is None:
@@ -107,19 +124,24 @@ def read_object(scanner: Scanner, *, begun: str = "") -> Steps[bool]:
         if not (yield from fetch(":")):
             break
         yield from _space(scanner, read)
-        if key in NAME_KEYS and name is None:
+        if key in within and (yield from fetch("{")):
+            depth += 1
+            continue
+        if key in name_keys and name is None:
             name = yield from scanner.take_text()
             if name is None:
                 break
             scanner.call(name)
             if held is not None:
                 scanner.arguments("".join(held))
-        elif key in ARGUMENT_KEYS and held is None:
+        elif key in argument_keys and held is None:
             held = []
             yield from scanner.read_json(held.append if name is None else scanner.arguments)
             read += held
         else:
             yield from scanner.read_json(read.append)
+        while depth and (yield from fetch("}")):
+            depth -= 1
         if not (yield from fetch(",")):
             break
     if name is None:
@@ -182,10 +204,20 @@ def typed(kinds: set[str], text: str) -> str:
     try:
         value = json.loads(bare)
     except ValueError:
-        return json.dumps(text, ensure_ascii=False)
+        return _of_python(bare) or json.dumps(text, ensure_ascii=False)
     if isinstance(value, str) or (isinstance(value, int | float) and "string" in kinds):
         return json.dumps(text, ensure_ascii=False)
     return bare
+
+
+def _of_python(text: str) -> str:
+    """JSON text of a list or an object as Python writes it; empty if it is none."""
+    if text[:1] not in ("[", "{"):
+        return ""
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ""
 
 
 def kinds_of(tool: Tool, parameter: str) -> set[str]:
@@ -219,7 +251,7 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def _type_of(value: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number"}
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
     return names.get(type(value), "null" if value is None else "object")
 
 
@@ -243,6 +275,8 @@ def xml_value(scanner: Scanner, kinds: set[str], *, ends: Sequence[str]) -> Step
     Args:
         kinds: see `typed`.
     """
+    if (yield from scanner.starts_with(_CDATA[0])):
+        ends = [_CDATA[1] + each for each in ends]
     if not kinds or kinds == {"string"}:
         scanner.arguments('"')
         yield from scanner.read_until(ends, lambda text: scanner.arguments(escaped(text)))
@@ -253,34 +287,66 @@ def xml_value(scanner: Scanner, kinds: set[str], *, ends: Sequence[str]) -> Step
     scanner.arguments("" if scanner.is_cut else typed(kinds, "".join(read)))
 
 
-def xml_arguments(tool: Tool, rules: list[str], *, begin: Callable[[str], str], end: str) -> str:
+def xml_arguments(
+    tool: Tool,
+    rules: list[str],
+    write: WriteLark,
+    *,
+    begin: Callable[[str, str], str],
+    end: str,
+    separator: str = "",
+    has_types: bool = False,
+    also: Callable[[list[str], WriteLark], str] | None = None,
+) -> str:
     """The grammar of arguments with a tag each, in the schema's order: those that are required, and
     any of the others; where the schema names none, any. Texts are free, other values JSON.
 
     Args:
         rules: gets the rules that the result refers to.
+        write: writes texts in Lark.
+        begin: what comes before the value of an argument, by its name and type.
+        end: what comes after it, perhaps with `KEY`.
+        has_types: `begin` depends on the type.
+        also: makes the grammar of lists and objects that are not JSON.
 
     Raises:
         InvalidRequestError: the tool is strict, and a text's schema cannot be enforced.
     """
     parameters = tool.parameters or {}
-    properties, required = _named(parameters)
-    if not properties and not _is_closed(parameters):
-        before, _, after = begin("\0").partition("\0")
-        value = _suffixed("/(?s:.*)/", end, rules)
-        return f"({quoted(before)} /[A-Za-z_][A-Za-z0-9_.-]*/ {quoted(after)} {value})*"
-    parts: list[str] = []
+    properties, required = named_parameters(parameters)
+    after = f" {write([separator])}" if separator.strip() else ""
+    if not properties and not is_closed(parameters):
+        before, _, behind = begin("\0", "string").partition("\0")
+        name = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+        value = suffixed("/(?s:.*)/", end.split(KEY)[0], rules, write)
+        closing = "".join(f" {name} {write([each])}" for each in end.split(KEY)[1:])
+        return f"({write([before])} {name} {write([behind])} {value}{closing}{after})*"
+    parts, ending = list[str](), end
     for key, schema in properties.items():
-        kinds = kinds_of(tool, key)
+        kinds, end = kinds_of(tool, key), ending.replace(KEY, key)
         schema = _with_pattern(schema, is_strict=tool.strict)
+        begun = write([begin(key, "string")])
         if kinds and kinds != {"string"}:
-            whole = {**schema, **_definitions(parameters)}
-            value = f"%json {json_options(whole, is_strict=tool.strict)} {quoted(end)}"
+            whole = {**schema, **definitions(parameters)}
+            value = f"%json {json_options(whole, is_strict=tool.strict)}"
+            if "boolean" in kinds and not tool.strict:
+                value = f'({value} | "True" | "False")'  # as some templates write them
+            if also is not None and not tool.strict:
+                value = f"({value} | {also(rules, write)})"
+            value = f"{value} {write([end])}"
+            begun = " | ".join(dict.fromkeys(write([begin(key, kind)]) for kind in sorted(kinds)))
+            begun = f"({begun})" if " | " in begun else begun
         elif {"enum", "const", "pattern"} & set(schema):  # written without quotes
-            value = f"{_choices(schema)} {quoted(end)}"
+            value = f"{_choices(schema)} {write([end])}"
         else:
-            value = _suffixed(_free_text(tool, key), end, rules)
-        part = f"({quoted(begin(key))} {value})"
+            value = suffixed(_free_text(tool, key), end, rules, write)
+            others = {write([begin(key, each)]) for each in ("number", "object")} - {begun}
+            if has_types and not kinds and others:
+                exact = json_options(
+                    {"type": ["number", "boolean", "null", "array", "object"]}, is_strict=False
+                )
+                value = f"{value} | ({' | '.join(sorted(others))}) %json {exact} {write([end])}"
+        part = f"({begun} {value}{after})"
         parts.append(part if key in required else f"{part}?")
     return " ".join(parts)
 
@@ -295,10 +361,14 @@ def _with_pattern(schema: Mapping[str, Any], *, is_strict: bool) -> Mapping[str,
     return {**schema, "pattern": pattern or schema["pattern"]}
 
 
-def _suffixed(pattern: str, end: str, rules: list[str]) -> str:
+def suffixed(pattern: str, end: str, rules: list[str], write: WriteLark) -> str:
     """The name of a new rule: the pattern up to its first end."""
     name = f"value_{len(rules)}"
-    rules.append(f"{name}[suffix={quoted(end)}]: {pattern}")
+    token = write([end.lstrip()])
+    if token.startswith("<["):  # no text has it
+        rules.append(f"{name}: {pattern} {token}")
+    else:
+        rules.append(f"{name}[suffix={quoted(end)}]: {pattern}")
     return name
 
 
@@ -318,18 +388,20 @@ def _free_text(tool: Tool, key: str) -> str:
     return f"/(?s:.{{{least},{most}}})/" if least or most != "" else "/(?s:.*)/"
 
 
-def _named(parameters: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
+def named_parameters(
+    parameters: Mapping[str, Any],
+) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
     """The schemas of named parameters, and those that are required."""
     properties = parameters.get("properties") or {}
     schemas = {key: each if isinstance(each, Mapping) else {} for key, each in properties.items()}
     return schemas, set(parameters.get("required") or ())
 
 
-def _is_closed(parameters: Mapping[str, Any]) -> bool:
+def is_closed(parameters: Mapping[str, Any]) -> bool:
     return parameters.get("additionalProperties") is False
 
 
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
@@ -342,56 +414,34 @@ def _choices(schema: Mapping[str, Any]) -> str:
     return "(" + " | ".join(quoted(str(each)) for each in values) + ")"
 
 
-def python_arguments(tool: Tool, rules: list[str]) -> str:
-    """The grammar of named arguments, first those that are required; where the schema names none,
-    any. Their values are JSON's, of which `true`, `false` and `null` are read too.
-
-    Args:
-        rules: gets the rules that the result refers to.
-    """
-    parameters = tool.parameters or {}
-    properties, required = _named(parameters)
-    if not properties and not _is_closed(parameters):
-        pair = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" %json {json_options({}, is_strict=False)}'
-        return f'({pair} (", " {pair})*)?'
-    names = {}
-    for key, schema in properties.items():
-        value = json_options({**schema, **_definitions(parameters)}, is_strict=tool.strict)
-        names[key] = f"argument_{len(rules)}"
-        rules.append(f"{names[key]}: {quoted(f'{key}=')} %json {value}")
-    needed = [names[key] for key in properties if key in required]
-    optional = [names[key] for key in properties if key not in required]
-    rest = [
-        " ".join(f'(", " {name})?' for name in optional[at:]) for at in range(len(optional) + 1)
-    ]
-    if needed:
-        return f"""{' ", " '.join(needed)} {rest[0]}"""
-    first = [f"{name} {rest[at + 1]}" for at, name in enumerate(optional)]
-    return f"({' | '.join(first)})?" if first else ""
-
-
-def json_options(schema: Mapping[str, Any], *, is_strict: bool) -> str:
+def json_options(schema: Mapping[str, Any], *, is_strict: bool, is_spaced: bool = False) -> str:
     """A schema as JSON without white space that models would not end.
 
     Args:
         is_strict: what cannot be enforced of it is refused; otherwise it is ignored.
+        is_spaced: with white space, since the model's template writes it so.
     """
     schema = enforceable(schema, is_strict=is_strict)
-    options = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+    options: dict[str, Any] = {"whitespace_flexible": is_spaced}
+    if not is_spaced:
+        options |= {"item_separator": ", ?", "key_separator": ": ?"}
     return json.dumps({**schema, "x-guidance": options | {"lenient": not is_strict}})
 
 
-def xml_written(values: Mapping[str, Any], *, begin: Callable[[str], str], end: str) -> str:
+def xml_written(
+    values: Mapping[str, Any],
+    *,
+    begin: Callable[[str, str], str],
+    end: str,
+    separator: str = "",
+) -> str:
     """Arguments with a tag each."""
-    texts = {
-        key: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+    return separator.join(
+        f"{begin(key, _type_of(each))}{each if isinstance(each, str) else _json(each)}"
+        f"{end.replace(KEY, key)}"
         for key, each in values.items()
-    }
-    return "".join(f"{begin(key)}{text}{end}" for key, text in texts.items())
-
-
-def python_written(values: Mapping[str, Any]) -> str:
-    """Named arguments."""
-    return ", ".join(
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
     )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -15,41 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.chat_formats.formats import TOOL_FORMATS
-from penstock.engine.chat_formats.history import template_messages
-from penstock.engine.chat_formats.tool_format import Frame
-from penstock.engine.errors import InvalidRequestError
-from penstock.engine.text.chat_template import ChatTemplate
+from penstock.engine.chat_formats.call_format import CallFormat
+from penstock.engine.chat_formats.formats import tool_format_of
+from penstock.engine.chat_formats.template_facts import TemplateFacts
+from penstock.engine.chat_formats.tool_format import ID, NUMBER, Frame
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 FALLBACK_FORMAT = "hermes"  # of a model whose template shows none: plain JSON between two tags
-_NAME, _CALLED = "penstock_tool", "penstock_call"
-_RESULT, _SYSTEM = "penstock result", "penstock system"
-_ID = "sample000"  # nine letters and digits, as Mistral's templates insist
-_SAMPLE: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "A sample.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "A text."}},
-            "required": ["x"],
-        },
-    },
-}
-_USER = {"role": "user", "content": "Hello!"}
-_ANSWER = {"role": "assistant", "content": "Hello!"}
-_CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": _ID, "type": "function", "function": {"name": _CALLED, "arguments": '{"x": "y"}'}}
-    ],
-}
-_TOOL = {"role": "tool", "tool_call_id": _ID, "name": _CALLED, "content": _RESULT}
 # The text of Qwen's own templates, which other models follow too.
 _INTRODUCTION = """\
 # Tools
@@ -92,60 +66,43 @@ class TemplateScope:
 ALL_SHOWN = TemplateScope()
 
 
-def scope_of(template: ChatTemplate, *, has_tools: bool) -> TemplateScope:
-    """What a model's template shows, found by rendering samples.
+def of_request(facts: TemplateFacts, source: str) -> TemplateFacts:
+    """What a request's own template shows, where nothing was found. An author who writes of tools
+    knows what to show of them."""
+    if facts.calls:
+        return facts
+    knows = _KNOWS_TOOLS.search(source) is not None
+    return TemplateFacts(thoughts=facts.thoughts, shows_tools=knows, shows_calls=knows)
+
+
+def scope_of(facts: TemplateFacts, *, has_tools: bool) -> TemplateScope:
+    """What a template shows.
 
     Args:
-        has_tools: tools are offered; models may have another template for that.
+        has_tools: tools are offered.
     """
-    source = template.source_for(None, has_tools=has_tools)
-    if source is None:
-        return ALL_SHOWN
-
-    def text(*messages: Mapping[str, Any], offers: bool) -> str | None:
-        try:
-            return template.render(
-                template_messages(messages, source), kwargs={"tools": [_SAMPLE] if offers else None}
-            )
-        except InvalidRequestError:
-            return None
-
-    if text(_USER, offers=False) is None:  # it wants something else: then nothing can be found
-        return ALL_SHOWN
-    shows_tools = has_tools and _NAME in (text(_USER, offers=True) or "")
-    whole = text(_USER, _CALL, _TOOL, offers=shows_tools)
-    called = text(_USER, _CALL, offers=shows_tools) if whole is None else whole
-    system = text({"role": "system", "content": _SYSTEM}, _USER, offers=False)
-    answered = text(_USER, _ANSWER, _USER, offers=False)
     return TemplateScope(
-        system=_SYSTEM in (system or ""),
-        tools=shows_tools or not has_tools,
-        calls=_CALLED in (called or ""),
-        results=_RESULT in (whole or ""),
-        alternates=answered is not None and text(_USER, _USER, offers=False) is None,
+        system=facts.shows_system,
+        tools=facts.shows_tools or not has_tools,
+        calls=facts.shows_calls,
+        results=facts.shows_results,
+        alternates=facts.alternates,
     )
 
 
-def scope_in(source: str) -> TemplateScope:
-    """What a request's own template shows, as far as its source tells: rendering samples would
-    take a while in another process. An author who writes of tools knows what to show of them."""
-    knows_tools = _KNOWS_TOOLS.search(source) is not None
-    return TemplateScope(tools=knows_tools, calls=knows_tools)
-
-
 def with_tools_in_text(
-    messages: Messages, tools: Tools | None, *, scope: TemplateScope, tool_format: str
+    messages: Messages, tools: Tools | None, *, scope: TemplateScope, tool_format: CallFormat | str
 ) -> tuple[Messages, Tools | None]:
     """Messages and tools for a template: what it does not show is text of the messages.
 
     Args:
-        tool_format: a key of `TOOL_FORMATS`, in which the answer's calls are read.
+        tool_format: in which the answer's calls are read.
     """
     if scope.shows_all or not (
         tools or any("tool_calls" in each or each.get("role") == "tool" for each in messages)
     ):
         return messages, tools
-    frame = TOOL_FORMATS[tool_format].frame
+    frame = tool_format_of(tool_format).frame
     shown = [dict(message) for message in messages]
     if not scope.calls:
         for message in shown:
@@ -163,8 +120,8 @@ def with_tools_in_text(
     return _alternating(shown) if scope.alternates else shown, tools
 
 
-def _introduction(tools: Tools, tool_format: str) -> str:
-    frame = TOOL_FORMATS[tool_format].frame
+def _introduction(tools: Tools, tool_format: CallFormat | str) -> str:
+    frame = tool_format_of(tool_format).frame
     if frame.written is None:
         example = _written(frame, [("<function-name>", "<args-json-object>")])
         example = example.replace('"<function-name>"', "<function-name>")
@@ -257,7 +214,12 @@ def _calls_in(frame: Frame, calls: Sequence[Mapping[str, Any]]) -> str:
 
 def _written(frame: Frame, calls: Sequence[tuple[str, str]]) -> str:
     """Calls by name and written arguments."""
-    each = ["".join([*frame.begin(name), arguments, *frame.end]) for name, arguments in calls]
+    each = [
+        "".join([*frame.begin(name), arguments, *frame.end])
+        .replace(NUMBER, str(number))
+        .replace(ID, f"call{number:05}")
+        for number, (name, arguments) in enumerate(calls)
+    ]
     return "".join([*frame.first, "".join(frame.between).join(each), *frame.last])
 
 

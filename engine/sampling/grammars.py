@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.engine.request import FinishReason, StructuredOutputs
+from penstock.engine.sampling.lazy_matcher import LazyMatcher
 from penstock.engine.sampling.token_limits import AnyText, TokenLimits
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.token_masks import TokenMasks, mask_words
@@ -82,11 +83,31 @@ class SequenceGrammar:
         self._never_token_ids = never_token_ids
         self.is_beam, self.is_drafted = is_beam, is_drafted
 
-    def _at_begin(self) -> LLMatcher | AnyText:
+    def _at_begin(self) -> LLMatcher | AnyText | LazyMatcher:
         """A matcher at the beginning of an output."""
-        if self._kept is None:
+        kept, grammar = self._kept, self._grammar
+        if kept is None or grammar is None:
             return AnyText(self._compiler.vocab_size)
-        return self._kept.matcher.deep_copy()
+        if not grammar.triggers:
+            return kept.matcher.deep_copy()
+        begin, compiler = kept.matcher.deep_copy, self._compiler
+        return LazyMatcher(grammar, begin, compiler.tokenizer, compiler.vocab_size)
+
+    def needs_mask(self, num_known: int) -> bool:
+        """Whether any token may come next for all that the grammar says, also after drafts.
+
+        Args:
+            num_known: tokens before the drafts.
+        """
+        matcher = self._matcher
+        if not isinstance(matcher, LazyMatcher) or self._limits is not None or self.is_beam:
+            return True
+        token_ids = self._token_ids
+        while num_known > self._num_taken and token_ids[num_known - 1] < 0:
+            num_known -= 1  # only the device knows them
+        self._advance(num_known)
+        drafts = [each for each in token_ids[num_known:] if each >= 0]
+        return matcher.is_active or matcher.would_begin(drafts)
 
     def fork(self, token_ids: Sequence[int]) -> SequenceGrammar:
         """For a sequence that begins with all tokens which this one's matcher has taken."""

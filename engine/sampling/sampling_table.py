@@ -109,6 +109,7 @@ class SamplingTable:
         is_random = bool(columns[_TEMPERATURE].any())  # as bits: only 0.0 has none set
         on_device = torch.from_numpy(columns).to(self._device, non_blocking=True)
         changed, num_tops, grammars = {}, {}, {}
+        masked: dict[int, bool] = {}  # by column, whether its grammar says anything yet
         num_known: dict[int, int] = {}  # by column, the tokens before its drafts
         for row in np.flatnonzero(self._is_special[column_ids]).tolist():
             column, num = int(column_ids[row]), int(num_tokens[row])
@@ -120,7 +121,11 @@ class SamplingTable:
             if sequence.num_logprobs is not None:
                 num_tops[row] = sequence.num_logprobs
             if sequence.grammar is not None:
-                grammars[row] = sequence.grammar
+                known = num_known[column]
+                if column not in masked:
+                    masked[column] = sequence.grammar.needs_mask(known)
+                if masked[column]:
+                    grammars[row] = sequence.grammar
         return SamplingBatch(
             parameters=on_device[_PARAMETERS].view(torch.float64),
             draws=on_device[_DRAWS] if is_random else None,

@@ -85,6 +85,12 @@ class GrammarCompiler:
             message = "structured_outputs: it is too large or nested too deeply to be compiled"
             raise InvalidRequestError(message, param="structured_outputs") from error
 
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """That of the grammars, of which there must be one."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
     def matcher(self, grammar: StructuredOutputs) -> LLMatcher:
         """A matcher at the beginning of an output. Raises as `compiled`."""
         return self.compiled(grammar).matcher.deep_copy()

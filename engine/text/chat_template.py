@@ -13,6 +13,7 @@ millisecond more.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import math
@@ -60,6 +61,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT = "default"
 MAX_CPU_S = 2.0  # for one rendering; ordinary ones take milliseconds
 _WIDE_PATTERN = re.compile(r"%\D*\d{4}")
+_MUTATING = ("append", "pop")  # methods of lists
 _MAX_CHARS = 64 << 20  # of a text that an operator, a filter or a method makes
 _MAX_ITEMS = 1 << 20  # of a list
 _MAX_BITS = 1 << 14  # of an integer
@@ -235,6 +237,8 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
+        if any(f".{name}(" in source for name in _MUTATING):
+            variables = copy.deepcopy(variables)
         chosen = self._own.get(source) or self._compiled(source)
         try:
             with self._environment.spend(max_cpu_s):
@@ -468,6 +472,12 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(text := getattr(method, "__self__", None), str):
             _check_making(method.__name__, text, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Kimi K2's templates append to lists of their own; the caller's are copied (`render`)."""
+        if isinstance(obj, list) and attr in _MUTATING:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_operands(operator, left, right)

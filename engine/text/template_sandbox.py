@@ -10,6 +10,7 @@ little, so that it starts quickly.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from typing import Any, TypedDict
@@ -28,13 +29,16 @@ class TemplateJob(TypedDict):
     Attributes:
         source: the template; in a check, the model's own.
         named: in a check: the model's others.
-        arguments: the other arguments of `ChatTemplate.render`; None only checks the template.
+        arguments: the other arguments of `ChatTemplate.render`; None: what the template shows is
+            found, as JSON.
+        checks: it is refused if it is broken, and nothing is found of it otherwise.
     """
 
     source: str | None
     special_tokens: dict[str, str]
     named: dict[str, str]
     arguments: dict[str, Any] | None
+    checks: bool
 
 
 def main() -> None:
@@ -53,8 +57,8 @@ def _rendered(job: TemplateJob) -> bytes:
     """Raises: InvalidRequestError, ModelLoadError."""
     arguments = job["arguments"]
     if arguments is None:
-        ChatTemplate(job["source"], job["special_tokens"], named=job["named"]).check()
-        return b""
+        own = _template(job)
+        return json.dumps(_facts(own)).encode()
     template = ChatTemplate(None, job["special_tokens"])
     text = template.render(template=job["source"], max_cpu_s=math.inf, **arguments)
     try:
@@ -68,6 +72,26 @@ def _rendered(job: TemplateJob) -> bytes:
             f"chat_template produces more than {MAX_TEXT_BYTES} bytes", param="chat_template"
         )
     return data
+
+
+def _template(job: TemplateJob) -> ChatTemplate:
+    """Raises: ModelLoadError."""
+    try:
+        template = ChatTemplate(job["source"], job["special_tokens"], named=job["named"])
+    except ModelLoadError:
+        if job["checks"]:
+            raise
+        return ChatTemplate(None, {})
+    if job["checks"]:
+        template.check()
+    return template
+
+
+def _facts(template: ChatTemplate) -> dict[str, Any]:
+    # Not where templates of requests are rendered: it takes a while to import.
+    from penstock.engine.chat_formats.template_facts import ModelFacts
+
+    return ModelFacts.found_in(template).as_fields()
 
 
 if __name__ == "__main__":

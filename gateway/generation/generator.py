@@ -26,6 +26,7 @@ from penstock.engine.chat_formats import (
     OfferedTools,
     OutputFormat,
     Piece,
+    TemplateFacts,
     template_messages,
     template_variables,
 )
@@ -197,6 +198,7 @@ class Generator:
         documents = prompt.kwargs.get("documents")
         if documents and "documents" not in (source or ""):
             raise InvalidRequestError(_no_documents(template), param="documents")
+        facts = await self.template_facts(prompt.template)
         is_own = prompt.template is None or prompt.template in template.named
         if is_own:
             shown = {"messages": prompt.messages, "tools": prompt.tools, "documents": documents}
@@ -207,8 +209,8 @@ class Generator:
                 and _num_chars(prompt.messages) < LONG_TEXT_CHARS
             ):
                 with contextlib.suppress(SlowTemplateError):  # then it counts as long
-                    return self._render(prompt, source, max_cpu_s=_MAX_SHORT_S)
-            render = partial(self._render, prompt, source, max_cpu_s=MAX_CPU_S)
+                    return self._render(prompt, source, facts, max_cpu_s=_MAX_SHORT_S)
+            render = partial(self._render, prompt, source, facts, max_cpu_s=MAX_CPU_S)
             return await self.paced_work.run(render, size=size + num_messages)
         if self._templates is None:
             raise RequestRefusedError(
@@ -218,15 +220,38 @@ class Generator:
                 param="chat_template",
             )
         assert source is not None
-        arguments = self._template_arguments(prompt, source)
+        arguments = self._template_arguments(prompt, source, facts)
         return await self._templates.render(source, template.special_tokens, arguments)
 
-    def _render(self, prompt: ChatPrompt, source: str | None, *, max_cpu_s: float) -> str:
-        arguments = self._template_arguments(prompt, source)
+    async def template_facts(self, template: str | None) -> TemplateFacts | None:
+        """What a request's template shows; None: it has none, or may not have one. Raises as
+        `render_chat`."""
+        if template is None:
+            return None
+        known = self.model.formats.facts.named.get(template)
+        if known is not None or self._templates is None:
+            return known
+        return await self._templates.facts(template, self.model.chat_template.special_tokens)
+
+    def _render(
+        self,
+        prompt: ChatPrompt,
+        source: str | None,
+        facts: TemplateFacts | None,
+        *,
+        max_cpu_s: float,
+    ) -> str:
+        arguments = self._template_arguments(prompt, source, facts)
         return self.model.chat_template.render(template=source, max_cpu_s=max_cpu_s, **arguments)
 
-    def _template_arguments(self, prompt: ChatPrompt, source: str | None) -> dict[str, Any]:
-        """Arguments of `ChatTemplate.render`, of which the template shows everything."""
+    def _template_arguments(
+        self, prompt: ChatPrompt, source: str | None, facts: TemplateFacts | None
+    ) -> dict[str, Any]:
+        """Arguments of `ChatTemplate.render`, of which the template shows everything.
+
+        Args:
+            facts: of the request's own template.
+        """
         reads = self._reads_part if prompt.template is None else names_parts_of(source)
         written = as_read(prompt.messages, reads)
         if prompt.template is None:  # the author of another one knows what it shows
@@ -234,16 +259,17 @@ class Generator:
         messages, tools = self.model.formats.for_template(
             written,
             prompt.tools,
-            template=None if prompt.template is None else source,
+            template=facts,
         )
+        own = self.model.formats.facts_for(has_tools=bool(tools), template=facts)
         variables = {**self.model.template_defaults, **prompt.kwargs}
         return {
             "messages": template_messages(
-                with_parts(messages, self.model.message_parts, self.model.images), source
+                with_parts(messages, self.model.message_parts, self.model.images), own
             ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": tools, **template_variables(variables, source)},
+            "kwargs": {"tools": tools, **template_variables(variables, own.calls)},
         }
 
     @cached_property
@@ -342,7 +368,13 @@ class Generator:
         )
         try:
             for name, grammar in options.grammars:
-                await self.grammars.check(grammar, param=name, info=info, tenant=caller.tenant)
+                try:
+                    await self.grammars.check(grammar, param=name, info=info, tenant=caller.tenant)
+                except RequestRefusedError:
+                    if not grammar.triggers:
+                        raise
+                    # Nobody asked for it: calls are read as they come.
+                    params = msgspec.structs.replace(params, structured_outputs=None)
         except BaseException:
             reservation.release()
             raise

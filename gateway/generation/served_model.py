@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.chat_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormats
+from penstock.engine.chat_formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ModelFacts,
+    ModelFormats,
+    keep_facts,
+    kept_facts,
+)
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import (
     GenerationDefaults,
@@ -147,11 +154,14 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
 def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> ServedModel:
     files = TemplateFiles.read(path)
     has_template = files.source is not None or files.named
-    check = TemplateCheck(files) if checks_template and has_template else None
+    known = kept_facts(files)
+    check = TemplateCheck(files) if checks_template and has_template and known is None else None
     tokenizer = Tokenizer.from_directory(path)  # while the check runs
     if check is not None:
-        check.result()
+        known = check.result()
+        keep_facts(files, known)
     template, images = ChatTemplate(*files), read_image_tokens(path)
+    facts = ModelFacts.found_in(template) if known is None else known
     tools = _format("--tool-call-parser", config.tool_call_parser, TOOL_FORMATS)
     reasoning = _format("--reasoning-parser", config.reasoning_parser, REASONING_FORMATS)
     return ServedModel(
@@ -172,5 +182,5 @@ def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> 
             model=config.model.model,
         ),
         pooling=read_pooling(path, config.model.model),
-        formats=ModelFormats.of(template, tokenizer.added_tokens, tools=tools, reasoning=reasoning),
+        formats=ModelFormats.of(facts, tokenizer.added_tokens, tools=tools, reasoning=reasoning),
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from penstock.engine.chat_formats import ModelFacts, TemplateFacts, of_request
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.sandbox import CPU_SIGNAL, LENGTH_BYTES, framed
 from penstock.engine.text.chat_template import MAX_CPU_S, TemplateFiles, located
@@ -26,6 +27,7 @@ from penstock.gateway.generation.sandbox import (
 )
 
 MAX_WAITING = 16  # requests for the one process
+_MAX_FACTS = 64
 _MODULE = "penstock.engine.text.template_sandbox"
 
 
@@ -34,6 +36,7 @@ class TemplateProcess(Sandbox):
 
     def __init__(self) -> None:
         super().__init__(_MODULE)
+        self._facts: dict[str, TemplateFacts] = {}
 
     async def render(
         self, source: str, special_tokens: Mapping[str, str], arguments: Mapping[str, Any]
@@ -47,6 +50,34 @@ class TemplateProcess(Sandbox):
             InvalidRequestError: the template fails or exceeds a limit.
             RequestRefusedError: 503: too many requests are waiting.
         """
+        job = TemplateJob(
+            source=source,
+            special_tokens=dict(special_tokens),
+            named={},
+            arguments=dict(arguments),
+            checks=False,
+        )
+        return (await self._answered(job)).decode()
+
+    async def facts(self, source: str, special_tokens: Mapping[str, str]) -> TemplateFacts:
+        """What a template shows. Raises as `render`."""
+        known = self._facts.get(source)
+        if known is None:
+            job = TemplateJob(
+                source=source,
+                special_tokens=dict(special_tokens),
+                named={},
+                arguments=None,
+                checks=False,
+            )
+            found = ModelFacts.from_fields(orjson.loads(await self._answered(job)))
+            if len(self._facts) >= _MAX_FACTS:
+                self._facts.clear()
+            known = self._facts[source] = of_request(found.with_tools, source)
+        return known
+
+    async def _answered(self, job: TemplateJob) -> bytes:
+        """Raises as `render`."""
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefusedError(
                 f"{MAX_WAITING} requests with their own chat_template are already waiting",
@@ -54,12 +85,6 @@ class TemplateProcess(Sandbox):
                 param="chat_template",
                 status=503,
             )
-        job = TemplateJob(
-            source=source,
-            special_tokens=dict(special_tokens),
-            named={},
-            arguments=dict(arguments),
-        )
         try:
             answer = await self.answer(job)
         except SandboxEndedError as error:
@@ -67,14 +92,14 @@ class TemplateProcess(Sandbox):
                 f"chat_template {_end_of(error)}", param="chat_template"
             ) from error
         if answer.startswith(b"+"):
-            return answer[1:].decode()
+            return answer[1:]
         refusal = orjson.loads(answer[1:])
         raise InvalidRequestError(refusal["message"], param=refusal["param"])
 
 
 class TemplateCheck:
-    """Renders a model's own templates before anything else uses it. The process runs in parallel
-    until `result` is called."""
+    """Renders a model's own templates before anything else uses it, and finds what they show. The
+    process runs in parallel until `result` is called."""
 
     def __init__(self, files: TemplateFiles) -> None:
         job = TemplateJob(
@@ -82,6 +107,7 @@ class TemplateCheck:
             special_tokens=dict(files.special_tokens),
             named=dict(files.named),
             arguments=None,
+            checks=True,
         )
         self._where = located(files.file)
         self._frame = framed(orjson.dumps(job))
@@ -89,8 +115,12 @@ class TemplateCheck:
             sandbox_command(_MODULE), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
         )
 
-    def result(self) -> None:
-        """Raises: ModelLoadError: the template fails or exceeds a limit."""
+    def result(self) -> ModelFacts:
+        """What was found.
+
+        Raises:
+            ModelLoadError: the template fails or exceeds a limit.
+        """
         with self._process as process:
             try:
                 answer, _ = process.communicate(self._frame, timeout=Sandbox.max_wall_s)
@@ -104,6 +134,7 @@ class TemplateCheck:
         answer = answer[LENGTH_BYTES:]
         if answer.startswith(b"-"):
             raise ModelLoadError(self._where + orjson.loads(answer[1:])["message"])
+        return ModelFacts.from_fields(orjson.loads(answer[1:]))
 
 
 def _end_of(error: SandboxEndedError) -> str:

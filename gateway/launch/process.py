@@ -74,7 +74,8 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     log = configure_logging(config.log_level, config.log_format)
     tag_log_lines()
     config = replace(config, max_connections=_make_room_for(config.max_connections))
-    app = create_app(config, load_model(config, checks_template=True), log=log)
+    model = load_model(config, checks_template=True)
+    app = create_app(config, model, log=log)
     server = _Server(
         _uvicorn_config(config, app),
         app,
@@ -86,7 +87,7 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     sys.setswitchinterval(_SWITCH_S)
     listener = socket.socket(fileno=int(os.environ[LISTEN_FD]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(server, listener, status=status))
+        runner.run(_serve(server, listener, status=status, formats=model.formats.described))
 
 
 def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
@@ -235,10 +236,10 @@ class _Server(HttpServer):
         super().handle_exit(sig, frame)
 
 
-async def _serve(server: _Server, listener: socket.socket, *, status: Status) -> None:
+async def _serve(server: _Server, listener: socket.socket, *, status: Status, formats: str) -> None:
     async def announce() -> None:
         await server.app.state.engine.wait_ready()
-        status.ready()
+        status.ready(formats=formats)
 
     tasks = [asyncio.create_task(announce()), asyncio.create_task(_trim_memory())]
     try:

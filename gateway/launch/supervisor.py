@@ -238,7 +238,9 @@ class Supervisor:
     def _about(self, took_s: float) -> str:
         several = f"{self._num_local} engines, each " if self._num_local > 1 else ""
         about = self._about_engine() if self._num_local else "on engines elsewhere"
-        return f"model {self._settings['model']}, {several}{about}, {took_s:.1f} s"
+        gateway = self._children[-1].ready or {}
+        formats = f"{gateway['formats']}, " if "formats" in gateway else ""
+        return f"model {self._settings['model']}, {several}{about}, {formats}{took_s:.1f} s"
 
     def _about_engine(self) -> str:
         engine = self._children[0].ready or {}

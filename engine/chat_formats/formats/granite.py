@@ -32,7 +32,6 @@ def _steps(scanner: Scanner) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=_MARKERS,
-    template_marks=("<|start_of_role|>", "tool_call"),
     openings=_MARKERS,
     frame=json_frame(first=[_MARKERS[0], "["], between=[", "], last=["]"]),
 )

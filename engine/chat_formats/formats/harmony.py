@@ -65,7 +65,6 @@ def _message(scanner: Scanner, header: str) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
-    template_marks=(_CHANNEL, _MESSAGE),
     openings=(_START, _CHANNEL, _MESSAGE, *_ENDS),
     frame=Frame(
         begin=lambda name: [
@@ -79,5 +78,6 @@ FORMAT = ToolFormat(
         between=["<|call|>", _START, "assistant"],
         thought=([_CHANNEL, "analysis", _MESSAGE], "<|end|>", [_START, "assistant"]),
         answer=[_CHANNEL, "final", _MESSAGE],
+        otherwise=lambda name: [f" to=functions.{name}", _CHANNEL, "commentary json", _MESSAGE],
     ),
 )

@@ -33,7 +33,6 @@ def _steps(scanner: Scanner) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN,),
-    template_marks=("<|start_header_id|>", '"parameters": '),
     openings=(_BEGIN,),
     starts="{",
     frame=json_frame(key="parameters", between=["; "]),

@@ -38,7 +38,6 @@ def _steps(scanner: Scanner) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _ARGUMENTS, _ID),
-    template_marks=(_BEGIN,),
     openings=(_BEGIN,),
     frame=json_frame(first=[_BEGIN, "["], between=[", "], last=["]"]),
 )

@@ -61,7 +61,8 @@ async def planned(
     """
     chat = await rendered(generator, prompt, must_fit=cut is None, scope=scope)
     model = generator.model
-    output_format = asked.offered.output_format(model.formats, chat.text, template=prompt.template)
+    template = await generator.template_facts(prompt.template)
+    output_format = asked.offered.output_format(model.formats, chat.text, template=template)
     options = asked.options(model.sampling_defaults())
     return await generator.plan(
         request_id,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from penstock.engine.chat_formats import TOOL_FORMATS, OutputFormat
+from penstock.engine.chat_formats import OutputFormat, tool_format_of
 from penstock.engine.errors import PromptTooLongError
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
@@ -156,7 +156,9 @@ class PromptBuilder:
         output_format = None
         if request.generates:
             output_format = request.offered.output_format(
-                self._generator.model.formats, rendered.text, template=request.chat_template
+                self._generator.model.formats,
+                rendered.text,
+                template=await self._generator.template_facts(request.chat_template),
             )
         located = self._generator.images.located(rendered.token_ids, rendered.images, param="input")
         return Prompt(
@@ -392,7 +394,7 @@ def _has_begun_call(turn: StoredTurn, model: ServedModel) -> bool:
         return False
     written = model.tokenizer.decode(turn.output_token_ids, skip_special_tokens=False)
     _, _, rest = written.rpartition(turn.output[-1]["content"][0]["text"])
-    return any(opening in rest for opening in TOOL_FORMATS[model.formats.tools].openings)
+    return any(opening in rest for opening in tool_format_of(model.formats.tools).openings)
 
 
 def _no_previous(response_id: str) -> NotFoundError:

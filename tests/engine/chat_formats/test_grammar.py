@@ -23,9 +23,14 @@ from penstock.engine.chat_formats import (
     OutputSyntax,
     Tool,
     items_of,
+    tool_format_of,
 )
+from penstock.engine.chat_formats.grammar import is_marked
+from penstock.engine.chat_formats.tool_format import NUMBER
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import StructuredOutputs
+from penstock.engine.sampling.grammars import SequenceGrammar
+from penstock.engine.sampling.lazy_matcher import LazyMatcher
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.text.tokenizer import Tokenizer
@@ -50,6 +55,7 @@ TOOLS = (
     Tool("weather", parameters=WEATHER, strict=True),
     Tool("now", parameters=NOTHING, strict=True),
 )
+OFFERED = (Tool("weather", parameters={"properties": {"city": {"type": "string"}}}), Tool("now"))
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 ANSWER = structured_outputs(
     json_schema={
@@ -432,3 +438,66 @@ def test_thoughts_and_answers_of_gpt_oss(compiler: GrammarCompiler, tokenizer: T
             case: dict[str, Any] = {"reasoning": "openai_gptoss", "asked": asked}
             assert accepts(compiler, tokenizer, offered, "openai", thought + good, **case)
             assert not accepts(compiler, tokenizer, offered, "openai", thought + bad, **case)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in sorted(TOOL_FORMATS) if is_marked(OutputSyntax(name))],
+)
+def test_a_call_is_one_that_was_offered(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, name: str
+) -> None:
+    """From its mark on; the text before it is free and has no masks. Drafts are no way around."""
+    formats, offered = ModelFormats(tools=name), OfferedTools(tools=OFFERED)
+    output_format = offered.output_format(formats, "")
+    assert output_format is not None
+    grammar = offered.grammar(output_format, formats, None)
+    assert grammar is not None
+    compiler.compile(grammar)
+    frame = tool_format_of(name).frame
+    arguments = '{"city": "Rome"}' if frame.written is None else frame.written({"city": "Rome"})
+    for called, is_offered in (("weather", True), ("weathers", False), ("other", False)):
+        begun = [*frame.first, *frame.begin(called)]
+        call = "".join([*begun, arguments, *frame.end, *frame.last]).replace(NUMBER, "0")
+        before, token_ids = "Free < text, and {more}. ", list[int]()
+        kept = SequenceGrammar(
+            compiler,
+            grammar,
+            token_ids,
+            0,
+            min_tokens=0,
+            end_token_ids=(END,),
+            never_token_ids=(),
+            is_beam=False,
+        )
+        num_free = len(tokenizer.encode(before)) - 1
+        masks = np.zeros((2, 32), np.uint32)
+        refused = False
+        for token_id in tokenizer.encode(f"{before}{call} Done."):
+            assert not (kept.needs_mask(len(token_ids)) and len(token_ids) < num_free)
+            token_ids.append(token_id)  # as a draft
+            if kept.needs_mask(len(token_ids) - 1):
+                kept.write_masks(masks.ctypes.data, masks)
+                if not masks[0][token_id // 32] >> (token_id % 32) & 1:
+                    refused = True
+                    break
+        assert refused != is_offered, call
+
+
+def test_a_thought_may_show_calls(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    formats = ModelFormats(tools="hermes", reasoning="qwen3")
+    offered = OfferedTools(tools=OFFERED)
+    for prompt, text in (("", "<think>"), ("<think>\n", "")):
+        output_format = offered.output_format(formats, prompt)
+        assert output_format is not None
+        grammar = offered.grammar(output_format, formats, None)
+        assert grammar is not None
+        compiler.compile(grammar)
+        begin = compiler.compiled(grammar).matcher.deep_copy
+        matcher = LazyMatcher(grammar, begin, compiler.tokenizer, compiler.vocab_size)
+        matcher.consume_tokens(tokenizer.encode(f"{text}a <tool_call>x"))
+        assert not matcher.is_active
+        matcher.consume_tokens(tokenizer.encode("</think>b <tool_call>"))
+        assert matcher.is_active
+        assert matcher.rollback(1)
+        assert not matcher.is_active, "the mark was a draft"

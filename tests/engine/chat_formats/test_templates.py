@@ -1,90 +1,56 @@
-"""What chat templates show of a model's formats, and what they want of earlier calls."""
+"""What is found of chat templates, and what they want of earlier calls."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.engine.chat_formats import (
+    ModelFacts,
     ModelFormats,
     OutputSyntax,
-    formats_of,
+    ReasoningFormat,
+    TemplateFacts,
     template_messages,
     template_variables,
 )
+from penstock.engine.chat_formats.template_facts import MAX_CPU_S, facts_of
+from penstock.engine.text.chat_template import ChatTemplate
 
-# The parts of published templates that tell.
-TEMPLATES = {
-    "qwen2.5": '…<tool_call>\\n{"name": … {{ tool_call.arguments | tojson }}…</tool_call>',
-    "qwen3": (
-        "<tool_call> … arguments is string … <think> … {%- if add_generation_prompt %}"
-        "{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is false %}"
-        "{{- '<think>\\n\\n</think>\\n\\n' }}"
-    ),
-    "qwen3-thinking": "<tool_call> {%- if add_generation_prompt %}{{- 'assistant\\n<think>\\n' }}",
-    "qwen3-coder": "<tool_call>\\n<function= … tool_call.arguments|items … <parameter=",
-    "deepseek-r1": (
-        "<｜tool▁calls▁begin｜> + '```json' + tool['function']['arguments'] … "
-        "{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}"
-    ),
-    "deepseek-v3.1": (
-        "<｜tool▁calls▁begin｜> {%- if add_generation_prompt %}{%- if not thinking %}"
-        "{{'</think>'}}{%- else %}{{'<think>'}}"
-    ),
-    "glm-4.5": (
-        "<tool_call> <arg_key> {% for k, v in _args.items() %} {%- if add_generation_prompt -%}"
-        "<|assistant|>{{- '\\n<think></think>' if not enable_thinking else '' -}}"
-    ),
-    "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}",
-    "mistral": "[TOOL_CALLS] {{ tool_call.function|tojson }} "
-    "Tool call IDs should be alphanumeric strings with length 9!",
-    "llama-3.1": '<|start_header_id|> {"name": … "parameters": {{ tool_call.arguments | tojson }}',
-    "llama-4": "<|python_start|>",
-    "granite-3.3": "<|start_of_role|> <|tool_call|> <think>",
-    "gpt-oss": "<|channel|>analysis<|message|>",
-    "plain": "{{ messages }}",
-}
+from .published_templates import TEMPLATES
+
+THINK = ReasoningFormat(begins=("<think>",), end="</think>")
+# A template of thoughts that a variable switches; {} is how its prompts end where they are on.
+THINKING = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% if enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% else %}@{% endif %}{%- endif -%}"
+)
+
+
+def facts_in(source: str) -> TemplateFacts:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return facts_of(ChatTemplate(source, special), source)
 
 
 @pytest.mark.parametrize(
-    ("name", "formats"),
+    ("end", "prompt", "syntax"),
     [
-        ("qwen2.5", ("hermes", "")),
-        ("qwen3", ("hermes", "qwen3")),
-        ("qwen3-coder", ("qwen3_coder", "")),
-        ("deepseek-r1", ("deepseek_v3", "qwen3")),
-        ("deepseek-v3.1", ("deepseek_v31", "qwen3")),
-        ("glm-4.5", ("glm45", "qwen3")),
-        ("kimi-k2", ("kimi_k2", "")),
-        ("mistral", ("mistral", "")),
-        ("llama-3.1", ("llama3_json", "")),
-        ("llama-4", ("llama4_pythonic", "")),
-        ("granite-3.3", ("granite", "qwen3")),
-        ("gpt-oss", ("openai", "openai_gptoss")),
-        ("plain", ("", "")),
+        ("", "…assistant\n", OutputSyntax("hermes", THINK)),
+        ("", "…assistant\n<think>\n\n</think>\n\n", OutputSyntax("hermes")),
+        ("<think>\n", "…assistant\n<think>\n", OutputSyntax("hermes", THINK, True)),
+        ("<think>\n", "…assistant\n", OutputSyntax("hermes")),
     ],
 )
-def test_formats_are_found(name: str, formats: tuple[str, str]) -> None:
-    assert formats_of(TEMPLATES[name]) == formats
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "syntax"),
-    [
-        ("qwen3", "…assistant\n", OutputSyntax("hermes", "qwen3")),
-        ("qwen3", "…assistant\n<think>\n\n</think>\n\n", OutputSyntax("hermes")),
-        ("qwen3-thinking", "…assistant\n<think>\n", OutputSyntax("hermes", "qwen3", True)),
-        ("qwen3-thinking", "…assistant\n", OutputSyntax("hermes")),
-        ("deepseek-v3.1", "…</think>", OutputSyntax("deepseek_v31")),
-        ("deepseek-v3.1", "…<think>", OutputSyntax("deepseek_v31", "qwen3", True)),
-        ("glm-4.5", "…<|assistant|>", OutputSyntax("glm45", "qwen3")),
-        ("gpt-oss", "…<|start|>assistant", OutputSyntax("openai")),
-        ("plain", "…", OutputSyntax("hermes")),
-    ],
-)
-def test_the_end_of_the_prompt_tells_the_rest(name: str, prompt: str, syntax: OutputSyntax) -> None:
-    formats = ModelFormats.found_in(TEMPLATES[name], {})
+def test_the_end_of_the_prompt_tells_the_rest(end: str, prompt: str, syntax: OutputSyntax) -> None:
+    template = ChatTemplate(THINKING.replace("@", end), {})
+    formats = ModelFormats.of(ModelFacts.found_in(template), {})
+    assert formats.facts.plain.thoughts == THINK
+    assert formats.facts.plain.switch == "enable_thinking"
     assert formats.syntax_after(prompt, has_tools=True) == syntax
 
 
@@ -94,53 +60,75 @@ def test_a_model_of_deepseek_r1_always_thinks() -> None:
     assert syntax == OutputSyntax("", "deepseek_r1", True)
 
 
-def _history(call_id: str = "call_1") -> list[dict[str, Any]]:
-    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+def test_what_was_found_can_be_kept() -> None:
+    for source in TEMPLATES.values():
+        special = {"bos_token": "<s>", "eos_token": "</s>"}
+        found = ModelFacts.found_in(ChatTemplate(source, special))
+        assert ModelFacts.from_fields(found.as_fields()) == found
+
+
+def _history(call_id: str = "call_1", *names: str) -> list[dict[str, Any]]:
+    calls = [
+        {
+            "id": call_id + name[1:],
+            "type": "function",
+            "function": {"name": name[:1], "arguments": "{}"},
+        }
+        for name in names or ("f",)
+    ]
+    if not names:
+        calls[0]["function"]["arguments"] = '{"a": 1}'  # type: ignore[index]
     return [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call_id, "content": "y"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": each["id"], "content": "y"} for each in calls),
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("qwen2.5", {"a": 1}),
-        ("qwen3", {"a": 1}),
-        ("qwen3-coder", {"a": 1}),
-        ("mistral", {"a": 1}),
-        ("llama-3.1", {"a": 1}),
-        ("deepseek-r1", '{"a": 1}'),
-        ("plain", '{"a": 1}'),
-    ],
-)
-def test_arguments(name: str, arguments: Any) -> None:
-    messages = template_messages(_history(), TEMPLATES[name])
+@pytest.mark.parametrize(("kind", "arguments"), [("object", {"a": 1}), ("text", '{"a": 1}')])
+def test_arguments(kind: str, arguments: Any) -> None:
+    messages = template_messages(_history(), TemplateFacts(arguments=kind))
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
     assert messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"]
 
 
+def test_arguments_are_objects_unless_a_template_wants_text() -> None:
+    calls = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<c>{{ c.function.name }}"
+    )
+    for end, kind in (
+        ("|{{ c.function.arguments | tojson }}</c>{% endfor %}{% endfor %}", "object"),
+        ("|{{ c.function.arguments }}</c>{% endfor %}{% endfor %}", "text"),
+        ("|{{ '' + c.function.arguments }}</c>{% endfor %}{% endfor %}", "text"),
+    ):
+        assert facts_in("{{ tools | tojson }}" + calls + end).arguments == kind
+
+
 def test_ids() -> None:
-    _, called, result = template_messages(_history(), TEMPLATES["mistral"])
+    facts = facts_in(TEMPLATES["mistral-0.3"])
+    _, called, result = template_messages(_history(), facts)
     short = called["tool_calls"][0]["id"]
     assert (len(short), short.isalnum(), result["tool_call_id"]) == (9, True, short)
-    _, called, result = template_messages(_history("abcdefghi"), TEMPLATES["mistral"])
+    _, called, result = template_messages(_history("abcdefghi"), facts)
     assert called["tool_calls"][0]["id"] == result["tool_call_id"] == "abcdefghi"
-    _, called, result, _, again, _ = template_messages(
-        [*_history(), *_history("call_2")], TEMPLATES["kimi-k2"]
-    )
-    assert called["tool_calls"][0]["id"] == result["tool_call_id"] == "functions.f:0"
-    assert again["tool_calls"][0]["id"] == "functions.f:1"
+
+
+def test_calls_of_a_message_are_apart_where_a_template_shows_one() -> None:
+    told = _history("call", "f1", "g2")
+    shown = template_messages(told, TemplateFacts(shows_parallel=False))
+    assert [each["role"] for each in shown] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert [each["tool_call_id"] for each in shown if each["role"] == "tool"] == ["call1", "call2"]
+    assert len(template_messages(told, TemplateFacts())) == 4
 
 
 def test_a_text_beside_thoughts_is_a_thought_where_a_template_refuses_both() -> None:
     user, called, result = _history()
     message = {**called, "content": "Let me see.", "reasoning_content": "A tool."}
-    template = "{{ raise_exception('Cannot pass both content and thinking in …') }}"
-    [_, shown, _] = template_messages([user, message, result], template)
+    facts = TemplateFacts(joins_thoughts=True)
+    [_, shown, _] = template_messages([user, message, result], facts)
     assert (shown["content"], shown["reasoning_content"]) == ("", "A tool.\n\nLet me see.")
-    [_, shown, _] = template_messages([user, message, result], TEMPLATES["qwen3"])
+    [_, shown, _] = template_messages([user, message, result], replace(facts, joins_thoughts=False))
     assert (shown["content"], shown["reasoning_content"]) == ("Let me see.", "A tool.")
 
 
@@ -149,11 +137,30 @@ def test_a_text_beside_thoughts_is_a_thought_where_a_template_refuses_both() -> 
 )
 def test_efforts(effort: Any, shown: Any) -> None:
     variables = {"reasoning_effort": effort, "enable_thinking": True}
-    assert template_variables(variables, TEMPLATES["qwen3"]) == variables
-    known = template_variables(variables, TEMPLATES["gpt-oss"])
+    assert template_variables(variables, "hermes") == variables
+    known = template_variables(variables, "openai")
     assert known == {**variables, "reasoning_effort": shown}
 
 
 def test_messages_without_calls_stay_as_they_are() -> None:
     messages = [{"role": "user", "content": "x"}]
-    assert template_messages(messages, TEMPLATES["mistral"]) is messages
+    assert template_messages(messages, TemplateFacts(ids="short")) is messages
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(9999) %}{{ messages }}{{ tools }}{% endfor %}",
+        "{{ messages | tojson }}{{ tools | tojson }}{{ range(99) | random }}",
+        "{{ raise_exception('no') }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% for m in messages %}{{ m }}{{ tools }}{% endfor %}" * 20,
+        "",
+    ],
+)
+def test_hostile_templates_are_bounded(source: str) -> None:
+    """Their conversations may be refused; the search ends."""
+    begun_s = time.thread_time()
+    facts_in(source)
+    assert time.thread_time() - begun_s < 4 * MAX_CPU_S

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.engine.chat_formats import (
     TOOL_FORMATS,
+    ModelFacts,
     ModelFormats,
     OfferedTools,
     OutputParser,
@@ -65,13 +66,20 @@ HISTORY = [
 ]
 
 
+def formats_of(source: str, *, tools: str | None = None) -> ModelFormats:
+    found = ModelFacts.found_in(ChatTemplate(source, SPECIAL))
+    return ModelFormats.of(found, {}, tools=tools)
+
+
 def prompt(
     source: str, messages: list[dict[str, Any]], *, tools: Any = OFFERED.for_template
 ) -> str:
-    template = ChatTemplate(source, SPECIAL)
-    formats = ModelFormats.of(template, {})
+    formats = formats_of(source)
+    facts = formats.facts_for(has_tools=bool(tools))
     shown, offered = formats.for_template(messages, tools)
-    return template.render(template_messages(shown, source), kwargs={"tools": offered})
+    return ChatTemplate(source, SPECIAL).render(
+        template_messages(shown, facts), kwargs={"tools": offered}
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -105,11 +113,11 @@ def test_histories_are_in_the_prompt(name: str) -> None:
 
 def test_what_a_template_shows_is_left_to_it() -> None:
     for name in ("demo", "qwen2.5", "mistral-0.3"):
-        formats = ModelFormats.of(ChatTemplate(ALL[name], SPECIAL), {})
+        formats = formats_of(ALL[name])
         tools = OFFERED.for_template
         assert formats.for_template(HISTORY, tools) == (HISTORY, tools)
     plain = [{"role": "user", "content": "Hi"}]
-    formats = ModelFormats.of(ChatTemplate(ALL["gemma-2"], SPECIAL), {})
+    formats = formats_of(ALL["gemma-2"])
     assert formats.for_template(plain, None)[0] is plain
 
 
@@ -124,7 +132,7 @@ def test_the_text_is_that_of_qwen() -> None:
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_calls_are_written_as_they_are_read(name: str) -> None:
     """In the format of `--tool-call-parser`: the model copies what it sees."""
-    formats = ModelFormats.of(ChatTemplate(ALL["smollm2"], {}), {}, tools=name)
+    formats = formats_of(ALL["smollm2"], tools=name)
     calls = [("weather", json.loads(ARGUMENTS)), ("now", {})]
     messages = [HISTORY[0], assistant("", *(call(each, json.dumps(v)) for each, v in calls))]
     shown, tools = formats.for_template(messages, OFFERED.for_template)
@@ -148,21 +156,23 @@ def test_tools_in_words_that_nobody_reads() -> None:
     source = (
         "{% if tools %}<TOOLS>{{ tools | tojson }}</TOOLS>{% endif %}{% for message in messages %}"
         "{{ message.content }}{% for call in message.tool_calls or [] %}<CALL>"
-        "{{ call.function | tojson }}</CALL>{% endfor %}{% endfor %}"
+        "{{ call.function.arguments | length }} of {{ call.function.name }}</CALL>{% endfor %}"
+        "{% endfor %}"
     )
-    template = ChatTemplate(source, {})
     for named, mark in ((None, "<tool_call>"), ("hermes", "<TOOLS>")):
-        formats = ModelFormats.of(template, {}, tools=named)
+        formats = formats_of(source, tools=named)
         assert formats.tools == "hermes"
         shown, tools = formats.for_template(HISTORY, OFFERED.for_template)
-        text = template.render(template_messages(shown, source), kwargs={"tools": tools})
+        text = ChatTemplate(source, {}).render(
+            template_messages(shown, formats.facts.with_tools), kwargs={"tools": tools}
+        )
         assert mark in text
-        assert ("<CALL>" in text) == (named is not None)
+        assert "<CALL>" not in text  # nobody could read them
 
 
 def test_broken_arguments_are_shown_as_they_are() -> None:
     for name in TOOL_FORMATS:
-        formats = ModelFormats.of(ChatTemplate(ALL["chatml"], {}), {}, tools=name)
+        formats = formats_of(ALL["chatml"], tools=name)
         history = [HISTORY[0], assistant("", call("weather", '{"city": '))]
         shown, _ = formats.for_template(history, None)
         assert '{"city": ' in shown[1]["content"]

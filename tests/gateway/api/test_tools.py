@@ -301,12 +301,12 @@ async def test_history_reaches_the_template(serve: Serve) -> None:
                 {
                     "id": "c1",
                     "type": "function",
-                    "function": {"name": "weather", "arguments": "{}"},
+                    "function": {"name": "weather", "arguments": {}},
                 },
                 {
                     "id": "c2",
                     "type": "function",
-                    "function": {"name": "sh", "arguments": '{"input":"ls"}'},
+                    "function": {"name": "sh", "arguments": {"input": "ls"}},
                 },
             ],
         }
@@ -550,7 +550,10 @@ async def test_which_tools_may_be_called_is_enforced(serve: Serve) -> None:
         choice = {"mode": "auto", "tools": [CHAT_TOOLS[1]]}
         await chat(served, tool_choice={"type": "allowed_tools", "allowed_tools": choice})
         free, limited = served.engine.submitted.values()
-        assert free.sampling_params.structured_outputs is None
+        offered = free.sampling_params.structured_outputs
+        assert offered.triggers == ("<tool_call>",), "free until a call begins"
+        assert "sh" in offered.text
+        assert "weather" in offered.text
         grammar = limited.sampling_params.structured_outputs
         assert "sh" in grammar.text
         assert "weather" not in grammar.text
