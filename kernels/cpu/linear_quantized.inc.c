@@ -19,7 +19,7 @@
  * k = 2 i and 2 i + 1 at the ends of two 16-bit words, which index a table of bfloat16.
  */
 
-enum { GROUP_LANES = GROUP * LANES, STEP = 32 /* columns: code_bits lines */, WRITTEN_ROWS = 16 };
+enum { GROUP_LANES = GROUP * LANES };
 const int64_t group_lanes = GROUP_LANES; /* for library.py */
 
 INLINE long k_per_line(long code_bits) { return 32 / code_bits; }
@@ -199,8 +199,7 @@ static void NAME(quantize_row)(const void *args, long row) {
     for (long block = 0; block < num_blocks; block++) {
         const long start = block * a->columns_per_scale, at = row * num_blocks + block;
         const long size = a->size - start < a->columns_per_scale ? a->size - start : a->columns_per_scale;
-        if (size == 64) found = NAME(quantize_block)(a, at, x + start, start, 64, bytes + start, found);
-        else if (size == 32) found = NAME(quantize_block)(a, at, x + start, start, 32, bytes + start, found);
+        if (size == 32) found = NAME(quantize_block)(a, at, x + start, start, 32, bytes + start, found);
         else found = NAME(quantize_block)(a, at, x + start, start, size, bytes + start, found);
     }
     if (a->outlier_columns) a->outlier_columns[found] = -1;
@@ -345,13 +344,12 @@ INLINE const char *NAME(add_float_products)(
     return w;
 }
 
-/* The sums of the rows from `row` up to `end`, of one or more tiles. */
-static __attribute__((noinline)) void NAME(write_quantized_rows)(
-    const struct linear_quantized_args *a, long row, long end, long group, const union parts *sums,
+static __attribute__((noinline)) void NAME(write_quantized_tile)(
+    const struct linear_quantized_args *a, long row, long group, const union parts *sums, int rows,
     const float *factors) {
     const long column = group * GROUP_LANES;
     if (!pool_claim()) return;
-    for (; row < end; row++)
+    for (long end = row + rows; row < end; row++)
         for (long v = 0; v < GROUP; v++, sums++) {
             const union parts scaled = {sums->all * load_f32(factors + v * LANES)};
             if (column + v * LANES < a->linear.out_features)
@@ -416,15 +414,15 @@ static __attribute__((noinline)) void NAME(add_outliers)(
     }
 }
 
-/* The sums of `rows` rows, in bytes or exact, against a group; is_common: blocks are of STEPs with scales in half precision,
- * and bytes need no table, as in most files and in penstock's own rounding. */
+/* `rows` rows, in bytes or exact, against a group; is_common: blocks are of 32 with scales in half precision, and
+ * bytes need no table, as in most files and in penstock's own rounding. */
 INLINE void NAME(quantized_tile)(
-    union parts *results, const struct linear_quantized_args *a, long row, long group, struct ahead *rest,
-    const int rows, const int code_bits, const int is_exact, const int is_common) {
+    const struct linear_quantized_args *a, long row, long group, struct ahead *rest, const int rows,
+    const int code_bits, const int is_exact, const int is_common) {
     struct ahead ahead = *rest;
     enum { PARTS = GROUP * NUM_PARTS };
     struct quantized_format f = a->format;
-    if (is_common) f.is_half = 1;
+    if (is_common) f.columns_per_scale = 32, f.is_half = 1;
     if (is_common && !is_exact) f.table = NULL;
     const long in = a->linear.in_features;
     const struct quantized_layout layout = quantized_layout(&f, in, code_bits);
@@ -440,7 +438,7 @@ INLINE void NAME(quantized_tile)(
     for (int i = 0; i < rows * PARTS; i++) totals[i] = (vec_part){0};
     for (long block = 0, k = 0; block < layout.num_blocks; block++, k += f.columns_per_scale) {
         const long size = in - k < f.columns_per_scale ? in - k : f.columns_per_scale;
-        long num_lines = ceil_div(size, layout.k_per_line);
+        const long num_lines = ceil_div(size, layout.k_per_line);
         const char *scales = w;
         w += layout.scales * (f.has_offsets ? 2 : 1);
         if (is_exact) {
@@ -448,11 +446,10 @@ INLINE void NAME(quantized_tile)(
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) sums[i] = (vec_part){0};
             const DTYPE *x = (const DTYPE *)a->linear.x + row * in + k;
-            for (; is_common && num_lines >= code_bits; num_lines -= code_bits, x += STEP) {
+            if (is_common && size == 32) {
                 prefetch_step(&ahead);
                 w = NAME(add_float_products)(sums, &f, x, in, w, code_bits, NULL, &table, rows, code_bits);
-            }
-            if (num_lines)
+            } else
                 w = NAME(add_float_products)(
                     sums, &f, x, in, w, num_lines, is_common ? NULL : &ahead, &table, rows, code_bits);
 #pragma GCC unroll 32
@@ -471,14 +468,13 @@ INLINE void NAME(quantized_tile)(
                 }
             }
             const uint8_t *x = (const uint8_t *)a->linear.x + row * stride + k;
-            for (; is_common && num_lines >= code_bits; num_lines -= code_bits, x += STEP) {
+            if (is_common && size == 32) {
                 prefetch_step(&ahead);
                 w = NAME(add_byte_products)(sums, x, stride, w, code_bits, NULL, byte_table, 0, rows, code_bits);
-            }
-            if (num_lines && f.table)
+            } else if (f.table)
                 w = NAME(add_byte_products)(
                     sums, x, stride, w, num_lines, &ahead, byte_table, 1, rows, code_bits);
-            else if (num_lines)
+            else
                 w = NAME(add_byte_products)(
                     sums, x, stride, w, num_lines, is_common ? NULL : &ahead, byte_table, 0, rows, code_bits);
 #pragma GCC unroll 32
@@ -487,6 +483,7 @@ INLINE void NAME(quantized_tile)(
         }
     }
     *rest = ahead;
+    union parts results[QUANTIZED_ROWS * GROUP];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * PARTS; i++) results[i / NUM_PARTS].part[i % NUM_PARTS] = totals[i];
     if (!is_exact && a->outlier_columns)
@@ -497,32 +494,25 @@ INLINE void NAME(quantized_tile)(
                     &f, &layout, results + r * GROUP, a->outlier_columns + at, a->outlier_values + at,
                     start + GROUP_LANES * 4, byte_table, code_bits);
         }
+    NAME(write_quantized_tile)(a, row, group, results, rows, (const float *)start);
 }
 
 INLINE void NAME(quantized_rows_of_group)(
     const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
     const int is_exact, const int is_common) {
     const int most = is_exact ? QUANTIZED_ROWS : BYTE_ROWS;
-    union parts results[WRITTEN_ROWS * GROUP];
-    long first = row; /* whose results are still to be written, for several tiles at once */
     const struct quantized_layout layout = quantized_layout(&a->format, a->linear.in_features, code_bits);
     const long num_tiles = layout.group <= MAX_AHEAD_BYTES ? ceil_div(end - row, most) : 1;
-    const long step_bytes = is_common ? layout.group / ceil_div(a->linear.in_features, STEP) : GROUP * LINE_BYTES;
+    const long step_bytes = is_common ? layout.group / layout.num_blocks : GROUP * LINE_BYTES;
     struct ahead ahead = read_ahead(a, group, num_tiles, step_bytes, layout.group);
-    const float *factors = (const float *)((const char *)a->linear.weight + group * layout.group);
     for (; row + most <= end; row += most) {
-        if (row - first + most > WRITTEN_ROWS) NAME(write_quantized_rows)(a, first, row, group, results, factors), first = row;
-        union parts *own = results + (row - first) * GROUP;
-        NAME(quantized_tile)(own, a, row, group, &ahead, most, code_bits, is_exact, is_common);
+        NAME(quantized_tile)(a, row, group, &ahead, most, code_bits, is_exact, is_common);
         if (num_tiles == 1) ahead = read_ahead(a, group, 1, step_bytes, layout.group);
         else if (ahead.at >= ahead.end) ahead.lines = 0;
     }
-    if (end - first > WRITTEN_ROWS) NAME(write_quantized_rows)(a, first, row, group, results, factors), first = row;
-    union parts *own = results + (row - first) * GROUP;
-#define TILE(n) NAME(quantized_tile)(own, a, row, group, &ahead, n, code_bits, is_exact, is_common)
+#define TILE(n) NAME(quantized_tile)(a, row, group, &ahead, n, code_bits, is_exact, is_common)
     FEW_ROWS(end - row, most)
 #undef TILE
-    if (end > first) NAME(write_quantized_rows)(a, first, end, group, results, factors);
 }
 
 /* The same of any codes and rows. */
@@ -530,7 +520,7 @@ static __attribute__((noinline)) void NAME(quantized_rows)(
     const struct linear_quantized_args *a, long row, long end, long group) {
     const struct quantized_format *f = &a->format;
     const int is_exact = !a->x_scales;
-    const int is_common = f->columns_per_scale % STEP == 0 && f->is_half && (is_exact || !f->table);
+    const int is_common = f->columns_per_scale == 32 && f->is_half && (is_exact || !f->table);
 #define ROWS(bits, exact, common) \
     if (f->code_bits == bits && is_exact == exact && is_common == common) \
         NAME(quantized_rows_of_group)(a, row, end, group, bits, exact, common);
