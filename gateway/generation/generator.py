@@ -86,7 +86,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A conversation and how to render it; `images` are those of its messages, in order."""
+    """A conversation and how to render it; `images` are those of its messages, in order.
+
+    Attributes:
+        keeps_places: system messages in its middle stay there, also where the template would move,
+            drop or refuse them (`system_messages`).
+    """
 
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
@@ -96,6 +101,7 @@ class ChatPrompt:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
     images: Sequence[LoadedImage] = ()
+    keeps_places: bool = False
 
 
 class Generator:
@@ -254,7 +260,7 @@ class Generator:
         """
         reads = self._reads_part if prompt.template is None else names_parts_of(source)
         written = as_read(prompt.messages, reads)
-        if prompt.template is None:  # the author of another one knows what it shows
+        if prompt.keeps_places:
             written = placed(written, lambda: self._shows_system_messages)
         messages, tools = self.model.formats.for_template(
             written,

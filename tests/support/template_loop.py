@@ -304,3 +304,16 @@ def _common(prompt: str, whole: str) -> str:
     at = prompt.rfind(QUESTION)
     begin = whole.rfind(QUESTION)
     return whole[:begin] + _common_start(whole[begin:], prompt[at:])
+
+
+def written(loop: Loop, told: Mapping[str, Any]) -> str:
+    """What a model would write for a message, without the end of its turn."""
+    user = {"role": "user", "content": QUESTION}
+    whole = loop.render([user, told], prompts=False)
+    end = loop.render([user, message(ANSWER)], prompts=False).rpartition(ANSWER)[2]
+    prompt = loop.render([user])
+    text = whole[len(_common(prompt, whole)) :]
+    if prompt.rstrip().endswith("</think>"):
+        text = text.rpartition("</think>")[2]
+    around = loop.facts.answer[1]
+    return _without_end(text, end) + (around if around and not told.get("tool_calls") else "")

@@ -146,4 +146,5 @@ class Messages:
             kwargs=asked.template_kwargs,
             tools=asked.offered.for_template,
             images=await self._generator.images.load(sources),
+            keeps_places=True,
         )

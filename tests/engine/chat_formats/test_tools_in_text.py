@@ -202,7 +202,7 @@ def test_roles_alternate_where_they_must(name: str) -> None:
     assert -1 not in places, said[places.index(-1)]
     assert places == sorted(places)
     pictures = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
-    shown, _ = ModelFormats.of(ChatTemplate(ALL[name], SPECIAL), {}).for_template(
+    shown, _ = formats_of(ALL[name]).for_template(
         [*messages[:2], {"role": "user", "content": pictures}], OFFERED.for_template
     )
     assert shown[-1]["content"][-2:] == pictures

@@ -385,7 +385,7 @@ async def test_tools_that_may_and_must_be_called(serve: Serve) -> None:
     async with serve(**PARSERS) as served:
         says(served, CALL)
         for choice, grammar in (
-            ({"type": "auto"}, None),
+            ({"type": "auto"}, "time"),
             ({"type": "none"}, None),
             ({"type": "any"}, "time"),
             ({"type": "tool", "name": "weather"}, "weather"),
@@ -395,7 +395,8 @@ async def test_tools_that_may_and_must_be_called(serve: Serve) -> None:
             assert (asked is None) == (grammar is None)
             if asked is not None:
                 assert grammar in str(asked)
-                assert ("time" in str(asked)) == (choice["type"] == "any")
+                assert ("time" in str(asked)) == (choice["type"] != "tool")
+                assert bool(asked.triggers) == (choice["type"] == "auto")  # free text until a call
             is_call = message.content[0].type == "tool_use"
             assert is_call == (choice["type"] != "none")
         says(served, f"{CALL}\n{TIME}")
@@ -496,7 +497,6 @@ async def test_system_messages_keep_their_place(serve: Serve, chat_template: str
 
 
 async def test_several_system_messages_in_a_row(serve: Serve) -> None:
-    """Also in chat."""
     turns = [
         {"role": "system", "content": "a"},
         {"role": "system", "content": "b"},
@@ -507,7 +507,7 @@ async def test_several_system_messages_in_a_row(serve: Serve) -> None:
         {"role": "user", "content": "d"},
     ]
     async with serve(chat_template=HOISTING) as served:
-        await served.client.chat.completions.create(model="tiny", messages=turns)
+        await create(served, messages=turns)
         reminders = "".join(f"<system-reminder>\n{text}\n</system-reminder>\n" for text in "ST")
         beginning = "[system]a\nb[user]hello[assistant]c"
         assert served.prompt_of() == f"{beginning}[user]{reminders}d[assistant]"

@@ -254,8 +254,11 @@ async def test_only_strict_tools_are_enforced_by_themselves(serve: Serve) -> Non
             request.sampling_params.structured_outputs
             for request in served.engine.submitted.values()
         ]
-        assert free is None
+        assert free is not None
+        assert free.triggers, "only from a call's mark on"
+        assert '"city"' not in free.text
         assert enforced is not None
+        assert not enforced.triggers
         assert '"city"' in enforced.text
 
 
