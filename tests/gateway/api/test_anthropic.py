@@ -508,9 +508,9 @@ async def test_several_system_messages_in_a_row(serve: Serve) -> None:
     ]
     async with serve(chat_template=HOISTING) as served:
         await create(served, messages=turns)
-        reminders = "".join(f"<system-reminder>\n{text}\n</system-reminder>\n" for text in "ST")
         beginning = "[system]a\nb[user]hello[assistant]c"
-        assert served.prompt_of() == f"{beginning}[user]{reminders}d[assistant]"
+        reminder = "<system-reminder>\nS\nT\n</system-reminder>"
+        assert served.prompt_of() == f"{beginning}[user]{reminder}\nd[assistant]"
 
 
 # -- counting and models --------------------------------------------------------------------------
