@@ -210,8 +210,12 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     params = _request_fields(header.request.sampling_params)
     params["logit_bias"] = dict(params["logit_bias"])
     params["beam_search"] = _optional_fields(params["beam_search"])
-    if "structured_outputs" in params:
-        params["structured_outputs"] = _optional_fields(params["structured_outputs"])
+    grammar = params.get("structured_outputs")
+    if grammar is not None:
+        fields = structs.asdict(grammar)
+        if not grammar.triggers:  # of which older gateways know nothing
+            fields = {name: fields[name] for name in ("kind", "text")}
+        params["structured_outputs"] = fields
     request = _request_fields(header.request)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
@@ -219,6 +223,11 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     if "images" in request:
         request["images"] = [structs.asdict(image) for image in request["images"]]
     return {**named, "echo": dict(header.echo), "request": request}
+
+
+def _grammar(fields: Mapping[str, Any]) -> StructuredOutputs:
+    lists = {name: tuple(fields[name]) for name in ("triggers", "thought") if name in fields}
+    return StructuredOutputs(**{**fields, **lists})
 
 
 def _request_fields(record: Struct) -> dict[str, Any]:
@@ -270,7 +279,7 @@ def _read_request(named: dict[str, Any]) -> Request:
                     "stop": tuple(params["stop"]),
                     "stop_token_ids": tuple(params["stop_token_ids"]),
                     "beam_search": None if beams is None else BeamSearch(**beams),
-                    "structured_outputs": None if grammar is None else StructuredOutputs(**grammar),
+                    "structured_outputs": None if grammar is None else _grammar(grammar),
                 }
             ),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from penstock.engine.chat_formats import (
     ModelFacts,
     ModelFormats,
+    OutputFormat,
     OutputSyntax,
     ReasoningFormat,
     TemplateFacts,
@@ -65,6 +67,18 @@ def test_what_was_found_can_be_kept() -> None:
         special = {"bos_token": "<s>", "eos_token": "</s>"}
         found = ModelFacts.found_in(ChatTemplate(source, special))
         assert ModelFacts.from_fields(found.as_fields()) == found
+
+
+def test_a_stored_response_is_read_in_the_format_that_was_found() -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    for source in TEMPLATES.values():
+        formats = ModelFormats.of(ModelFacts.found_in(ChatTemplate(source, special)), {})
+        syntax = OutputSyntax(formats.tools, THINK, True, ("<answer>", "</answer>"))
+        kept = json.loads(json.dumps(OutputFormat(syntax=syntax).as_fields()))
+        assert OutputFormat.from_fields(kept).syntax == syntax
+    old = {"syntax": ["hermes", "qwen3", False], "tools": [], "custom": [], "aliases": {}}
+    read = OutputFormat.from_fields({**old, "max_calls": None})
+    assert read.syntax == OutputSyntax("hermes", "qwen3")
 
 
 def _history(call_id: str = "call_1", *names: str) -> list[dict[str, Any]]:

@@ -67,7 +67,10 @@ sampling = st.builds(
     stop=st.lists(st.text(min_size=1), max_size=4).map(tuple),
     structured_outputs=st.none()
     | st.builds(
-        StructuredOutputs, kind=st.sampled_from(["json_schema", "regex", "lark"]), text=st.text()
+        StructuredOutputs,
+        kind=st.sampled_from(["json_schema", "regex", "lark"]),
+        text=st.text(),
+        triggers=st.sampled_from([(), ("<call>",), (7,)]),
     ),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
