@@ -73,7 +73,10 @@ def test_other_published_templates_render_the_same(tmp_path: Path) -> None:
         reference.chat_template = source
         template = ChatTemplate(source, special_tokens)
         for title, conversation in CONVERSATIONS.items():
-            assert ours(template, conversation) == theirs(reference, conversation), (name, title)
+            expected = theirs(reference, conversation)
+            if expected is None and ".append(" in source:
+                continue  # to lists of its own, which transformers refuses
+            assert ours(template, conversation) == expected, (name, title)
     assert len(templates) > 60
 
 

@@ -33,6 +33,8 @@ _OTHERWISE = {
     "an answer of parts",
     "no parts",
 }
+# Refuses several calls of a message, or shows the first: here each has a message of its own.
+_ONE_CALL = ("llama3_1", "gptoss")
 
 
 def _as_sent(message: Message) -> Message:
@@ -65,6 +67,8 @@ async def test_tokens_equal_those_of_transformers(name: str, tmp_path: Path, ser
         for title, (messages, variables) in CONVERSATIONS.items():
             has_tools = "tools" in variables or any("tool_calls" in each for each in messages)
             if title in _OTHERWISE or (has_tools and name in _OTHER_TOOLS):
+                continue
+            if title == "many calls at once" and name in _ONE_CALL:
                 continue
             answer = await served.http.post(
                 "/tokenize",
