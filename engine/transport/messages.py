@@ -37,7 +37,7 @@ from penstock.engine.request import (
     TokenId,
 )
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead

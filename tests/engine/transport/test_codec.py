@@ -16,10 +16,12 @@ from penstock.engine.request import (
     Adapter,
     BeamSearch,
     FinishReason,
+    ImageInput,
     Request,
     RequestOutput,
     Retention,
     SamplingParams,
+    StructuredOutputs,
     TokenLogprobs,
 )
 from penstock.engine.transport.frames import decode, encode
@@ -119,7 +121,8 @@ def test_another_layout_is_another_version() -> None:
     kinds = (
         *(Hello, EngineInfo, Submit, Abort, DropPrefix, UnloadAdapter, WantKeys, CachedKeys, Step),
         *(Heartbeat, Draining, Failure, FetchBlocks, KVBlocks, KVBlock, BlocksStored),
-        *(Request, Adapter, SamplingParams, BeamSearch, Retention, PoolingParams),
+        *(Request, Adapter, SamplingParams, StructuredOutputs, BeamSearch, Retention),
+        *(PoolingParams, ImageInput),
         *(RequestOutput, TokenLogprobs, EngineStats),
     )
     layout = [
@@ -127,7 +130,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (19, "113cbddeb494db06")
+    assert (PROTOCOL_VERSION, digest) == (20, "fc879fef0bed9e70")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])
