@@ -117,7 +117,7 @@ def test_a_template_for_documents_needs_none_to_be_checked() -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages.insert(0, 1) }}", "unsafe"),
         ("{{ messages[7].content }}", "no element 7"),
     ],
 )
@@ -125,6 +125,14 @@ def test_a_template_that_refuses_blames_the_messages(source: str, fault: str) ->
     with pytest.raises(InvalidRequestError, match=fault) as caught:
         ChatTemplate(source, {}).render(_HELLO)
     assert caught.value.param == "messages"
+
+
+def test_a_template_appends_to_a_copy() -> None:
+    """As Kimi K2's do; what the caller has stays as it is."""
+    messages = [dict(message) for message in _HELLO]
+    source = "{{ messages.append(messages[0]) or messages | length }}"
+    assert ChatTemplate(source, {}).render(messages) == str(len(_HELLO) + 1)
+    assert messages == list(_HELLO)
 
 
 @pytest.mark.parametrize(
