@@ -94,7 +94,7 @@ class SequenceGrammar:
         return LazyMatcher(grammar, begin, compiler.tokenizer, compiler.vocab_size)
 
     def needs_mask(self, num_known: int) -> bool:
-        """Whether any token may come next for all that the grammar says, also after drafts.
+        """Whether the grammar may forbid a token now, or after drafts.
 
         Args:
             num_known: tokens before the drafts.
