@@ -128,19 +128,9 @@ class ResponseService:
         model = await self._generator.adapters.require(request.model, caller, task="generate")
         prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.position.conversation_id)
-        generation = await self._generator.plan(
-            response_id,
-            prompt.token_ids,
-            await self._generator.constrained(
-                request.options(self._generator.model.sampling_defaults()),
-                request.offered,
-                prompt.output_format,
-            ),
-            param="input",
-            caller=caller,
-            deadline_s=deadline_s,
-            retention=self._retention if request.store else None,
-            images=prompt.images,
+        retention = self._retention if request.store else None
+        generation = await self._planned(
+            response_id, request, prompt, caller, deadline_s=deadline_s, retention=retention
         )
         try:
             if claim is not None:
@@ -166,23 +156,33 @@ class ResponseService:
         its summary under the given id. Both raise as `create`."""
         await self._generator.adapters.require(request.model, caller, task="generate")
         prompt = await self._prompts.build(request, caller, None)
-
-        async def plan(response_id: str) -> Generation:
-            return await self._generator.plan(
-                response_id,
-                prompt.token_ids,
-                await self._generator.constrained(
-                    request.options(self._generator.model.sampling_defaults()),
-                    request.offered,
-                    prompt.output_format,
-                ),
-                param="input",
-                caller=caller,
-                deadline_s=deadline_s,
-                images=prompt.images,
-            )
-
+        plan = partial(
+            self._planned, request=request, prompt=prompt, caller=caller, deadline_s=deadline_s
+        )
         return prompt, plan
+
+    async def _planned(
+        self,
+        response_id: str,
+        request: ResponsesRequest,
+        prompt: Prompt,
+        caller: Caller,
+        *,
+        deadline_s: float | None,
+        retention: Retention | None = None,
+    ) -> Generation:
+        """Plan the generation of a prompt. Raises as `create`."""
+        options = request.options(self._generator.model.sampling_defaults())
+        return await self._generator.plan(
+            response_id,
+            prompt.token_ids,
+            await self._generator.constrained(options, request.offered, prompt.output_format),
+            param="input",
+            caller=caller,
+            deadline_s=deadline_s,
+            retention=retention,
+            images=prompt.images,
+        )
 
     async def num_input_tokens(self, request: ResponsesRequest, caller: Caller) -> int:
         """How many tokens the prompt of a request would have. Raises as `create`."""
