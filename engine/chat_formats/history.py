@@ -71,10 +71,11 @@ def _apart(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
             shown.append(message)
             continue
         for index, call in enumerate(calls):
-            rest = {"content": "", "reasoning_content": ""} if index else {}
-            shown.append({**message, **rest, "tool_calls": [call]})
-            if index:
-                shown[-1] = {k: v for k, v in shown[-1].items() if k != "reasoning_content"}
+            own = {**message, "tool_calls": [call]}
+            if index:  # text and thoughts are the first one's
+                own["content"] = ""
+                own.pop("reasoning_content", None)
+            shown.append(own)
             if call["id"] in results:
                 moved.add(call["id"])
                 shown.append(results[call["id"]])
