@@ -21,7 +21,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -139,8 +138,7 @@ class IdempotentAnswers:
             if log.header.echo.get(_DIGEST) != key.digest:
                 raise _reused()
             if log.end is None or log.end.error is None:
-                find_again = partial(self._service.answer_log, caller, response_id)
-                return LoggedGeneration(log, find_again=find_again, is_resumed=is_resumed)
+                return LoggedGeneration(log, is_resumed=is_resumed)
         raise AssertionError("unreachable")
 
     async def respond(

@@ -1,7 +1,7 @@
 """What a gateway knows of Redis: how far away it is, and what is wrong with it.
 
 Nothing is asked for this: errors are noted where they occur, and the round trip is that of the
-heartbeats (`redis_ownership`).
+heartbeats (`redis_gateways`).
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
+from penstock.gateway.storage.response_log.cursor import LogNotice
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemContent, ItemKind
 from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
-from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
+from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import (
     DeltaEntry,
     EndEntry,

@@ -16,7 +16,8 @@ from penstock.engine.request import Request, TokenLogprobs
 from penstock.gateway.errors import GenerationFailedError, RequestRefusedError
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Usage
-from penstock.gateway.storage.response_log.log import FindAgain, LogNotice, ResponseLog
+from penstock.gateway.storage.response_log.cursor import LogNotice
+from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry
 
 
@@ -24,18 +25,15 @@ class LoggedGeneration:
     """A `DeltaSource` of one output.
 
     Args:
-        find_again: see `ResponseLog.read`.
         is_resumed: another request has begun it.
     """
 
-    def __init__(
-        self, log: ResponseLog, *, find_again: FindAgain, is_resumed: bool = False
-    ) -> None:
+    def __init__(self, log: ResponseLog, *, is_resumed: bool = False) -> None:
         self.is_resumed = is_resumed
         self._header = log.header
         self.request: Request = log.header.request
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        self._reader = log.read(find_again=find_again)
+        self._reader = log.read()
         self._due: deque[Entry] = deque()
         self._token_ids: list[int] = []
         self._end: EndEntry | None = None

@@ -111,7 +111,7 @@ class _Newest:
 
 
 class ResponseTask:
-    """Runs one response; the owner of its log.
+    """Runs one response: the `Runner` of its log.
 
     Args:
         turn: the turn as stored while the response runs; None if it is not to be stored.
@@ -135,7 +135,9 @@ class ResponseTask:
         conversations: ConversationStore,
         settings: ResponseTaskSettings,
     ) -> None:
+        assert log.run is not None
         self.log = log
+        self._run_of_log = log.run
         self.failure: Failure | None = None
         self._generation = generation
         self._tokenizer = tokenizer
@@ -166,17 +168,17 @@ class ResponseTask:
 
     def start(self, *, after: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
         """Begin once `after` has returned. In every case the log gets its end."""
-        self.log.owner = self
-        self.readers_changed()
         self._touch_later()
         self._task = asyncio.create_task(self._run(after))
+        self._run_of_log.begin(self)
+        self.readers_changed()
         return self._task
 
     async def _run(self, after: Callable[[], Awaitable[None]] | None) -> None:
         try:
             end = await self._generate(after)
         finally:
-            self.log.owner = None
+            self._run_of_log.end()
             self._stop_grace()
             if self._checking_readers is not None:
                 self._checking_readers.cancel()
@@ -184,7 +186,7 @@ class ResponseTask:
                 self._touch.cancel()
         is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.GRAMMAR)
         is_superseded = self._phase is Phase.SUPERSEDED
-        if not (is_natural or await self.log.verify(is_superseded=is_superseded)):
+        if not (is_natural or await self._run_of_log.verify(is_superseded=is_superseded)):
             self._move_to(Phase.LOST)
             self.failure = None
             return
@@ -192,11 +194,11 @@ class ResponseTask:
         if self._remember is not None:
             self._remember(self._finished(turn_of(self.log.header), end))
         if self._turn is None:
-            self.log.append(end)
+            self._run_of_log.append(end)
             return
         turn = self._finished(self._turn, end)
         is_stored = await self._store(turn, self._settings.store_patience_s)
-        self.log.append(end)
+        self._run_of_log.append(end)
         if not (is_stored or await self._store(turn, _STORE_WITHIN_S)):
             _LOG.warning("cannot store turn %s: the store was away for too long", turn.turn_id)
 
@@ -280,10 +282,12 @@ class ResponseTask:
 
     def _notify(self, delta: Delta) -> None:
         if delta.notice is not None:
-            self.log.notify(delta.notice.value)
+            self._run_of_log.notify(delta.notice.value)
         if delta.queue_position is not None:
             wait_ms = delta.estimated_wait_ms
-            self.log.notify("queue", position=delta.queue_position, estimated_wait_ms=wait_ms)
+            self._run_of_log.notify(
+                "queue", position=delta.queue_position, estimated_wait_ms=wait_ms
+            )
 
     def _log(self, text: str) -> None:
         """Log text of the newest item, if there is any, or if the item begins."""
@@ -302,7 +306,9 @@ class ResponseTask:
         name = "" if newest.begun_by is None else newest.begun_by.name
         self._newest = _Newest(newest.output_index, newest.kind)
         index = newest.output_index
-        self.log.append_delta(text, new, logprobs, output_index=index, kind=newest.kind, name=name)
+        self._run_of_log.append_delta(
+            text, new, logprobs, output_index=index, kind=newest.kind, name=name
+        )
 
     def _end(
         self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
@@ -378,7 +384,7 @@ class ResponseTask:
         except RequestRefusedError as error:
             _LOG.warning("cannot renew the lease of turn %s: %s", turn.turn_id, error)
 
-    # -- `LogOwner` --------------------------------------------------------------------------
+    # -- `Runner` --------------------------------------------------------------------------
 
     def cancel(self) -> None:
         self._stop(Phase.CANCELLED)
@@ -411,7 +417,7 @@ class ResponseTask:
 
     async def _abandon_unless_read(self) -> None:
         grace = self._grace
-        is_read = await self.log.is_read_elsewhere()
+        is_read = await self._run_of_log.is_read_elsewhere()
         if self._grace is not grace or self.log.is_ended:
             return  # a reader came meanwhile, or the response has ended
         self._grace = None

@@ -7,7 +7,7 @@ count input tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ from penstock.gateway.generation.generation import DeltaSource
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
-from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
+from penstock.gateway.storage.response_log.log import ResponseLog
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _ONE = "/v1/responses/{response_id}"
@@ -91,12 +91,12 @@ class Responses:
         key = idempotency_key(request, body, caller_of(request.scope))
         log, task = await self._started(request, asked, key)
         if asked.stream:
-            subscriber = self._subscriber(request, log, notices=asked.penstock.events)
+            subscriber = Subscriber(log, notices=asked.penstock.events)
             is_live = task is not None and not asked.background
             return self._live(subscriber) if is_live else self._resumed(subscriber)
         if asked.background:
             return json_response(response_object(log))
-        whole = await unless_gone(request, self._whole(request, log))
+        whole = await unless_gone(request, self._whole(log))
         if whole is None:
             return Response(status_code=CLIENT_GONE)
         if task is not None and task.failure is not None:
@@ -171,7 +171,7 @@ class Responses:
             after = _starting_after(request)
             log = await self._service.resume(caller, response_id)
             check_start(after, log)
-            return self._resumed(self._subscriber(request, log, after=after))
+            return self._resumed(Subscriber(log, after=after))
         if "starting_after" in request.query_params:
             raise _invalid("starting_after", "needs stream=true")
         turn = await self._service.turn(caller, response_id)
@@ -188,7 +188,7 @@ class Responses:
         if turn.status != "in_progress":
             return Response(turn.response, media_type="application/json")
         log = await self._service.log(caller, response_id)
-        whole = await unless_gone(request, self._whole(request, log))
+        whole = await unless_gone(request, self._whole(log))
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     @operation(f"DELETE {_ONE}", "Delete a response.", "Deleted", statuses=(409,))
@@ -207,12 +207,6 @@ class Responses:
         )
         return json_response(item_page(items_of(path), request.query_params))
 
-    def _subscriber(
-        self, request: Request, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
-    ) -> Subscriber:
-        find_again = self._find_again(request, log)
-        return Subscriber(log, after=after, notices=notices, find_again=find_again)
-
     def _live(self, subscriber: Subscriber) -> EventStream:
         source = partial(subscriber.write_to, payloads=_joined)
         return EventStream(source, ping_s=self._ping_s, on_error=_broken)
@@ -221,15 +215,12 @@ class Responses:
         source = partial(subscriber.write_to, payloads=_joined)
         return ResumedEventStream(source, ping_s=self._ping_s, on_error=_broken)
 
-    async def _whole(self, request: Request, log: ResponseLog) -> dict[str, Any]:
+    async def _whole(self, log: ResponseLog) -> dict[str, Any]:
         """The response at its end, whichever gateway runs it."""
-        with log.read(find_again=self._find_again(request, log)) as reader:
+        with log.read() as reader:
             while await next_of(reader) is not None:
                 pass
-            return response_object(reader.log)
-
-    def _find_again(self, request: Request, log: ResponseLog) -> FindAgain:
-        return partial(self._service.log, caller_of(request.scope), log.header.response_id)
+            return response_object(log)
 
 
 def _joined(events: Sequence[Event]) -> Iterable[bytes]:

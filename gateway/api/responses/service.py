@@ -38,8 +38,8 @@ from penstock.gateway.storage.conversations.store import (
     NotFoundError,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.log_store import LogStore, response_expired
+from penstock.gateway.storage.response_log.log import ResponseLog, response_expired
+from penstock.gateway.storage.response_log.log_store import LogStore
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 from penstock.gateway.telemetry.metrics import Metrics
 
@@ -85,14 +85,18 @@ class ResponseService:
         self._prompts = PromptBuilder(generator, conversations)
         self._tasks: set[asyncio.Task[None]] = set()
         self._deletions: set[asyncio.Task[None]] = set()
+        self._taking_over: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """From now on this gateway takes over responses of gateways that died."""
-        await self._logs.start(self._take_over, can_run=lambda: self._engine.info is not None)
+        await self._logs.start(can_run=lambda: self._engine.info is not None)
+        self._taking_over = asyncio.create_task(self._take_over_on())
 
     async def close(self) -> None:
         """Stop the running responses; another gateway, if there is one, takes them over."""
         tasks = self._tasks | self._deletions
+        if self._taking_over is not None:
+            tasks.add(self._taking_over)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -142,8 +146,8 @@ class ResponseService:
             raise
         turn = None if log is None else turn_of(header)
         if log is None:
-            log = ResponseLog(header)
-            log.is_resumable = not request.store  # it was to be; without `store` nobody expects it
+            # It was to be resumable; without `store` nobody expects it.
+            log = ResponseLog(header, is_resumable=not request.store)
         remember = None if memory is None or request.store else memory.keep
         task = self._task(generation, log, turn=turn, text=prompt.text, remember=remember)
         self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
@@ -221,7 +225,8 @@ class ResponseService:
             usage=(0, 0, 0),
             ended_at=int(time.time()),
         )
-        log.append(end)
+        assert log.run is not None
+        log.run.append(end)
 
     async def give_back(self, caller: Caller, claimed_id: str) -> None:
         """Delete the log that `claim` stored."""
@@ -273,13 +278,19 @@ class ResponseService:
 
     # -- responses of other gateways ---------------------------------------------------------
 
+    async def _take_over_on(self) -> None:
+        while True:
+            log = await self._logs.takeovers.get()
+            if log.run is not None:  # otherwise another gateway has it again
+                self._take_over(log)
+
     def _take_over(self, log: ResponseLog) -> None:
         """Continue a response whose gateway has died, from the last entry it stored."""
         generation = self._generator.resume(
             log.header.request,
             output_token_ids=log.token_ids,
             shown=log.pieces,
-            epoch=log.epoch,
+            epoch=log.replica.epoch,
             continues_prompt=log.header.continues_prompt or log.header.continues,
             output_format=log.header.output_format,
         )
@@ -388,7 +399,7 @@ class ResponseService:
     async def _delete_log_at_end(self, caller: Caller, response_id: str) -> None:
         try:
             log = await self.log(caller, response_id)
-            with log.read(find_again=partial(self.log, caller, response_id)) as reader:
+            with log.read() as reader:
                 while await next_of(reader) is not None:
                     pass
             await self._logs.delete(caller.tenant, response_id)

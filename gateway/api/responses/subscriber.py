@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from penstock.gateway.api.responses.events import Event, EventWriter
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.http.raw_writer import RawWriter, pump
-from penstock.gateway.storage.response_log.log import FindAgain, LogNotice, ResponseLog
+from penstock.gateway.storage.response_log.cursor import LogNotice
+from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import Entry
 
 _MAX_NUMBER = (1 << 63) - 1
@@ -25,7 +26,6 @@ class Subscriber:
         after: only events with a higher number. While the response runs it may be a number that
             no event has yet: this gateway may learn of an event after its reader.
         notices: kinds of `penstock.*` events that the reader asked for.
-        find_again: see `ResponseLog.read`.
     """
 
     def __init__(
@@ -34,11 +34,9 @@ class Subscriber:
         *,
         after: int = -1,
         notices: Collection[str] = (),
-        find_again: FindAgain | None = None,
     ) -> None:
         self._log = log
         self._after = after
-        self._find_again = find_again
         self._events = EventWriter(log.header, notices=notices, after=after)
 
     async def write_to(self, out: RawWriter, payloads: Payloads) -> None:
@@ -51,10 +49,10 @@ class Subscriber:
             RequestRefusedError: the response has ended before the event numbered `after`.
             Exception: this gateway cannot read the log to its end; or what `out` raises.
         """
-        with self._log.read(self._after, find_again=self._find_again) as reader:
+        with self._log.read(self._after) as reader:
 
             def encode(entries: list[Entry | LogNotice]) -> Iterable[bytes]:
-                events = self._events.of(entries, reader.log)
+                events = self._events.of(entries, self._log)
                 return payloads(events) if events else ()
 
             has_room = True
@@ -64,7 +62,7 @@ class Subscriber:
             if not has_room:
                 await out.drained()
             await pump(reader, encode, out)
-            check_start(self._after, reader.log)
+            check_start(self._after, self._log)
 
 
 def check_start(after: int, log: ResponseLog) -> None:

@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -169,7 +168,7 @@ class Connection:
             memory.forget_continued()
             raise
         lane.log = task.log
-        return self._subscriber(task.log, notices=request.penstock.events)
+        return Subscriber(task.log, notices=request.penstock.events)
 
     async def _resume(self, message: _Message, stream_id: str | None) -> None:
         response_id = _response_id_of(message, "penstock.resume")
@@ -187,13 +186,7 @@ class Connection:
             return None
         check_start(after, lane.log)
         await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
-        return self._subscriber(lane.log, after=after)
-
-    def _subscriber(
-        self, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
-    ) -> Subscriber:
-        find_again = partial(self._service.log, self.caller, log.header.response_id)
-        return Subscriber(log, after=after, notices=notices, find_again=find_again)
+        return Subscriber(lane.log, after=after)
 
     def _lane(self, stream_id: str | None) -> Lane:
         """The lane for another response.
@@ -222,7 +215,7 @@ class Connection:
             if lane is None:
                 await self._service.cancel(self.caller, response_id)
                 return
-        if lane.log is None or lane.log.owner is not None:
+        if lane.log is None or lane.log.run is not None:
             lane.cancel()
         elif not lane.log.is_ended:  # it runs on another gateway
             await self._service.cancel(self.caller, lane.log.header.response_id)

@@ -1,45 +1,40 @@
-"""The log of a response while it grows, and its readers' cursors.
+"""The log of a response at one gateway: its machine (`replica`), its readers (`cursor`), and the
+shell that stores it.
 
-The owner appends entries. Readers see an entry once it is stored (at once in memory; with Redis,
-after its acknowledgement). Every reader, live or replaying, on the owner's gateway or another, gets
-the same entries from its own cursor. A slow reader gets several entries at a time and costs only
-its position.
+There is one object for a response and gateway, however often the response changes gateways. Every
+reader, live or replaying, on the gateway that runs the response or another, gets the same entries.
+A slow reader gets several entries at a time and costs only its position.
 """
 
 from __future__ import annotations
 
-import asyncio
-from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.engine.chat_formats import Piece
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.response_log import replica as do
+from penstock.gateway.storage.response_log.cursor import Cursor, LogNotice
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.replica import Commands, Replica, Role
 
-FindAgain = Callable[[], Awaitable["ResponseLog"]]
-_NUM_TRIES = 20  # to find a log again
-_TRY_AGAIN_S = 0.25
-_MAX_AT_ONCE = 32  # entries; bounds the memory of entries read but not yet sent to the client
+_ENDED = Role.ENDED
 
 
 class Storage(Protocol):
-    """Stores a log's entries."""
+    """The shell of logs: carries out what their machines say."""
 
-    def appended(self, log: ResponseLog) -> None:
-        """An entry was appended: store it, then call `log.publish`."""
+    def store(self, log: ResponseLog) -> None:
+        """`replica.STORE`, soon."""
         ...
 
-    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
-        """Call `log.fail` if the log has another owner.
+    def carry_out(self, log: ResponseLog, commands: Commands) -> None:
+        """All others; it may do nothing for those that need nothing of storage."""
+        ...
 
-        Args:
-            is_superseded: the engine reported another owner.
-        """
+    async def settle(self, log: ResponseLog) -> None:
+        """Wait until a log that is VERIFYING has been verified, or cannot be now."""
         ...
 
     async def is_read_elsewhere(self, log: ResponseLog) -> bool:
@@ -48,34 +43,36 @@ class Storage(Protocol):
 
 
 class InMemory:
-    """Storage in this process: entries are visible at once, and there is no other owner."""
+    """Storage in this process: entries are visible at once, and there is no other gateway."""
 
-    def appended(self, log: ResponseLog) -> None:
-        log.publish(len(log.entries))
+    def store(self, log: ResponseLog) -> None:
+        log.do(log.replica.acknowledged(log.replica.epoch, len(log.entries)))
 
-    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
-        pass
+    def carry_out(self, log: ResponseLog, commands: Commands) -> None:
+        if commands & do.FOLLOW:
+            log.fail(response_expired(log.response_id))
 
-    async def is_read_elsewhere(self, log: ResponseLog) -> bool:  # noqa: ARG002  (there is none)
+    async def settle(self, log: ResponseLog) -> None:
+        """Nothing is uncertain for longer than a call."""
+
+    async def is_read_elsewhere(self, log: ResponseLog) -> bool:  # noqa: ARG002  (nowhere)
         return False
 
 
 IN_MEMORY = InMemory()
 
 
-class ResponseMovedError(RequestRefusedError):
-    """503 `response_moved`: another gateway runs the response now; readers can resume it."""
-
-    def __init__(self, response_id: str) -> None:
-        super().__init__(
-            f"another gateway has taken over {response_id!r}; resume the stream",
-            code="response_moved",
-            status=503,
-        )
+def response_expired(response_id: str) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"the stream of response {response_id!r} is not available or has expired",
+        code="response_expired",
+        param="response_id",
+        status=404,
+    )
 
 
 def left_behind(response_id: str) -> RequestRefusedError:
-    """The error of a response whose gateway is stopping and does not look for the new owner."""
+    """The error of a reader whose gateway is stopping before the response has ended."""
     return RequestRefusedError(
         f"this gateway is shutting down; resume {response_id!r} on a new connection",
         code="response_moved",
@@ -83,16 +80,8 @@ def left_behind(response_id: str) -> RequestRefusedError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LogNotice:
-    """An event for current readers only: it has no number and is neither stored nor replayed."""
-
-    kind: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-class LogOwner(Protocol):
-    """Runs a response and appends to its log."""
+class Runner(Protocol):
+    """Runs a response."""
 
     def cancel(self) -> None:
         """Stop the response."""
@@ -107,43 +96,176 @@ class LogOwner(Protocol):
         ...
 
 
+class Run:
+    """A response while this gateway runs it: the right to append to its log, until another gateway
+    takes the response over.
+
+    Attributes:
+        log: the response's.
+        epoch: appended under.
+    """
+
+    __slots__ = ("_runner", "epoch", "log")
+
+    def __init__(self, log: ResponseLog) -> None:
+        self.log = log
+        self.epoch = log.replica.epoch
+        self._runner: Runner | None = None
+
+    @property
+    def is_current(self) -> bool:
+        return self.log.run is self
+
+    def begin(self, runner: Runner) -> None:
+        """Tell the runner, from now on, what happens. Something may have happened already."""
+        self._runner = runner
+        if not self.is_current:
+            runner.lose()
+        elif self.log.replica.is_cancelled:
+            runner.cancel()
+
+    def end(self) -> None:
+        """The runner wants to hear no more. It may still append the end."""
+        self._runner = None
+
+    def append_delta(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[Mapping[str, Any], ...] = (),
+        *,
+        output_index: int = 0,
+        kind: str = MESSAGE.type,
+        name: str = "",
+    ) -> None:
+        """Append a delta of the newest item, or the first delta of the next one."""
+        log = self.log
+        entries = log.entries
+        num_events = 1
+        last = entries[-1] if entries else None
+        if not (isinstance(last, DeltaEntry) and last.output_index == output_index):
+            newest = log.open_item
+            if newest is None or newest[0] != output_index:
+                num_events += log.header.kind_of(kind).num_opening_events
+                if newest is not None:
+                    num_events += log.header.kind_of(newest[1]).num_closing_events
+        number = log.header.num_opening_events if last is None else last.last_number + 1
+        entry = DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events, name)
+        log.do(log.replica.append(self.epoch, entry))
+
+    def append(self, entry: Entry) -> None:
+        """Append the next entry. Nothing follows an `EndEntry`."""
+        self.log.do(self.log.replica.append(self.epoch, entry))
+
+    def notify(self, kind: str, **values: Any) -> None:
+        """Send a notice to current readers, in order with the entries."""
+        if self.is_current:
+            self.log.notify(kind, **values)
+
+    async def verify(self, *, is_superseded: bool) -> bool:
+        """Whether this gateway still runs the response.
+
+        Args:
+            is_superseded: the engine says that another does.
+        """
+        log = self.log
+        log.do(log.replica.unsure(self.epoch))
+        await log.storage.settle(log)
+        if is_superseded and not log.is_resumable:
+            log.do(log.replica.fenced(self.epoch))
+        return self.is_current
+
+    async def is_read_elsewhere(self) -> bool:
+        """Whether the log has readers at other gateways."""
+        return await self.log.storage.is_read_elsewhere(self.log)
+
+    def tell(self, commands: Commands) -> None:
+        """What happened to the response."""
+        runner = self._runner
+        if runner is None:
+            return
+        if commands & do.STOP:
+            self._runner = None
+            runner.lose()
+        elif commands & do.CANCEL:
+            runner.cancel()
+        else:
+            runner.readers_changed()
+
+
 class ResponseLog:
     """One response.
 
+    Args:
+        role: the one that it begins with.
+
     Attributes:
-        epoch: of the owner that appends.
         entries: in order; the first `num_published` are visible to readers.
-        end: the last entry, once it is visible to readers.
-        is_cancelled: a cancel arrived at this gateway.
-        is_resumable: False once an entry was sent to a client without being stored.
-        readers: open cursors.
-        owner: runs the response in this gateway; None if none does, or not any longer.
+        run: while this gateway runs the response.
+        readers: open ones.
+        notices: each with the number of entries before it.
     """
 
-    def __init__(self, header: ResponseHeader, *, storage: Storage = IN_MEMORY) -> None:
+    __slots__ = (
+        "__weakref__",
+        "entries",
+        "failure",
+        "header",
+        "notices",
+        "readers",
+        "replica",
+        "run",
+        "storage",
+    )
+
+    def __init__(
+        self,
+        header: ResponseHeader,
+        *,
+        storage: Storage = IN_MEMORY,
+        role: Role = Role.OWNED,
+        is_resumable: bool = True,
+    ) -> None:
         self.header = header
-        self.epoch = 1
-        self.entries: list[Entry] = []
-        self.num_published = 0
-        self.end: EndEntry | None = None
-        self.is_cancelled = False
-        self.is_resumable = True
+        self.replica = Replica(role, num_opening_events=header.num_opening_events)
+        self.replica.is_resumable = is_resumable
+        self.entries = self.replica.entries
+        self.run: Run | None = Run(self) if self.replica.runs else None
         self.readers: set[LogReader] = set()
-        self.owner: LogOwner | None = None
-        self.notices: list[tuple[int, LogNotice]] = []  # with the number of entries before each
+        self.notices: list[tuple[int, LogNotice]] = []
         self.failure: Exception | None = None
-        self._storage = storage
+        self.storage = storage
+
+    @property
+    def response_id(self) -> str:
+        return self.header.response_id
+
+    @property
+    def num_published(self) -> int:
+        return self.replica.num_visible
+
+    @property
+    def is_resumable(self) -> bool:
+        """False once an entry was sent to a client without being stored."""
+        return self.replica.is_resumable
+
+    @property
+    def is_ended(self) -> bool:
+        return self.replica.role is _ENDED
+
+    @property
+    def end(self) -> EndEntry | None:
+        """The last entry, once it is visible to readers."""
+        if self.replica.role is not _ENDED:
+            return None
+        last = self.entries[-1]
+        assert isinstance(last, EndEntry)
+        return last
 
     @property
     def next_number(self) -> int:
         """The sequence number of the next event."""
-        if not self.entries:
-            return self.header.num_opening_events
-        return self.entries[-1].last_number + 1
-
-    @property
-    def is_ended(self) -> bool:
-        return self.end is not None
+        return self.replica.next_number
 
     @property
     def pieces(self) -> list[Piece]:
@@ -171,248 +293,96 @@ class ResponseLog:
                 return entry.output_index, entry.kind
         return (0, MESSAGE.type) if self.header.begins_message else None
 
-    # -- for the owner ----------------------------------------------------------------------
+    def read(self, after: int = -1) -> LogReader:
+        """A cursor after the event numbered `after`; use it as a context manager.
 
-    def append_delta(
-        self,
-        text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[Mapping[str, Any], ...] = (),
-        *,
-        output_index: int = 0,
-        kind: str = MESSAGE.type,
-        name: str = "",
-    ) -> None:
-        """Append a delta of the newest item, or the first delta of the next one."""
-        num_events = 1
-        last = self.entries[-1] if self.entries else None
-        if not (isinstance(last, DeltaEntry) and last.output_index == output_index):
-            newest = self.open_item
-            if newest is None or newest[0] != output_index:
-                num_events += self.header.kind_of(kind).num_opening_events
-                if newest is not None:
-                    num_events += self.header.kind_of(newest[1]).num_closing_events
-        number = self.next_number
-        self.entries.append(
-            DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events, name)
-        )
-        self._storage.appended(self)
+        The opening events are not among the entries: a reader makes them from the header.
+        """
+        return LogReader(self, after)
 
-    def append(self, entry: Entry) -> None:
-        """Append the next entry. Nothing follows an `EndEntry`."""
-        assert entry.number == self.next_number
-        self.entries.append(entry)
-        self._storage.appended(self)
+    def begin_reading(self, reader: LogReader) -> None:
+        if self.failure is not None:
+            reader.fail(self.failure, at_once=False)
+        self.readers.add(reader)
+        self._report()
+        if reader.is_ahead and self.replica.role is Role.OWNED:
+            self.do(self.replica.unsure(self.replica.epoch))
 
-    async def verify(self, *, is_superseded: bool) -> bool:
-        """Whether this gateway is still the owner; see `Storage.verify`."""
-        await self._storage.verify(self, is_superseded=is_superseded)
-        return self.failure is None
+    def end_reading(self, reader: LogReader) -> None:
+        self.readers.discard(reader)
+        self._report()
 
-    async def is_read_elsewhere(self) -> bool:
-        """Whether the log has readers beside those in `readers`."""
-        return await self._storage.is_read_elsewhere(self)
+    def _report(self) -> None:
+        if self.run is not None:
+            self.run.tell(do.NOTHING)
+
+    def cancel(self) -> None:
+        """Stop the response if this gateway runs it and it has not ended."""
+        self.do(self.replica.cancel())
 
     def notify(self, kind: str, **values: Any) -> None:
         """Send a notice to current readers, in order with the entries."""
         self.notices.append((len(self.entries), LogNotice(kind, values)))
-        self._wake()
+        self.wake()
 
-    def publish(self, num_entries: int) -> None:
-        """Make the first `num_entries` visible to readers."""
-        if num_entries > self.num_published:
-            self.num_published = num_entries
-            last = self.entries[num_entries - 1]
-            self.end = last if isinstance(last, EndEntry) else None
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """The log ends here: it has another owner, or its storage is gone. Readers get the visible
-        entries, then this error."""
-        self.failure = error
-        self._wake()
-        if self.owner is not None:
-            self.owner.lose()
-
-    # -- for everyone -----------------------------------------------------------------------
-
-    def read(self, after: int = -1, *, find_again: FindAgain | None = None) -> LogReader:
-        """A cursor after the event numbered `after`; use it as a context manager.
-
-        Args:
-            find_again: finds the new owner's log after a takeover.
-
-        The opening events are not among the entries: a reader makes them from the header.
-        """
-        return LogReader(self, after, find_again)
-
-    def cancel(self) -> None:
-        """Stop the response if this gateway runs it and it has not ended."""
-        if self.owner is not None and not self.is_ended:
-            self.is_cancelled = True
-            self.owner.cancel()
-
-    def _wake(self) -> None:
+    def wake(self) -> None:
         for reader in self.readers:
             reader.wake()
 
+    def do(self, commands: Commands) -> None:
+        """Carry out what the log's machine said."""
+        if commands & do.STORE:
+            self.storage.store(self)
+        if commands & do.SHOW:
+            self.wake()
+        if commands >= do.MARK:
+            self._do_rarely(commands)
 
-class LogReader:
-    """A cursor, and a `Source` of entries and notices.
+    def _do_rarely(self, commands: Commands) -> None:
+        run = self.run
+        if commands & (do.STOP | do.END):
+            self.run = None
+        elif commands & do.RUN:
+            self.run = Run(self)
+        if run is not None and commands & (do.STOP | do.CANCEL):
+            run.tell(commands)
+        if commands & do.REJOIN:
+            self._cut_astray()
+        self.storage.carry_out(self, commands)
 
-    Attributes:
-        log: the log that it reads; replaced when another gateway takes the response over.
+    def _cut_astray(self) -> None:
+        """Fail the readers whose events may not go together with what is visible now."""
+        for reader in list(self.readers):
+            is_astray = reader.is_ahead if self.replica.runs else reader.has_passed_all
+            if is_astray:
+                reader.fail(response_expired(self.response_id), at_once=True)
+
+    def fail(self, error: Exception) -> None:
+        """It can no longer be read from storage. Readers get what is visible, then this error."""
+        if self.replica.failed():
+            self.failure = error
+            for reader in list(self.readers):
+                reader.fail(error, at_once=False)
+
+
+class LogReader(Cursor):
+    """A cursor that its log knows of while it is open.
 
     with log.read(after) as reader:
         while (entries := await next_of(reader)) is not None:
             ...
     """
 
-    __slots__ = (
-        "_after",
-        "_find_again",
-        "_may_lag",
-        "_moving",
-        "_next_notice",
-        "_on_more",
-        "_position",
-        "log",
-    )
+    __slots__ = ("log",)
 
-    def __init__(self, log: ResponseLog, after: int, find_again: FindAgain | None) -> None:
-        self._find_again = find_again
-        self._on_more: Callable[[], None] | None = None
-        self._moving: asyncio.Future[ResponseLog] | None = None  # to the next owner's log
-        self._begin(log, after)
-
-    def _begin(self, log: ResponseLog, after: int) -> None:
+    def __init__(self, log: ResponseLog, after: int) -> None:
+        super().__init__(log.replica, log.notices, after=after)
         self.log = log
-        self._after = after
-        self._position = _position(log, after)
-        self._may_lag = after >= 0
-        self._next_notice = len(log.notices)
 
     def __enter__(self) -> LogReader:
-        self.log.readers.add(self)
-        self._report()
+        self.log.begin_reading(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._on_more = None
-        if self._moving is not None:
-            self._moving.cancel()
-            self._moving = None
-        self.log.readers.discard(self)
-        self._report()
-
-    def _report(self) -> None:
-        if self.log.owner is not None:
-            self.log.owner.readers_changed()
-
-    @property
-    def is_over(self) -> bool:
-        return self.log.end is not None and self._position == self.log.num_published
-
-    def take(self) -> list[Entry | LogNotice]:
-        """New entries and notices in order, up to a bound; may be empty.
-
-        Raises:
-            Exception: the error that `ResponseLog.fail` got, after all visible entries, unless the
-                response's next owner is being looked for.
-        """
-        log, begin = self.log, self._position
-        stop = min(log.num_published, begin + _MAX_AT_ONCE)
-        found: list[Entry | LogNotice] = []
-        while self._next_notice < len(log.notices):
-            position, notice = log.notices[self._next_notice]
-            if position > stop:
-                break
-            found += log.entries[begin:position]
-            found.append(notice)
-            begin = max(begin, position)
-            self._next_notice += 1
-        found += log.entries[begin:stop]
-        self._position = stop
-        if self._may_lag and found:
-            self._drop_known(found)
-        if log.failure is not None and log.end is None and not (found or self._is_behind):
-            self._move_or_raise(log.failure)
-        return found
-
-    def _drop_known(self, found: list[Entry | LogNotice]) -> None:
-        """A followed log may lag behind what its reader already got from the owner's gateway."""
-        while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
-            del found[0]
-        self._may_lag = not (found and not isinstance(found[0], LogNotice))
-
-    def when_ready(self, call: Callable[[], None]) -> bool:
-        """Have `call` called at once by the code that appends (`Source.when_ready`)."""
-        log = self.log
-        has_failed = log.failure is not None and not self._is_moving
-        if self._is_behind or log.end is not None or has_failed:
-            return False
-        self._on_more = call
-        return True
-
-    @property
-    def _is_behind(self) -> bool:
-        log, next_notice = self.log, self._next_notice
-        if self._position < log.num_published:
-            return True
-        return next_notice < len(log.notices) and log.notices[next_notice][0] <= self._position
-
-    def wake(self) -> None:
-        call, self._on_more = self._on_more, None
-        if call is not None:
-            call()
-
-    # -- the response's next owner ----------------------------------------------------------
-
-    @property
-    def _is_moving(self) -> bool:
-        return self._moving is not None and not self._moving.done()
-
-    def _move_or_raise(self, failure: Exception) -> None:
-        """Look for the log of the next owner; raise `failure` if there cannot be one."""
-        if self._find_again is None or not isinstance(failure, ResponseMovedError):
-            raise failure
-        if self._moving is None:
-            self._moving = asyncio.ensure_future(_found(self._find_again))
-            self._moving.add_done_callback(self._on_found)
-        elif self._moving.done():
-            self._moving.result()  # it has failed
-
-    def _on_found(self, moving: asyncio.Future[ResponseLog]) -> None:
-        if moving is not self._moving:
-            return  # the reader has left
-        if moving.exception() is not None:
-            self.wake()
-            return
-        self._moving = None
-        wake, self._on_more = self._on_more, None
-        read = self.log.entries[: self._position]
-        after = max(self._after, read[-1].last_number) if read else self._after
-        self.log.readers.discard(self)
-        self._report()
-        self._begin(moving.result(), after)
-        self.log.readers.add(self)
-        self._report()
-        if wake is not None:
-            wake()
-
-
-async def _found(find_again: FindAgain) -> ResponseLog:
-    """Find a log with retries: a gateway that has just lost its responses has many to find, and may
-    have been stopped when its storage answered."""
-    for _ in range(_NUM_TRIES - 1):
-        try:
-            return await find_again()
-        except StoreUnavailableError:
-            await asyncio.sleep(_TRY_AGAIN_S)
-    return await find_again()
-
-
-def _position(log: ResponseLog, after: int) -> int:
-    """The first entry with an event numbered above `after`."""
-    position = bisect_right(log.entries, after, key=attrgetter("last_number"))
-    return min(position, log.num_published)
+        self.forget_call()
+        self.log.end_reading(self)

@@ -6,6 +6,7 @@ it, and another gateway takes it over if the owner dies.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,15 +14,15 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.codec import decode_log, encode_log
-from penstock.gateway.storage.response_log.log import InMemory, ResponseLog
+from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, response_expired
 from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.replica import Commands, Role
 from penstock.gateway.storage.tenant_shares import TenantShares
 
 DEFAULT_TTL_S = 3600.0
 _LOG_BYTES = 512  # an ended log's objects and dictionary slots, without its content
-TakeOver = Callable[[ResponseLog], None]
 
 
 class LogExistsError(Exception):
@@ -29,23 +30,26 @@ class LogExistsError(Exception):
 
 
 class LogStore(Protocol):
-    """Response logs by id."""
+    """Response logs by id.
 
-    async def start(
-        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
-    ) -> None:
+    Attributes:
+        takeovers: logs of responses whose gateway is gone and that this one runs from now on
+            (`ResponseLog.run`); they have all entries stored so far, and no end.
+    """
+
+    takeovers: asyncio.Queue[ResponseLog]
+
+    async def start(self, *, can_run: Callable[[], bool] = lambda: True) -> None:
         """Start the store.
 
         Args:
-            take_over: called with the log of a response whose owner is gone and that this gateway
-                owns from now on; it has all entries stored so far, and no end.
             can_run: whether this gateway could run a response now. If not, it leaves responses to
                 other gateways unless none takes them over.
         """
         ...
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
-        """The log of a new response, owned by this gateway.
+        """The log of a new response, which this gateway runs.
 
         Raises:
             LogExistsError: there already is a log of that id.
@@ -63,8 +67,8 @@ class LogStore(Protocol):
         ...
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """Have the owner stop a response (`LogOwner.cancel`) unless it has ended. Raises as
-        `find`."""
+        """Have the gateway that runs a response stop it (`Runner.cancel`) unless it has ended.
+        Raises as `find`."""
         ...
 
     async def delete(self, tenant: str, response_id: str) -> None:
@@ -117,6 +121,7 @@ class MemoryLogStore(InMemory):
         shares: TenantShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.takeovers: asyncio.Queue[ResponseLog] = asyncio.Queue()
         self._shelf = (shares or TenantShares()).shelf(max_bytes, drop=self._drop)
         self._ttl_s = ttl_s
         self._clock = clock
@@ -128,9 +133,7 @@ class MemoryLogStore(InMemory):
     def num_bytes(self) -> int:
         return self._shelf.num_bytes
 
-    async def start(
-        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
-    ) -> None:
+    async def start(self, *, can_run: Callable[[], bool] = lambda: True) -> None:
         """There are no other gateways to take responses over from."""
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
@@ -155,9 +158,9 @@ class MemoryLogStore(InMemory):
         log = self._being_read.get(response_id)
         if log is None:
             header, entries = decode_log(ended.data)
-            log = self._being_read[response_id] = ResponseLog(header)
-            log.entries = entries
-            log.publish(len(entries))
+            log = ResponseLog(header, role=Role.FOLLOWED)
+            log.replica.load(entries)
+            self._being_read[response_id] = log
         return log
 
     async def cancel(self, tenant: str, response_id: str) -> None:
@@ -177,9 +180,9 @@ class MemoryLogStore(InMemory):
     async def close(self) -> None:
         """There is nothing to close."""
 
-    def appended(self, log: ResponseLog) -> None:
-        super().appended(log)
-        if log.is_ended:
+    def carry_out(self, log: ResponseLog, commands: Commands) -> None:
+        super().carry_out(log, commands)
+        if commands & do.RELEASE:
             self._keep(log)
 
     def _keep(self, log: ResponseLog) -> None:
@@ -202,12 +205,3 @@ class MemoryLogStore(InMemory):
     def _drop(self, response_id: str) -> None:
         self._shelf.remove(self._ended.pop(response_id).tenant, response_id)
         self._being_read.pop(response_id, None)
-
-
-def response_expired(response_id: str) -> RequestRefusedError:
-    return RequestRefusedError(
-        f"the stream of response {response_id!r} is not available or has expired",
-        code="response_expired",
-        param="response_id",
-        status=404,
-    )

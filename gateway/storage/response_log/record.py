@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
@@ -130,6 +130,7 @@ class DeltaEntry(Struct, gc=False):
     kind: str = MESSAGE.type
     num_events: int = 1
     name: str = ""
+    is_end: ClassVar[bool] = False
 
     @property
     def last_number(self) -> int:
@@ -157,6 +158,7 @@ class EndEntry:
     ended_at: int
     error: tuple[str, str] | None = None
     prefix_id: bytes | None = None
+    is_end: ClassVar[bool] = True
 
     @property
     def last_number(self) -> int:

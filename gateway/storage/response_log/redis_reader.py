@@ -4,7 +4,7 @@ other gateways. One blocking XREAD serves all of them, each from its own positio
 In a cluster one XREAD cannot span slots. There the streams are polled every `_POLL_S`, with an
 independent pipeline per node, which only costs that much latency.
 
-A log is followed as long as it is referenced.
+A log is followed as long as it is referenced, and another gateway runs its response.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import asyncio
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 
 from redis.asyncio import Redis
 
@@ -22,19 +21,16 @@ from penstock.gateway.storage.conversations.store import store_unavailable
 from penstock.gateway.storage.redis_cluster import ClusterClient, node_name
 from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
 from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
-from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
-from penstock.gateway.storage.response_log.log_store import response_expired
+from penstock.gateway.storage.redis_trips import Command, ask, round_trip
+from penstock.gateway.storage.response_log.log import left_behind, response_expired
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_stream import (
-    BrokenLogError,
-    Command,
-    StoredLog,
+    RedisLog,
     StreamEntry,
-    ask,
-    log_key,
+    parse_id,
     read_key,
-    round_trip,
 )
+from penstock.gateway.storage.response_log.replica import BrokenLogError, Role
 
 _LOG = logging.getLogger(__name__)
 _BLOCK_MS, _LEAST_BLOCK_MS = 500, 50  # shorter than any time-out of a connection
@@ -45,20 +41,16 @@ _PAGE_ENTRIES = 512
 _MARK_EVERY_S, _MARK_S = 5.0, 15  # the mark says that a log has readers
 
 
-@dataclass(slots=True)
-class _Followed:
-    log: weakref.ref[ResponseLog]
-    position: bytes
-
-
 class StreamFollower:
     """Follows logs and the control stream.
 
     Args:
         control_key: the stream of commands to this gateway.
-        on_control: called with the fields of each entry in it.
         health: notes errors.
         clock: monotonic seconds.
+
+    Attributes:
+        commands: the fields of each entry in the control stream, for whoever obeys them.
     """
 
     def __init__(
@@ -66,7 +58,6 @@ class StreamFollower:
         redis: Redis,
         settings: RedisLogSettings,
         control_key: str,
-        on_control: Callable[[dict[bytes, bytes]], None],
         *,
         health: RedisHealth,
         clock: Callable[[], float],
@@ -77,29 +68,36 @@ class StreamFollower:
         self._is_cluster = isinstance(client, ClusterClient)
         self._control_key = control_key.encode()
         self._control_position = b"0-0"
-        self._on_control = on_control
         self._health = health
         self._clock = clock
-        self._followed: dict[bytes, _Followed] = {}
+        self.commands: asyncio.Queue[dict[bytes, bytes]] = asyncio.Queue()
+        self._followed: dict[bytes, weakref.ref[RedisLog]] = {}
+        self._new: list[RedisLog] = []  # of which nobody knows yet that they have readers here
         self._is_control_foreign = False  # its key holds something else
         self._is_blocked = False
         self._mark_due_s = 0.0
         self._away_s = defaultdict[str, float](float)  # by node: time of consecutive failed tries
 
-    def find(self, response_id: str) -> ResponseLog | None:
-        """The log, if it is already followed here."""
-        followed = self._followed.get((log_key(response_id) or "").encode())
-        return None if followed is None else followed.log()
+    def follow(self, log: RedisLog, *, is_read: bool) -> None:
+        """Follow a log from its position.
 
-    async def follow(self, stored: StoredLog) -> None:
-        """Follow a log from the position up to which it was read.
+        Args:
+            is_read: it has, or is to have, a reader: `announce` it.
+        """
+        self._followed[log.key.encode()] = weakref.ref(log)
+        if is_read:
+            self._new.append(log)
+
+    async def announce(self) -> None:
+        """Mark new logs as read for the gateways that run them, and begin to read them at once.
 
         Raises:
             RedisAwayError: Redis is unavailable.
         """
-        key = (log_key(stored.log.header.response_id) or "").encode()
-        self._followed[key] = _Followed(weakref.ref(stored.log), stored.position)
-        await self._mark_read([stored.log])
+        new, self._new = self._new, []
+        if not new:
+            return
+        await self._mark_read(new)
         if self._is_blocked and not self._is_cluster:
             # The blocking XREAD does not include it yet; a control entry makes XREAD return.
             wake: Command = ("XADD", self._control_key, "MAXLEN", "~", 1000, "*", b"wake", b"")
@@ -108,15 +106,12 @@ class StreamFollower:
     @property
     def has_readers(self) -> bool:
         """Whether a followed log is being read."""
-        logs = [followed.log() for followed in self._followed.values()]
-        return any(log is not None and log.readers for log in logs)
+        return any(log.readers for log in self._live().values())
 
     def let_go(self) -> None:
         """Follow nothing any longer: readers get 503 `response_moved`."""
-        for key, followed in list(self._followed.items()):
-            log = followed.log()
-            if log is not None:
-                self._fail(key, left_behind(log.header.response_id))
+        for key, log in self._live().items():
+            self._fail(key, left_behind(log.response_id))
 
     async def run(self) -> None:
         """Follow until cancelled. After an absence of Redis, each stream continues where it was."""
@@ -191,8 +186,7 @@ class StreamFollower:
         """
         if self._clock() >= self._mark_due_s:
             self._mark_due_s = self._clock() + _MARK_EVERY_S
-            logs = [followed.log() for followed in self._followed.values()]
-            await self._mark_read([log for log in logs if log is not None and log.readers])
+            await self._mark_read([log for log in self._live().values() if log.readers])
         self._is_control_foreign = False  # perhaps
         keys = list(self._live())
         if not keys:
@@ -203,8 +197,8 @@ class StreamFollower:
             if exists == 0:
                 self._fail(key)
 
-    async def _mark_read(self, logs: Sequence[ResponseLog]) -> None:
-        keys = [read_key(log.header.response_id) for log in logs]
+    async def _mark_read(self, logs: Sequence[RedisLog]) -> None:
+        keys = [read_key(log.response_id) for log in logs]
         await round_trip(self._redis, [("SET", key, b"1", "EX", _MARK_S) for key in keys])
 
     async def _block(self, positions: dict[bytes, bytes]) -> list[tuple[bytes, list[StreamEntry]]]:
@@ -245,45 +239,41 @@ class StreamFollower:
         return found
 
     def _positions(self) -> dict[bytes, bytes]:
-        control = {} if self._is_control_foreign else {self._control_key: self._control_position}
-        return {**control, **self._live()}
+        positions = {} if self._is_control_foreign else {self._control_key: self._control_position}
+        for key, log in self._live().items():
+            positions[key] = b"%d-%d" % log.replica.position
+        return positions
 
-    def _live(self) -> dict[bytes, bytes]:
-        """Key and position of every log that is still referenced."""
-        return dict(self._drop_unread())
-
-    def _drop_unread(self) -> Iterator[tuple[bytes, bytes]]:
-        for key, followed in list(self._followed.items()):
-            if followed.log() is None:
+    def _live(self) -> dict[bytes, RedisLog]:
+        """Every log, by its key, that is to be followed on."""
+        live = {}
+        for key, reference in list(self._followed.items()):
+            log = reference()
+            if log is None or log.replica.role is not Role.FOLLOWED:
                 del self._followed[key]
             else:
-                yield key, followed.position
+                live[key] = log
+        return live
 
     def _add_entries(self, key: bytes, position: bytes, entries: list[StreamEntry]) -> None:
         if key == self._control_key:
-            if position != self._control_position:
-                return
-            for entry_id, fields in entries:
-                self._control_position = entry_id
-                self._on_control(fields)
+            if position == self._control_position:
+                for entry_id, fields in entries:
+                    self._control_position = entry_id
+                    self.commands.put_nowait(fields)
             return
-        followed = self._followed.get(key)
-        log = None if followed is None else followed.log()
-        if followed is None or log is None or position != followed.position:
-            return  # no longer followed, or already read by a poll of the slot's new node
-        stored = StoredLog(log, followed.position)
+        reference = self._followed.get(key)
+        log = None if reference is None else reference()
+        if log is None:
+            return
         try:
-            stored.add(entries)
+            log.receive(parse_id(position), entries)
         except BrokenLogError as error:
-            _LOG.warning("cannot follow %s: %s", log.header.response_id, error)
+            _LOG.warning("cannot follow %s: %s", log.response_id, error)
             self._fail(key)
-            return
-        followed.position = stored.position
-        if log.is_ended:
-            del self._followed[key]
 
     def _fail(self, key: bytes, error: Exception | None = None) -> None:
-        followed = self._followed.pop(key, None)
-        log = None if followed is None else followed.log()
+        reference = self._followed.pop(key, None)
+        log = None if reference is None else reference()
         if log is not None:
-            log.fail(error or response_expired(log.header.response_id))
+            log.fail(error or response_expired(log.response_id))

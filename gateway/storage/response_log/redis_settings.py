@@ -26,7 +26,6 @@ class RedisLogSettings:
         without_engine_s: how long a dead gateway's responses wait for a gateway that can run them;
             then any gateway takes them.
         hand_over_s: how long a gateway that stops tries to tell the others.
-        find_s: how long its readers have to find what it handed over.
     """
 
     ttl_s: float = DEFAULT_TTL_S
@@ -38,4 +37,3 @@ class RedisLogSettings:
     beat_s: float = 0.5
     without_engine_s: float = 12.0
     hand_over_s: float = 1.0
-    find_s: float = 1.0

@@ -1,7 +1,10 @@
 """Response logs in Redis, shared by many gateways: one runs a response, any can read it.
 
-`redis_stream` (a response) and `redis_ownership` (the gateways) document the keys. `redis_writer`
-creates and writes the logs that this gateway owns, `redis_reader` follows those of others.
+replica, cursor, leases      what is decided, without I/O
+redis_stream, redis_steps    the format, and the protocol in round trips, without I/O
+redis_writer                 stores what this gateway runs
+redis_reader                 follows what others run
+redis_gateways               heartbeats and takeovers
 """
 
 from __future__ import annotations
@@ -9,43 +12,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 
-from penstock.gateway.storage.conversations.store import (
-    StoreUnavailableError,
-    store_unavailable,
-)
-from penstock.gateway.storage.redis_errors import RedisAwayError
+from penstock.gateway.storage.conversations.store import StoreUnavailableError, store_unavailable
+from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of
 from penstock.gateway.storage.redis_health import RedisHealth
 from penstock.gateway.storage.redis_shares import RedisShares
-from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
-from penstock.gateway.storage.response_log.log_store import TakeOver, response_expired
+from penstock.gateway.storage.redis_trips import ask, drive, round_trip
+from penstock.gateway.storage.response_log import replica as do
+from penstock.gateway.storage.response_log.leases import Leases
+from penstock.gateway.storage.response_log.log import ResponseLog, left_behind, response_expired
 from penstock.gateway.storage.response_log.record import ResponseHeader
-from penstock.gateway.storage.response_log.redis_ownership import Claim, Ownership
+from penstock.gateway.storage.response_log.redis_gateways import Gateways, log_failure
 from penstock.gateway.storage.response_log.redis_reader import StreamFollower
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
+from penstock.gateway.storage.response_log.redis_steps import (
+    Takeovers,
+    control_key,
+    forget,
+    keep_for,
+    read_log,
+    verify_all,
+)
 from penstock.gateway.storage.response_log.redis_stream import (
     BROKEN,
-    BrokenLogError,
-    Command,
-    StoredLog,
-    ask,
-    cancel_key,
+    RedisLog,
     ends,
     header_of,
-    load,
     log_key,
-    num_bytes_of,
     read_first,
+    read_key,
     read_last,
-    round_trip,
     unless_foreign,
 )
-from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWriter, OwnedLog
+from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWriter
+from penstock.gateway.storage.response_log.replica import BrokenLogError, Commands, Role
 
 _LOG = logging.getLogger(__name__)
 _NUM_LOADS = 16  # at a time, so that they do not delay the writer and the lease
@@ -54,7 +61,7 @@ _LOOK_S = 0.1  # interval of checks whether somebody still reads
 
 
 class RedisLogStore:
-    """A `LogStore`.
+    """A `LogStore`; the `Storage` of its logs.
 
     Args:
         redis: a client with few retries and time-outs above half a second, used only by this store.
@@ -72,6 +79,8 @@ class RedisLogStore:
         shares: RedisShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.gateway_id = f"{{{secrets.token_hex(8)}}}"  # its keys share a slot of a cluster
+        self.takeovers: asyncio.Queue[ResponseLog] = asyncio.Queue()
         self._redis = redis
         self._health = health = health or RedisHealth()
         self._settings = settings = settings or RedisLogSettings()
@@ -79,103 +88,69 @@ class RedisLogStore:
         self._shares = shares
         if shares is not None:
             shares.add_kind("resp_", self._evict)
-        self._ownership = Ownership(
-            redis,
-            settings,
-            adopt=self._adopt,
-            on_beat=self._maintain,
-            health=health,
-            clock=clock,
-        )
-        self._writer = LogWriter(
-            redis,
-            settings,
-            on_done=self._forget,
-            farewell=self._farewell,
-            health=health,
-        )
-        self._opener = LogOpener(
-            redis,
-            settings,
-            self._ownership,
-            age=self._age,
-            give_up=self._writer.give_up,
-            health=health,
-        )
-        self._follower = StreamFollower(
-            redis,
-            settings,
-            self._ownership.control_key,
-            self._on_control,
-            health=health,
-            clock=clock,
-        )
-        self._live: dict[str, ResponseLog] = {}  # responses that run here
-        # Those that have readers: many readers of a long one must not each hold a copy.
-        self._ended: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
+        self._running: dict[str, RedisLog] = {}
+        # All that are known here; readers and runs hold them.
+        self._logs: WeakValueDictionary[str, RedisLog] = WeakValueDictionary()
         self._load_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._take_over: TakeOver | None = None
-        self._has_moved_readers = False  # readers of what was handed over
-        self._is_over = False  # nothing is read here any longer
         self._loads = asyncio.Semaphore(_NUM_LOADS)
+        self._leases = Leases(settings)
+        takeovers = Takeovers(self.gateway_id, self._leases, self, self)
+        self._gateways = Gateways(redis, settings, takeovers, health=health, clock=clock)
+        self._by = takeovers
+        self._opener = LogOpener(redis, settings, self.gateway_id, health=health)
+        self._writer = LogWriter(redis, settings, self._running, health=health)
+        self._follower = StreamFollower(
+            redis, settings, control_key(self.gateway_id), health=health, clock=clock
+        )
+        self._can_run: Callable[[], bool] = lambda: True
+        self._is_over = False  # nothing is read here any longer
         self._refresh_s = 0.0  # when to renew the time to live of the running responses' keys
+        self._scan_now = asyncio.Event()
+        self._taking_over: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._forwarding: list[asyncio.Task[None]] = []  # the event loop's references are weak
+        self._errands: set[asyncio.Task[None]] = set()  # the event loop's references are weak
 
-    @property
-    def gateway_id(self) -> str:
-        return self._ownership.gateway_id
-
-    async def start(
-        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Start taking over responses (`LogStore.start`). `take_over` must have set
-        `ResponseLog.owner` when it returns."""
-        self._take_over = take_over
-        self._ownership.can_run = can_run
-        await self._ownership.appear()
-        self._tasks = [
-            asyncio.create_task(self._ownership.run()),
-            asyncio.create_task(self._follower.run()),
-        ]
+    async def start(self, *, can_run: Callable[[], bool] = lambda: True) -> None:
+        self._can_run = can_run
+        # The first heartbeat comes before the first response, so that others notice when this
+        # gateway dies.
+        await self._turn()
+        work = (self._beat_on(), self._follower.run(), self._obey())
+        self._tasks = [asyncio.create_task(each) for each in work]
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
-        response_id = header.response_id
-        key = _key(response_id)
-        log = ResponseLog(header, storage=self._writer)
-        owned = OwnedLog(
-            log=log, key=key, epoch=1, confirmed=header.num_opening_events - 1, is_begun=False
-        )
-        if self._ownership.is_leaving:
+        log = RedisLog(header, key=_key(header.response_id), storage=self)
+        if self._leases.is_leaving:
             raise store_unavailable("this gateway is shutting down")
         try:
-            await self._opener.open(owned)
+            await self._opener.open(log)
         except StoreUnavailableError as error:
             if self._shares is not None:  # for the client's next attempt
-                await self._shares.make_room(header.tenant, owned.num_bytes, error.__cause__)
+                await self._shares.make_room(header.tenant, log.num_bytes, error.__cause__)
             raise
-        self._tell(owned)
-        self._live[response_id] = log
-        self._writer.own(owned)
+        self._tell_size(log)
         return log
 
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
         if self._is_over:
             raise left_behind(response_id)
-        log = self._known(response_id) or await self._load(response_id)
+        log = self.known(response_id) or await self._load(response_id)
         if log.header.tenant != tenant:
             raise response_expired(response_id)
+        if log.replica.pending & do.MARK:  # another gateway may have it, and know more
+            with contextlib.suppress(RedisAwayError):
+                await self._writer.mark_now(log)
         return log
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        log = self._live.get(response_id)
+        log = self._running.get(response_id)
         if log is None:
             is_ended = await self._look(tenant, response_id)
             if is_ended is None:
                 raise response_expired(response_id)
             if not is_ended:
                 with self._answering():
-                    await self._ownership.cancel(response_id)
+                    await self._gateways.cancel(response_id)
         elif log.header.tenant == tenant:
             log.cancel()
         else:
@@ -185,27 +160,31 @@ class RedisLogStore:
         if await self._look(tenant, response_id):
             with self._answering():
                 await ask(self._redis, "DEL", _key(response_id))
-            self._ended.pop(response_id, None)
+            self._logs.pop(response_id, None)
             if self._shares is not None:
                 self._shares.forget_soon(tenant, response_id)
 
     async def hand_over(self) -> None:
-        self._ownership.is_leaving = True
+        self._leases.is_leaving = True
+        if self._taking_over is not None:  # it may add to this gateway's responses
+            self._taking_over.cancel()
+            await asyncio.wait({self._taking_over})
         await self._writer.flushed()
-        self._has_moved_readers = any(log.readers for log in self._live.values())
-        self._writer.let_go()
+        for log in list(self._running.values()):
+            if log.is_resumable:
+                log.do(log.replica.fenced(log.replica.epoch))
         with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(self._settings.hand_over_s):
-                await self._ownership.leave()
+                await self._gateways.leave()
 
     async def let_readers_end(self, limit_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s  # redis-py may swallow a cancellation
         with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(limit_s):
-                if self._has_moved_readers:  # they look for the next owner's log
-                    await asyncio.sleep(self._settings.find_s)
-                while (  # noqa: ASYNC110  (once in a process's life)
-                    self._follower.has_readers and await self._ownership.has_others()
-                ):
+                while self._follower.has_readers and loop.time() < end_s:
+                    if not await self._gateways.are_there():
+                        break
                     await asyncio.sleep(_LOOK_S)
         self._is_over = True
         self._follower.let_go()
@@ -213,51 +192,112 @@ class RedisLogStore:
     async def close(self) -> None:
         """Other gateways take over the running responses when the lease expires."""
         await self._writer.flushed()
-        tasks = set(self._tasks)
+        tasks = {*self._tasks, *self._errands}
+        if self._taking_over is not None:
+            tasks.add(self._taking_over)
         while tasks:  # redis-py may swallow a cancellation
             for task in tasks:
                 task.cancel()
             _, tasks = await asyncio.wait(tasks, timeout=0.1)
 
+    # -- `Storage` ----------------------------------------------------------------------------
+
+    def store(self, log: ResponseLog) -> None:
+        self._writer.store(log)  # type: ignore[arg-type]  # this store makes no others
+
+    def carry_out(self, log: ResponseLog, commands: Commands) -> None:
+        assert isinstance(log, RedisLog)
+        response_id = log.response_id
+        if commands & do.RUN:
+            self._running[response_id] = self._logs[response_id] = log
+        elif commands & (do.STOP | do.END) and self._running.get(response_id) is log:
+            del self._running[response_id]
+        if commands & do.MARK:
+            self._writer.mark(log)
+        if commands & do.RELEASE:
+            if log.replica.is_begun:
+                self._tell_size(log)
+            self._writer.add_chores(
+                keep_for(log.key, self._settings.ttl_s),
+                forget(self.gateway_id, response_id, log.replica.epoch),
+            )
+        if commands & do.FOLLOW:
+            self._follower.follow(log, is_read=bool(log.readers))
+            self._run_errand(self._follower.announce())
+        if commands & do.FORWARD:
+            self._run_errand(self._gateways.cancel(response_id))
+
+    async def settle(self, log: ResponseLog) -> None:
+        await self._writer.settle(log)  # type: ignore[arg-type]
+
+    async def is_read_elsewhere(self, log: ResponseLog) -> bool:
+        try:
+            return bool(await ask(self._redis, "EXISTS", read_key(log.response_id)))
+        except RedisAwayError:
+            return True  # unknown; assume that it is read
+
+    def _run_errand(self, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except RedisAwayError as error:
+                _LOG.warning("cannot tell other gateways: %s", error)
+
+        task = asyncio.create_task(run())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    def _tell_size(self, log: RedisLog) -> None:
+        """Tell the account how large a log is by now."""
+        if self._shares is not None:
+            num_bytes = _LOG_BYTES + log.num_bytes + len(log.entries) * _ENTRY_BYTES
+            self._shares.tell_soon(
+                log.header.tenant, log.response_id, num_bytes, ttl_s=self._settings.ttl_s
+            )
+
+    # -- `KnownLogs` --------------------------------------------------------------------------
+
+    def known(self, response_id: str) -> RedisLog | None:
+        log = self._logs.get(response_id)
+        return None if log is None or log.replica.role is Role.LOST else log
+
+    def begin_following(self, log: RedisLog) -> None:
+        self._logs[log.response_id] = log
+
+    def taken_over(self, log: RedisLog) -> None:
+        self.takeovers.put_nowait(log)
+
     # -- reading ------------------------------------------------------------------------------
 
-    async def _load(self, response_id: str) -> ResponseLog:
+    async def _load(self, response_id: str) -> RedisLog:
         key = log_key(response_id)
         if key is None:
             raise response_expired(response_id)
         async with self._load_locks.setdefault(response_id, asyncio.Lock()), self._loads:
-            if (log := self._known(response_id)) is not None:
+            if (log := self.known(response_id)) is not None:
                 return log  # another task has loaded it
             with self._answering():
-                stored = await self._read(response_id, key)
-            # This gateway may have taken it over meanwhile, or another task loaded it.
-            log = self._known(response_id)
-            if log is not None:
-                return log
-            if stored.log.is_ended:
-                self._ended[response_id] = stored.log
-            else:
+                log = await self._read(response_id, key)
+            # This gateway may have taken it over meanwhile.
+            if (known := self.known(response_id)) is not None:
+                return known
+            self.begin_following(log)
+            if log.replica.role is Role.FOLLOWED:
+                self._follower.follow(log, is_read=True)
                 with self._answering():
-                    await self._follower.follow(stored)
-            return stored.log
+                    await self._follower.announce()
+            return log
 
-    def _known(self, response_id: str) -> ResponseLog | None:
-        return (
-            self._live.get(response_id)
-            or self._follower.find(response_id)
-            or self._ended.get(response_id)
-        )
-
-    async def _read(self, response_id: str, key: str) -> StoredLog:
+    async def _read(self, response_id: str, key: str) -> RedisLog:
         try:
-            stored = await load(self._redis, key)
+            log = await drive(self._redis, read_log(key, self))
         except BrokenLogError as error:
             if self._health.may_complain(response_id):
                 _LOG.info("cannot replay %s: %s", response_id, error)
-            stored = None
-        if stored is None:
+            log = None
+        if log is None:
             raise response_expired(response_id)
-        return stored
+        return log
 
     async def _look(self, tenant: str, response_id: str) -> bool | None:
         """Whether a response has ended, as far as its log shows; None if it does not exist, or is
@@ -294,94 +334,65 @@ class RedisLogStore:
                 await ask(self._redis, "DEL", _key(response_id))
         return is_ended is not False
 
-    # -- owning -------------------------------------------------------------------------------
+    # -- heartbeats ---------------------------------------------------------------------------
 
-    async def _adopt(self, claim: Claim) -> None:
-        """Continue a response that this gateway has just fenced off."""
+    async def _beat_on(self) -> None:
+        """Send heartbeats and look for gateways that are gone, until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.beat_s):
+                    await self._scan_now.wait()
+            self._scan_now.clear()
+            await self._turn()
+
+    async def _turn(self) -> None:
+        leases = self._leases
         try:
-            stored = await load(self._redis, claim.key, storage=self._writer)
-        except BrokenLogError as error:
-            _LOG.warning("cannot take over %s: %s", claim.response_id, error)
-            stored = None
-        if stored is None or stored.epoch != claim.epoch or stored.log.is_ended:
-            forget = self._ownership.forget(claim.response_id, claim.epoch)
-            await ask(self._redis, *forget)
-            return
-        log = stored.log
-        log.epoch = claim.epoch
-        is_cancelled = await ask(self._redis, "EXISTS", cancel_key(claim.response_id))
-        if self._ownership.is_leaving:
-            return  # fence and note are this gateway's, so the next gateway takes it over
-        assert self._take_over is not None
-        self._writer.own(
-            OwnedLog(
-                log=log,
-                key=claim.key,
-                epoch=claim.epoch,
-                num_stored=len(log.entries),
-                num_bytes=num_bytes_of(log),
-            )
-        )
-        self._live[claim.response_id] = log
-        self._take_over(log)
-        if is_cancelled:
-            log.cancel()
+            async with asyncio.timeout(self._gateways.patience_s):
+                failure = None
+                if not leases.is_leaving:  # otherwise it has no lease
+                    failure = await self._gateways.beat()
+                await self._maintain()
+                if failure is not None:
+                    raise failure
+            leases.turned(now_s := self._clock())
+            if self._taking_over is not None and not self._taking_over.done():
+                # A gateway may have left since the running task looked.
+                self._taking_over.add_done_callback(lambda _: self._scan_now.set())
+            elif leases.may_scan(now_s):
+                work = self._gateways.take_over_all(self._can_run)
+                self._taking_over = asyncio.create_task(work)
+        except (RedisAwayError, TimeoutError) as error:
+            why = self._health.describe(error)
+            if not leases.was_away and self._health.may_complain(why):
+                _LOG.warning("%s (%s)", why, detail_of(error))
+            leases.away()
+        except Exception as error:  # foreign content or a bug; the lease must still be renewed
+            log_failure("maintaining the response logs failed", error, self._health)
 
-    async def _maintain(self, has_lost_lease: bool) -> None:
-        """Called at every heartbeat."""
-        owned = list(self._writer.owned.values())
-        if has_lost_lease:
-            self._writer.suspect_all()
-            await round_trip(
-                self._redis, [self._ownership.note(log.response_id, log.epoch) for log in owned]
-            )
+    async def _maintain(self) -> None:
+        running = list(self._running.values())
+        if self._leases.has_lapsed:
+            await drive(self._redis, verify_all(running, self._by))
         if self._clock() >= self._refresh_s:
             self._refresh_s = self._clock() + self._settings.ttl_s / 4
-            await round_trip(self._redis, [self._age(log.key) for log in owned])
-            for log in owned:
-                self._tell(log)
-        await self._writer.repair()
+            ttl_s = self._settings.ttl_s
+            await round_trip(self._redis, [keep_for(log.key, ttl_s) for log in running])
+            for log in running:
+                self._tell_size(log)
+        await self._writer.mend()
         await self._follower.check()
 
-    def _on_control(self, fields: dict[bytes, bytes]) -> None:
-        if b"look" in fields:
-            self._ownership.hurry()
-        elif (response_id := fields.get(b"cancel")) is not None:
-            log = self._live.get(response_id.decode(errors="replace"))
-            if log is not None:
-                log.cancel()
-
-    def _forget(self, log: ResponseLog) -> None:
-        response_id = log.header.response_id
-        if self._live.get(response_id) is log:
-            del self._live[response_id]
-        if log.is_cancelled and not log.is_ended:
-            # The cancel arrived when this gateway no longer ran it: forward it to the new owner.
-            self._forwarding = [each for each in self._forwarding if not each.done()]
-            self._forwarding.append(asyncio.create_task(self._forward_cancel(response_id)))
-
-    async def _forward_cancel(self, response_id: str) -> None:
-        try:
-            await self._ownership.cancel(response_id)
-        except RedisAwayError as error:
-            _LOG.warning("cannot forward the cancel of %s to its owner: %s", response_id, error)
-
-    def _farewell(self, owned: OwnedLog) -> Sequence[Command]:
-        if owned.is_begun:
-            self._tell(owned)
-        return self._age(owned.key), self._ownership.forget(owned.response_id, owned.epoch)
-
-    def _tell(self, owned: OwnedLog) -> None:
-        """Tell the account how large a log is by now."""
-        if self._shares is not None:
-            header, num = owned.log.header, len(owned.log.entries)
-            num_bytes = _LOG_BYTES + owned.num_bytes + num * _ENTRY_BYTES
-            self._shares.tell_soon(
-                header.tenant, header.response_id, num_bytes, ttl_s=self._settings.ttl_s
-            )
-
-    def _age(self, key: str) -> Command:
-        return "PEXPIRE", key, int(self._settings.ttl_s * 1000)
+    async def _obey(self) -> None:
+        """Do what other gateways say."""
+        while True:
+            fields = await self._follower.commands.get()
+            if b"look" in fields:
+                self._scan_now.set()
+            elif (response_id := fields.get(b"cancel")) is not None:
+                log = self._running.get(response_id.decode(errors="replace"))
+                if log is not None:
+                    log.cancel()
 
 
 def _key(response_id: str) -> str:

@@ -18,26 +18,14 @@ they are in one slot of a cluster.
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
 from penstock.gateway.storage.conversations.ids import tree_of
-from penstock.gateway.storage.redis_cluster import ClusterClient
-from penstock.gateway.storage.redis_errors import (
-    RedisAwayError,
-    away_error,
-    away_told_apart,
-    detail_of,
-    is_away,
-    is_foreign,
-)
+from penstock.gateway.storage.redis_errors import is_foreign
+from penstock.gateway.storage.redis_trips import Command
 from penstock.gateway.storage.response_log.codec import (
     UnreadableEntryError,
     decode_delta,
@@ -47,20 +35,16 @@ from penstock.gateway.storage.response_log.codec import (
     encode_end,
     encode_header,
 )
-from penstock.gateway.storage.response_log.log import IN_MEMORY, ResponseLog, Storage
+from penstock.gateway.storage.response_log.log import ResponseLog, Storage
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.replica import BrokenLogError, Role
 
 HEADER, DELTA, END, FENCE, BROKEN = b"h", b"d", b"e", b"f", b"x"
 LAST_NUMBER = (1 << 64) - 1
-_PAGE_ENTRIES = 512  # per XRANGE
+PAGE_ENTRIES = 512  # per XRANGE
 
-Command = tuple[str | bytes | int, ...]
 StreamEntry = tuple[bytes, dict[bytes, bytes]]  # id, fields
-_Result = TypeVar("_Result")
-
-
-class BrokenLogError(Exception):
-    """The stream is marked broken, has a gap, or cannot be decoded: it cannot be replayed."""
+Position = tuple[int, int]  # epoch, number
 
 
 def log_key(response_id: str) -> str | None:
@@ -100,12 +84,6 @@ def add_broken(key: str, epoch: int) -> Command:
     return "XADD", key, "NOMKSTREAM", f"{epoch}-{LAST_NUMBER}", BROKEN, b""
 
 
-def num_bytes_of(log: ResponseLog) -> int:
-    """What a log's header and entries have in Redis."""
-    entries = sum(len(add_entry("", 0, entry)[-1]) for entry in log.entries)
-    return len(encode_header(log.header)) + entries
-
-
 def read_first(key: str) -> Command:
     return "XRANGE", key, "-", "+", "COUNT", 1
 
@@ -114,166 +92,52 @@ def read_last(key: str) -> Command:
     return "XREVRANGE", key, "+", "-", "COUNT", 1
 
 
+def read_page(key: str, after: Position | None = None) -> Command:
+    """The next entries; the first ones for None."""
+    start = "-" if after is None else f"({after[0]}-{after[1]}"
+    return "XRANGE", key, start, "+", "COUNT", PAGE_ENTRIES
+
+
 def parse_id(entry_id: bytes) -> tuple[int, int]:
     """(epoch, number)"""
     epoch, _, number = entry_id.partition(b"-")
     return int(epoch), int(number)
 
 
-async def round_trip(
-    redis: Redis, commands: Sequence[Command], *, is_strict: bool = False
-) -> list[Any]:
-    """Send commands in one pipeline (with a cluster, one per node); replies in their order.
-
-    Args:
-        is_strict: raise a command's error; otherwise the error is returned as its reply. It is a
-            `RedisAwayError` if the command's node is unavailable.
-
-    Raises:
-        RedisAwayError: Redis is unavailable; with a cluster, no node has ever answered.
-    """
-    client: object = redis  # by its type, it is never a `ClusterClient`
-    if not commands:
-        return []
-    with away_told_apart():
-        if isinstance(client, ClusterClient):
-            replies = await client.run(commands, _pipelined)
-        else:
-            replies = await _pipelined(redis, commands)
-    _mark_away(replies)
-    if is_strict:
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-    return replies
-
-
-async def _pipelined(redis: Redis, commands: Sequence[Command]) -> list[Any]:
-    pipeline = redis.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command)
-    replies: list[Any] = await pipeline.execute(raise_on_error=False)
-    return replies
-
-
-async def lean_round_trip(redis: Redis, commands: Sequence[Command]) -> list[Any]:
-    """A round trip of commands whose reply does not matter beyond success or refusal. It costs
-    a fraction of redis-py's pipeline: no bookkeeping per command, no time-out (the caller has one),
-    no retry. With a cluster it does not follow slots to another node: before anything is added
-    there, the caller must find out what that node has.
-
-    Raises:
-        RedisAwayError: as `round_trip`.
-    """
-    client: object = redis
-    with away_told_apart():
-        if isinstance(client, ClusterClient):
-            replies = await client.run(commands, _lean, follows_slots=False)
-        else:
-            replies = await _lean(redis, commands)
-    _mark_away(replies)
-    return replies
-
-
-async def _lean(redis: Redis, commands: Sequence[Command]) -> list[Any]:
-    pool: Any = redis.connection_pool
-    connection: AbstractConnection = await pool.get_connection()
-    try:
-        await connection.send_packed_command(connection.pack_commands(commands))
-        return [await _reply(connection) for _ in commands]
-    except BaseException:
-        # There may be unread replies on the connection.
-        await connection.disconnect(nowait=True)
-        raise
-    finally:
-        await asyncio.shield(pool.release(connection))
-
-
-def _mark_away(replies: list[Any]) -> None:
-    for index, reply in enumerate(replies):
-        if isinstance(reply, Exception) and is_away(reply):
-            replies[index] = away_error(reply)
-            replies[index].__cause__ = reply
-
-
-async def _reply(connection: AbstractConnection) -> Any:
-    try:
-        return await connection.read_response(timeout=math.inf)
-    except ResponseError as error:
-        return error
-
-
-async def ask(redis: Redis, *command: str | bytes | int) -> Any:
-    """One command's reply.
-
-    Raises:
-        RedisAwayError: Redis is unavailable.
-    """
-    (reply,) = await round_trip(redis, [command], is_strict=True)
-    return reply
-
-
-@dataclass(slots=True)
-class StoredLog:
-    """A log read from Redis up to a position.
+class RedisLog(ResponseLog):
+    """A log in Redis.
 
     Attributes:
-        position: id of the last stream entry that was read.
+        key: of its stream.
+        num_bytes: of header and entries that were sent or read.
+        node: the cluster's node that confirmed the entries; "" while it is unknown.
     """
 
-    log: ResponseLog
-    position: bytes
+    __slots__ = ("key", "node", "num_bytes")
 
-    @property
-    def epoch(self) -> int:
-        return parse_id(self.position)[0]
+    def __init__(
+        self, header: ResponseHeader, *, key: str, storage: Storage, role: Role = Role.OPENING
+    ) -> None:
+        super().__init__(header, storage=storage, role=role)
+        self.key = key
+        self.num_bytes = 0
+        self.node = ""
 
-    def add(self, found: Sequence[StreamEntry]) -> None:
-        """Add the stream's next entries.
+    def receive(self, after: Position, found: Sequence[StreamEntry]) -> None:
+        """Add the stream's entries after a position, if they are new.
 
         Raises:
             BrokenLogError: the log cannot be replayed.
         """
         try:
             for entry_id, fields in found:
-                self._add(fields)
-                self.position = entry_id
+                at = parse_id(entry_id)
+                if not self.replica.received(after, at, _entry(fields)):
+                    return
+                after = at
+                self.num_bytes += sum(map(len, fields.values()))
         finally:
-            self.log.publish(len(self.log.entries))
-
-    def _add(self, fields: dict[bytes, bytes]) -> None:
-        entry = _entry(fields)
-        if entry is not None:
-            if entry.number != self.log.next_number:
-                raise BrokenLogError(f"entry {entry.number} instead of {self.log.next_number}")
-            self.log.entries.append(entry)
-
-
-async def load(redis: Redis, key: str, *, storage: Storage = IN_MEMORY) -> StoredLog | None:
-    """Read a whole stream; None if there is none.
-
-    Raises:
-        BrokenLogError: it cannot be replayed.
-        RedisAwayError: Redis is unavailable.
-    """
-    page = await _page(redis, key, "-")
-    if not page:
-        return None
-    (entry_id, fields), *rest = page
-    stored = StoredLog(ResponseLog(header_of(fields), storage=storage), entry_id)
-    while True:
-        stored.add(rest)
-        if len(page) < _PAGE_ENTRIES:
-            return stored
-        rest = page = await _page(redis, key, f"({stored.position.decode()}")
-
-
-async def _page(redis: Redis, key: str, start: str) -> list[StreamEntry]:
-    (found,) = await round_trip(redis, [("XRANGE", key, start, "+", "COUNT", _PAGE_ENTRIES)])
-    entries = unless_foreign(found)
-    if entries is None:
-        raise BrokenLogError(f"{key} is no stream ({detail_of(found)})")
-    return entries
+            self.wake()
 
 
 def unless_foreign(reply: Any) -> list[StreamEntry] | None:
@@ -335,25 +199,3 @@ def _entry(fields: dict[bytes, bytes]) -> DeltaEntry | EndEntry | None:
     if kind != FENCE:
         raise BrokenLogError(f"unknown entry {kind[:40].decode(errors='replace')!r}")
     return None
-
-
-async def in_time(
-    work: Coroutine[Any, Any, _Result], timeout_s: float, *, num_ticks: int
-) -> _Result:
-    """The result of `work`.
-
-    The time is counted in at least `num_ticks` iterations of the event loop, so that a process that
-    was stopped or busy does not mistake its own pause for one of Redis.
-
-    Raises:
-        RedisAwayError: the time is up; `work` is cancelled.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        for _ in range(num_ticks):
-            await asyncio.wait({task}, timeout=timeout_s / num_ticks)
-            if task.done():
-                return task.result()
-        raise RedisAwayError(f"no answer within {timeout_s:.3g} s", state="timeout")
-    finally:
-        task.cancel()

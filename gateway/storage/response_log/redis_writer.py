@@ -1,15 +1,13 @@
-"""Writes the logs of this gateway's responses to Redis: `LogOpener` creates them, `LogWriter`
-appends.
+"""Carries out what the machines of this gateway's running logs say: `LogOpener` creates logs,
+`LogWriter` appends to them.
 
 All headers of one iteration of the event loop, and those that arrive while others are in flight,
 are sent together. So a burst of new responses needs one connection and a few round trips.
 
 All entries appended in one iteration of the event loop are sent in one pipeline (with a cluster,
-one independent pipeline per node), and become visible when Redis has confirmed them. The latency of
-a round trip is shared by all, and the next pipeline is filled while one is in flight. Entries that
-Redis does not confirm in time become visible nevertheless, and their log is no longer resumable: it
-continues without Redis, and is marked as broken when Redis answers again. A distant Redis gets the
-time of some round trips.
+one independent pipeline per node). The latency of a round trip is shared by all, and the next
+pipeline is filled while one is in flight. A distant Redis gets the time of some round trips before
+a response continues without it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,27 +25,25 @@ from penstock.gateway.storage.conversations.store import UnreadableDataError, st
 from penstock.gateway.storage.redis_cluster import node_name
 from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
 from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
-from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
-from penstock.gateway.storage.response_log.log_store import LogExistsError, response_expired
-from penstock.gateway.storage.response_log.redis_ownership import Ownership
-from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
-from penstock.gateway.storage.response_log.redis_stream import (
+from penstock.gateway.storage.redis_trips import (
     Command,
-    add_broken,
-    add_entry,
-    add_header,
-    ask,
+    drive,
+    drive_all,
     in_time,
-    is_begun_by,
-    is_refused_id,
     lean_round_trip,
-    parse_id,
-    read_first,
-    read_key,
-    read_last,
     round_trip,
 )
-from penstock.gateway.wake_ups import WRITES
+from penstock.gateway.storage.response_log import replica as do
+from penstock.gateway.storage.response_log.log_store import LogExistsError
+from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
+from penstock.gateway.storage.response_log.redis_steps import (
+    mark_broken,
+    open_log,
+    verify,
+    write,
+)
+from penstock.gateway.storage.response_log.redis_stream import RedisLog
+from penstock.gateway.storage.response_log.replica import Role
 
 _LOG = logging.getLogger(__name__)
 _WRITING_TICKS = 5  # see `in_time`
@@ -61,50 +57,35 @@ _OPENING_TICKS = 100  # see `in_time`: connecting may take twenty iterations of 
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    owned: OwnedLog
-    header: Command
+    log: RedisLog
     done: asyncio.Future[None]
-    failure: Exception | None = None
 
 
 class LogOpener:
     """Creates the logs of new responses.
 
     Args:
-        age: the command that sets a stream's time to live.
-        give_up: called with a log that Redis may have, but that will not be written.
         health: notes errors.
     """
 
     def __init__(
-        self,
-        redis: Redis,
-        settings: RedisLogSettings,
-        ownership: Ownership,
-        *,
-        age: Callable[[str], Command],
-        give_up: Callable[[OwnedLog], None],
-        health: RedisHealth,
+        self, redis: Redis, settings: RedisLogSettings, gateway_id: str, *, health: RedisHealth
     ) -> None:
         self._redis = redis
         self._settings = settings
-        self._ownership = ownership
-        self._age = age
-        self._give_up = give_up
+        self._gateway_id = gateway_id
         self._health = health
         self._waiting: deque[_Opening] = deque()
         self._sender: asyncio.Task[None] | None = None
 
-    async def open(self, owned: OwnedLog) -> None:
-        """Store the log's header, and a note that this gateway owns it.
+    async def open(self, log: RedisLog) -> None:
+        """Store a log's header, and a note that this gateway runs the response.
 
         Raises:
             StoreUnavailableError: Redis is unavailable.
             LogExistsError: another response has this id.
         """
-        header = add_header(owned.key, owned.log.header)
-        owned.num_bytes = len(header[-1])
-        opening = _Opening(owned, header, asyncio.get_running_loop().create_future())
+        opening = _Opening(log, asyncio.get_running_loop().create_future())
         self._waiting.append(opening)
         if self._sender is None:
             # Starts in the loop's next iteration, and includes all that is opened in this one.
@@ -113,7 +94,7 @@ class LogOpener:
             await opening.done
         except asyncio.CancelledError:
             if not opening.done.cancelled():  # the log was already open
-                self._give_up(owned)
+                log.do(log.replica.not_opened(is_refused=False))
             raise
 
     async def _send(self) -> None:
@@ -129,126 +110,50 @@ class LogOpener:
         timeout_s = self._health.patience_s(
             self._settings.request_timeout_s, num_round_trips=_OPENING_ROUND_TRIPS
         )
+        ttl_s = self._settings.ttl_s
+        steps = [open_log(opening.log, self._gateway_id, ttl_s=ttl_s) for opening in batch]
+        failures: Sequence[Exception | None]
         try:
-            await in_time(self._store(batch), timeout_s, num_ticks=_OPENING_TICKS)
+            failures = await in_time(
+                drive_all(self._redis, steps), timeout_s, num_ticks=_OPENING_TICKS
+            )
         except Exception as error:  # raised to each waiting caller
-            for opening in batch:
-                opening.failure = error
-        for opening in batch:
-            self._close_opening(opening)
+            failures = [error] * len(batch)
+        for opening, failure in zip(batch, failures, strict=True):
+            self._close_opening(opening, failure)
 
-    async def _store(self, batch: list[_Opening]) -> None:
-        """Raises: RedisAwayError: Redis is unavailable."""
-        # First the notes: a log without a note would never be taken over.
-        notes = [self._ownership.note(each.owned.response_id, each.owned.epoch) for each in batch]
-        _note_failures(batch, await round_trip(self._redis, notes))
-        noted = [opening for opening in batch if opening.failure is None]
-        # Again with the headers: if this gateway was stopped in between, another may have found a
-        # note without a log and removed it.
-        commands = [
-            command
-            for each, note in zip(batch, notes, strict=True)
-            if each.failure is None
-            for command in (each.header, self._age(each.owned.key), note)
-        ]
-        _note_failures(noted, (await round_trip(self._redis, commands))[::3])
-        await self._look_again(
-            [each for each in noted if each.failure is not None and _is_taken(each.failure)]
-        )
-
-    async def _look_again(self, refused: list[_Opening]) -> None:
-        """Check refused headers: either Redis already has the header, and the reply was lost, or it
-        has another response's, or something else."""
-        firsts = await round_trip(self._redis, [read_first(each.owned.key) for each in refused])
-        forget: list[Command] = []
-        for opening, first in zip(refused, firsts, strict=True):
-            owned = opening.owned
-            if isinstance(first, Exception) and not is_foreign(first):
-                opening.failure = first
-            elif not isinstance(first, Exception) and is_begun_by(first, owned.log.header):
-                opening.failure = None
-            else:
-                opening.failure = LogExistsError(owned.response_id)
-                forget.append(self._ownership.forget(owned.response_id, owned.epoch))
-        await round_trip(self._redis, forget)
-
-    def _close_opening(self, opening: _Opening) -> None:
-        owned, failure = opening.owned, opening.failure
-        owned.is_begun = failure is None
-        is_wanted = not opening.done.cancelled()
-        if not isinstance(failure, LogExistsError) and (failure is not None or not is_wanted):
-            self._give_up(owned)
-        if not is_wanted:
+    def _close_opening(self, opening: _Opening, failure: Exception | None) -> None:
+        log, is_wanted = opening.log, not opening.done.cancelled()
+        if failure is not None:
+            is_refused = isinstance(failure, LogExistsError)
+            log.do(log.replica.not_opened(is_refused=is_refused))
+            if is_wanted:
+                opening.done.set_exception(self._told(failure))
             return
+        log.do(log.replica.opened())
+        if is_wanted:
+            opening.done.set_result(None)
+        else:
+            log.do(log.replica.not_opened(is_refused=False))
+
+    def _told(self, failure: Exception) -> Exception:
+        """What the caller gets."""
         if isinstance(failure, RedisAwayError):
             error = store_unavailable(self._health.describe(failure))
             error.__cause__ = failure
-            opening.done.set_exception(error)
-        elif failure is not None and is_foreign(failure):
+            return error
+        if is_foreign(failure):
             if self._health.may_complain("notes", every_s=FOREIGN_EVERY_S):
                 _LOG.warning("cannot note responses in Redis (%s)", detail_of(failure))
-            opening.done.set_exception(UnreadableDataError("the list of running responses"))
-        elif failure is not None:
-            opening.done.set_exception(failure)
-        else:
-            opening.done.set_result(None)
-
-
-def _is_taken(failure: Exception) -> bool:
-    return is_refused_id(failure) or is_foreign(failure)
-
-
-def _note_failures(openings: list[_Opening], replies: list[object]) -> None:
-    for opening, reply in zip(openings, replies, strict=True):
-        if isinstance(reply, Exception):
-            opening.failure = reply
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class OwnedLog:
-    """A log that this gateway writes.
-
-    Attributes:
-        num_stored: entries that Redis has confirmed.
-        confirmed: number of the last of them under this epoch; 0: only the fence.
-        num_bytes: of header and entries sent.
-        is_suspect: it is uncertain which entries Redis has.
-        is_begun: Redis has this log's header, and not another's under its id.
-        node: the cluster's node that confirmed the entries.
-    """
-
-    log: ResponseLog
-    key: str
-    epoch: int
-    num_stored: int = 0
-    confirmed: int = 0
-    num_bytes: int = 0
-    is_suspect: bool = False
-    is_begun: bool = True
-    node: str = ""
-
-    @property
-    def response_id(self) -> str:
-        return self.log.header.response_id
-
-    @property
-    def is_stored(self) -> bool:
-        return self.num_stored == len(self.log.entries)
-
-    def confirm(self, num_entries: int) -> None:
-        """Redis has the first `num_entries`."""
-        if num_entries > self.num_stored:
-            self.num_stored = num_entries
-            self.confirmed = self.log.entries[num_entries - 1].last_number
-            self.log.publish(num_entries)
+            return UnreadableDataError("the list of running responses")
+        return failure
 
 
 class LogWriter:
     """Writes logs.
 
     Args:
-        on_done: called with a log that is no longer owned: it ended or was lost.
-        farewell: the commands to send to Redis when a log is no longer owned.
+        running: the logs of the responses that this gateway runs, by response.
         health: tells the distance of Redis; notes errors.
     """
 
@@ -256,157 +161,100 @@ class LogWriter:
         self,
         redis: Redis,
         settings: RedisLogSettings,
+        running: Mapping[str, RedisLog],
         *,
-        on_done: Callable[[ResponseLog], None],
-        farewell: Callable[[OwnedLog], Sequence[Command]],
         health: RedisHealth,
     ) -> None:
-        self.owned: dict[str, OwnedLog] = {}
         self._redis = redis
         self._settings = settings
-        self._on_done = on_done
-        self._farewell = farewell
+        self._running = running
         self._health = health
-        self._torn: dict[str, OwnedLog] = {}  # logs without a broken mark in Redis yet
+        self._to_mark: dict[RedisLog, None] = {}
         # By node:
-        self._dirty = defaultdict[str, dict[str, OwnedLog]](dict)
+        self._dirty = defaultdict[str, dict[RedisLog, None]](dict)
         self._chores = defaultdict[str, list[Command]](list)  # for the next pipeline
         self._flushers: dict[str, asyncio.Task[None]] = {}
         self._errors: dict[str, RedisAwayError] = {}  # why the current write is not stored yet
 
-    def own(self, owned: OwnedLog) -> None:
-        owned.node = node_name(self._redis, owned.key)
-        before = self.owned.get(owned.response_id)
-        if before is not None:  # another gateway had it in between, unnoticed by this one
-            self._lose(before)
-        self.owned[owned.response_id] = owned
+    def store(self, log: RedisLog) -> None:
+        """`replica.STORE`, soon."""
+        node = log.node or self._node_of(log)
+        self._dirty[node][log] = None
+        if node not in self._flushers:
+            # Starts in the loop's next iteration, and includes all that is appended in this one.
+            self._flushers[node] = asyncio.create_task(self._flush(node))
 
-    def appended(self, log: ResponseLog) -> None:
-        """Store the log's last entry, then make it visible."""
-        response_id = log.header.response_id
-        owned = self.owned.get(response_id)
-        if owned is not None and owned.log is log:
-            self._flush_soon(owned)
-        elif log.failure is None:
-            log.publish(len(log.entries))
-            if log.is_ended:
-                self._on_done(log)
+    def _node_of(self, log: RedisLog) -> str:
+        log.node = node_name(self._redis, log.key)
+        return log.node
 
-    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
-        """Check whether another gateway has fenced the log."""
-        owned = self.owned.get(log.header.response_id)
-        if owned is not None and owned.log is log:
-            owned.is_suspect = True
-            self._flush_soon(owned)
-            # Does not wait for the flusher to end: while other responses run, it may never end.
-            while owned.is_suspect and self._is_owned(owned) and owned.node in self._flushers:
-                await asyncio.wait({self._flushers[owned.node]}, timeout=_LOOK_S)
-        if is_superseded and not log.is_resumable and log.failure is None:
-            # It continued without Redis, so another owner's log may differ from what was shown.
-            self._on_done(log)
-            log.fail(response_expired(log.header.response_id))
+    def mark(self, log: RedisLog) -> None:
+        """`replica.MARK`, at the next heartbeat."""
+        self._to_mark[log] = None
 
-    async def is_read_elsewhere(self, log: ResponseLog) -> bool:
-        try:
-            return bool(await ask(self._redis, "EXISTS", read_key(log.header.response_id)))
-        except RedisAwayError:
-            return True  # unknown; assume that it is read
+    async def mark_now(self, log: RedisLog) -> None:
+        """As far as Redis can be reached."""
+        await self._mark([log])
+
+    def add_chores(self, *commands: Command) -> None:
+        """Commands for the next pipelines. Each has a key as its first argument."""
+        for command in commands:
+            self._chores[node_name(self._redis, str(command[1]))].append(command)
+
+    async def settle(self, log: RedisLog) -> None:
+        """Wait until a log that is VERIFYING has been verified, or cannot be now."""
+        # Does not wait for the flusher to end: while other responses run, it may never end.
+        while log.replica.role is Role.VERIFYING and log.node in self._flushers:
+            await asyncio.wait({self._flushers[log.node]}, timeout=_LOOK_S)
 
     async def flushed(self) -> None:
         """Wait until all appended entries are stored, or are visible without being stored."""
         while self._flushers:
             await asyncio.wait(self._flushers.values())
 
-    def suspect_all(self) -> None:
-        """Verify every log before more is added: Redis was unavailable, or this gateway stopped."""
-        for owned in self.owned.values():
-            owned.is_suspect = True
-
-    def _suspect(self, node: str) -> None:
-        """Verify the logs at one node before more is added to them."""
-        for owned in self.owned.values():
-            owned.is_suspect |= owned.node == node
-
-    def give_up(self, owned: OwnedLog) -> None:
-        """Continue a log without Redis."""
-        self._disown(owned)
-        self._torn[owned.response_id] = owned
-        owned.log.is_resumable = False
-        owned.log.publish(len(owned.log.entries))
-        if owned.log.is_ended:
-            self._on_done(owned.log)
-
-    def let_go(self) -> None:
-        """Leave the owned logs to other gateways. From now on nothing is added to them, in
-        particular no end because this gateway is stopping."""
-        for owned in list(self.owned.values()):
-            self._part_with(owned)
-
-    async def repair(self) -> None:
-        """Clean up after an absence of Redis: verify suspect logs, mark broken ones, send delayed
-        farewells. Called repeatedly, as not everything may succeed at once.
+    async def mend(self) -> None:
+        """Do what could not be done earlier. Called repeatedly, as it may not succeed at once.
 
         Raises:
             RedisAwayError: Redis is unavailable.
         """
-        for owned in self.owned.values():
-            if owned.is_suspect:
-                self._flush_soon(owned)
-        await self._let_go_of_others()
-        torn = [owned for owned in self._torn.values() if owned.is_begun]
-        marks = [add_broken(owned.key, owned.epoch) for owned in torn]
-        await self._see_marks(torn, await round_trip(self._redis, marks))
+        for log in self._running.values():
+            if log.replica.pending & do.STORE:
+                self.store(log)
+        await self._mark(list(self._to_mark))
         chores = [command for node in list(self._chores) for command in self._chores.pop(node)]
-        await self._send_with_chores(round_trip, [], chores)
+        replies: Sequence[Any] = ()
+        try:
+            replies = await round_trip(self._redis, chores)
+        finally:
+            self._keep_failed(chores, replies)
 
-    async def _let_go_of_others(self) -> None:
-        """Find out who created the logs for which this gateway's header was not confirmed."""
-        unsure = [owned for owned in self._torn.values() if not owned.is_begun]
-        firsts = await round_trip(self._redis, [read_first(owned.key) for owned in unsure])
-        for owned, first in zip(unsure, firsts, strict=True):
-            if isinstance(first, RedisAwayError):
-                continue
-            if not isinstance(first, Exception) and is_begun_by(first, owned.log.header):
-                owned.is_begun = True
-            else:
-                del self._torn[owned.response_id]
-                self._part_in_redis(owned)
+    async def _mark(self, logs: Sequence[RedisLog]) -> None:
+        results = await drive_all(self._redis, [mark_broken(log) for log in logs])
+        for log, result in zip(logs, results, strict=True):
+            if isinstance(result, int):
+                log.do(result)
+                if not log.replica.owes_mark:
+                    self._to_mark.pop(log, None)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
-    async def _see_marks(self, torn: list[OwnedLog], replies: list[Any]) -> None:
-        marked = [
-            owned
-            for owned, reply in zip(torn, replies, strict=True)
-            if not isinstance(reply, RedisAwayError)
-        ]
-        lasts = await round_trip(self._redis, [read_last(owned.key) for owned in marked])
-        for owned, last in zip(marked, lasts, strict=True):
-            if not isinstance(last, RedisAwayError):
-                del self._torn[owned.response_id]
-                self._part_in_redis(owned)
-                if (
-                    last
-                    and not isinstance(last, Exception)
-                    and parse_id(last[0][0])[0] > owned.epoch
-                ):
-                    self._lose(owned)
+    def _keep_failed(self, chores: Sequence[Command], replies: Sequence[Any]) -> None:
+        for chore, reply in zip(chores, replies or [RedisAwayError()] * len(chores), strict=True):
+            if isinstance(reply, RedisAwayError):
+                self.add_chores(chore)
 
     # -- pipelines ----------------------------------------------------------------------------
-
-    def _flush_soon(self, owned: OwnedLog) -> None:
-        node = owned.node
-        self._dirty[node][owned.response_id] = owned
-        if node not in self._flushers:
-            # Starts in the loop's next iteration, and includes all that is appended in this one.
-            self._flushers[node] = asyncio.create_task(self._flush(node))
 
     async def _flush(self, node: str) -> None:
         try:
             while batch := self._dirty.pop(node, None):
-                await self._write(node, list(batch.values()))
+                await self._write(node, batch)
         finally:
             del self._flushers[node]
 
-    async def _write(self, node: str, batch: list[OwnedLog]) -> None:
+    async def _write(self, node: str, batch: Collection[RedisLog]) -> None:
         work = self._attempt_until_stored(node, batch)
         patience_s = self._health.patience_s(
             self._settings.ack_timeout_s, num_round_trips=_WRITING_ROUND_TRIPS
@@ -422,12 +270,15 @@ class LogWriter:
             return
         finally:
             self._errors.pop(node, None)
-        late = [owned for owned in batch if self._is_owned(owned) and not owned.is_stored]
-        if late and error is not None:
-            self._complain(len(late), error)
         self._suspect(node)
-        for owned in late:
-            self.give_up(owned)
+        num_lost = 0
+        for log in batch:
+            was_resumable = log.is_resumable
+            # What is stored as far as it goes is verified at the next heartbeat.
+            log.do(log.replica.late(log.replica.epoch) & ~do.STORE)
+            num_lost += was_resumable and not log.is_resumable
+        if num_lost and error is not None:
+            self._complain(num_lost, error)
 
     def _complain(self, num_logs: int, error: Exception) -> None:
         why = self._health.describe(error)
@@ -435,169 +286,48 @@ class LogWriter:
             text = "%s: %d responses continue without it and cannot be resumed (%s)"
             _LOG.warning(text, why, num_logs, detail_of(error))
 
-    async def _attempt_until_stored(self, node: str, batch: list[OwnedLog]) -> None:
+    def _suspect(self, node: str) -> None:
+        """Verify the logs at one node before more is added to them."""
+        for log in self._running.values():
+            if log.node == node:
+                log.replica.unsure(log.replica.epoch)
+
+    async def _attempt_until_stored(self, node: str, batch: Collection[RedisLog]) -> None:
         while batch:
             try:
-                batch = await self._attempt(node, batch)
+                await self._attempt(node, batch)
             except RedisAwayError as error:
                 self._errors[node] = error
                 self._suspect(node)
+            batch = [log for log in batch if log.replica.pending & do.STORE]
             if batch:
                 await asyncio.sleep(_RETRY_S)
 
-    async def _attempt(self, node: str, batch: list[OwnedLog]) -> list[OwnedLog]:
-        """Write each log's entries that are not stored; returns the logs to try again."""
-        for owned in batch:
-            if owned.node != (owned_by := node_name(self._redis, owned.key)):
+    async def _attempt(self, node: str, batch: Collection[RedisLog]) -> None:
+        """Write each log's entries that are not stored."""
+        is_unsure = False
+        for log in batch:
+            replica, known = log.replica, log.node
+            if known != self._node_of(log):
                 # The slot's new node may lack entries that the previous node confirmed.
-                owned.node, owned.is_suspect = owned_by, True
-        suspects = [owned for owned in batch if owned.is_suspect]
-        if suspects:
-            await self._verify(suspects)
-        again: list[OwnedLog] = []
-        commands: list[Command] = []
-        parts: list[tuple[OwnedLog, int, int]] = []  # log, end of its commands, number of entries
-        for owned in batch:
-            if not self._is_owned(owned) or owned.is_stored:
-                continue
-            if owned.is_suspect:  # it may have a gap, so nothing is added
-                again.append(owned)
-            else:
-                commands += self._commands(owned)
-                parts.append((owned, len(commands), len(owned.log.entries)))
-        if not commands:
-            return again
+                replica.unsure(replica.epoch)
+            is_unsure |= replica.role is Role.VERIFYING
+        if is_unsure:
+            await drive(self._redis, verify(batch))
         chores = self._chores.pop(node, [])
-        replies = await self._send_with_chores(lean_round_trip, commands, chores)
-        begin = 0
-        with WRITES:  # readers get what is confirmed
-            for owned, end, num_entries in parts:
-                if not self._confirmed(owned, replies[begin:end], num_entries):
-                    again.append(owned)
-                begin = end
-        return again
-
-    async def _send_with_chores(
-        self,
-        send: Callable[[Redis, list[Command]], Awaitable[list[Any]]],
-        commands: list[Command],
-        chores: list[Command],
-    ) -> list[Any]:
-        """Send commands and chores; returns the commands' replies. Failed chores are kept."""
-        replies: list[Any] = []
+        chores_replies: Sequence[Any] = ()
         try:
-            replies = await send(self._redis, [*commands, *chores])
+            steps = write(batch, max_bytes=self._settings.max_log_bytes, chores=chores)
+            commands = next(steps, None)
+            if commands is None:
+                return
+            replies = await lean_round_trip(self._redis, commands)
+            try:
+                steps.send(replies)
+            except StopIteration as stop:
+                chores_replies = stop.value
         finally:
-            done = replies[len(commands) :] or [RedisAwayError()] * len(chores)
-            for chore, reply in zip(chores, done, strict=True):
-                if isinstance(reply, RedisAwayError):
-                    self._add_chore(chore)
-        return replies
-
-    def _part_in_redis(self, owned: OwnedLog) -> None:
-        for chore in self._farewell(owned):
-            self._add_chore(chore)
-
-    def _add_chore(self, chore: Command) -> None:
-        self._chores[node_name(self._redis, str(chore[1]))].append(chore)
-
-    def _commands(self, owned: OwnedLog) -> Sequence[Command]:
-        entries = owned.log.entries[owned.num_stored :]
-        commands = [add_entry(owned.key, owned.epoch, entry) for entry in entries]
-        owned.num_bytes += sum(len(command[-1]) for command in commands)
-        return commands
-
-    def _confirmed(self, owned: OwnedLog, replies: list[Any], num_entries: int) -> bool:
-        """Evaluate the replies for one log; False if it must be tried again."""
-        if not self._is_owned(owned):
-            return True
-        failures = [reply for reply in replies if isinstance(reply, Exception)]
-        mistake = next(filter(_is_mistake, failures), None)
-        if mistake is not None:
-            self._give_up_for(owned, mistake)
-        elif None in replies or owned.num_bytes > self._settings.max_log_bytes:
-            self.give_up(owned)  # the stream no longer exists, or is too long
-        elif failures:
-            # A refused id means that Redis already has the entry, whose reply was lost, or has
-            # another gateway's fence. Other failures mean that it cannot be written now.
-            owned.is_suspect = True
-            for failure in failures:
-                if isinstance(failure, RedisAwayError):
-                    self._errors[owned.node] = failure
-            if not isinstance(replies[-1], Exception) and not all(map(is_refused_id, failures)):
-                self.give_up(owned)  # an entry is missing, but later ones were stored
-            return not self._is_owned(owned)
-        else:
-            owned.confirm(num_entries)
-            self._finish_if_ended(owned)
-        return True
-
-    async def _verify(self, suspects: list[OwnedLog]) -> None:
-        """Find out which entries of the logs Redis has."""
-        lasts = await round_trip(self._redis, [read_last(owned.key) for owned in suspects])
-        for owned, last in zip(suspects, lasts, strict=True):
-            if isinstance(last, RedisAwayError) or not self._is_owned(owned):
-                continue
-            if isinstance(last, Exception):
-                self._give_up_for(owned, last)
-                continue
-            epoch, number = parse_id(last[0][0]) if last else (0, 0)
-            if epoch > owned.epoch:
-                self._lose(owned)
-            elif (
-                epoch < owned.epoch
-                or number < owned.confirmed
-                or not self._confirm_up_to(owned, number)
-            ):
-                self.give_up(owned)  # Redis has lost entries
-            else:
-                owned.is_suspect = False
-                self._finish_if_ended(owned)
-
-    def _confirm_up_to(self, owned: OwnedLog, number: int) -> bool:
-        """Count the entries up to number `number` as stored; False if there is no such entry."""
-        if number == owned.confirmed:
-            return True
-        entries = owned.log.entries
-        for index in range(owned.num_stored, len(entries)):
-            if entries[index].last_number == number:
-                owned.confirm(index + 1)
-                return True
-        return False
-
-    def _is_owned(self, owned: OwnedLog) -> bool:
-        return self.owned.get(owned.response_id) is owned
-
-    def _disown(self, owned: OwnedLog) -> None:
-        if self._is_owned(owned):  # otherwise it was replaced under a higher epoch
-            del self.owned[owned.response_id]
-
-    def _finish_if_ended(self, owned: OwnedLog) -> None:
-        if owned.log.is_ended:
-            del self.owned[owned.response_id]
-            self._part_in_redis(owned)
-            self._on_done(owned.log)
-
-    def _lose(self, owned: OwnedLog) -> None:
-        """Another gateway has fenced the log."""
-        _LOG.warning("another gateway has taken over %s", owned.response_id)
-        self._part_with(owned)
-
-    def _give_up_for(self, owned: OwnedLog, mistake: Exception) -> None:
-        if is_foreign(mistake):
-            detail = detail_of(mistake)
-            _LOG.warning("cannot store %s: its key is no stream (%s)", owned.response_id, detail)
-        else:
-            _LOG.error("cannot store %s", owned.response_id, exc_info=mistake)
-        self.give_up(owned)
-
-    def _part_with(self, owned: OwnedLog) -> None:
-        self._disown(owned)
-        self._on_done(owned.log)
-        owned.log.fail(ResponseMovedError(owned.response_id))
-
-
-def _is_mistake(failure: Exception) -> bool:
-    """Whether the failure means that the command was wrong, and not that Redis is unavailable or
-    already has the entry or a fence."""
-    return not isinstance(failure, RedisAwayError) and not is_refused_id(failure)
+            if chores:
+                self._keep_failed(chores, chores_replies)
+        if isinstance(replies[0], RedisAwayError):
+            self._errors[node] = replies[0]

@@ -36,10 +36,12 @@ from penstock.gateway.storage.response_log.codec import (
     encode_log,
 )
 from penstock.gateway.storage.response_log.item_kinds import KINDS
-from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
+from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import DeltaEntry, ResponseHeader
+from penstock.gateway.storage.response_log.replica import Role
 
 from ..storage.conversations.making import a_conversation, a_turn, finished
+from ..storage.response_log.records import Elsewhere, go_on_elsewhere, run_of
 from .test_response_events import Seen, Subscriber, end, events_of, filled, header, jsons
 
 BROWSER = Path(__file__).parents[3] / "clients" / "browser"
@@ -72,8 +74,8 @@ TYPES = [
 def _continued(log: ResponseLog, num_said: int = 0) -> ResponseLog:
     """The log with the rest of `SAID`."""
     for token_id, (output_index, kind, text) in list(enumerate(SAID))[num_said:]:
-        log.append_delta(text, (token_id,), output_index=output_index, kind=kind)
-    log.append(end(log, FinishReason.STOP))
+        run_of(log).append_delta(text, (token_id,), output_index=output_index, kind=kind)
+    run_of(log).append(end(log, FinishReason.STOP))
     return log
 
 
@@ -134,22 +136,19 @@ async def test_the_next_owner_goes_on_with_the_same_numbers_and_ids(
 ) -> None:
     """From what its predecessor has stored, after any delta."""
     whole = await events_of(_log(has_summary=has_summary))
-    lost = ResponseLog(_header(has_summary=has_summary))
+    lost = ResponseLog(_header(has_summary=has_summary), storage=Elsewhere())
     for token_id, (output_index, kind, text) in enumerate(SAID[:num_said]):
-        lost.append_delta(text, (token_id,), output_index=output_index, kind=kind)
+        run_of(lost).append_delta(text, (token_id,), output_index=output_index, kind=kind)
     stored = [encode_delta(entry) for entry in lost.entries if isinstance(entry, DeltaEntry)]
-    taken_over = ResponseLog(decode_header(encode_header(lost.header)))
-    taken_over.entries += map(decode_delta, stored)
-    taken_over.publish(num_said)
+    taken_over = ResponseLog(decode_header(encode_header(lost.header)), role=Role.FOLLOWED)
+    taken_over.replica.load(list(map(decode_delta, stored)))
+    assert taken_over.replica.received(taken_over.replica.position, (2, 0), None)
+    taken_over.do(taken_over.replica.claimed(2))
     _continued(taken_over, num_said)
-
-    async def find_again() -> ResponseLog:
-        return taken_over
-
     seen = Seen()
-    task = asyncio.create_task(Subscriber(lost, find_again=find_again).write_to(seen, jsons))
+    task = asyncio.create_task(Subscriber(lost).write_to(seen, jsons))
     await asyncio.sleep(0)
-    lost.fail(ResponseMovedError(lost.header.response_id))
+    go_on_elsewhere(lost, taken_over.entries[num_said:])
     await task
     assert seen.events == whole
 
@@ -157,13 +156,13 @@ async def test_the_next_owner_goes_on_with_the_same_numbers_and_ids(
 async def test_a_response_may_end_within_any_item() -> None:
     log = ResponseLog(header(output_format=WITH_THOUGHTS))
     assert response_object(log)["output"] == []
-    log.append_delta("Hm", (1,), kind="reasoning")
-    log.append(end(log, FinishReason.LENGTH))
+    run_of(log).append_delta("Hm", (1,), kind="reasoning")
+    run_of(log).append(end(log, FinishReason.LENGTH))
     events = await events_of(log)
     assert [event["type"] for event in events] == [*TYPES[:5], *TYPES[6:9], "response.incomplete"]
     assert events[-1]["response"]["output"][0]["status"] == "incomplete"
     empty = ResponseLog(header(output_format=WITH_THOUGHTS))
-    empty.append(end(empty, FinishReason.STOP))
+    run_of(empty).append(end(empty, FinishReason.STOP))
     assert [event["type"] for event in await events_of(empty)] == [*TYPES[:2], TYPES[-1]]
 
 

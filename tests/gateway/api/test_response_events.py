@@ -19,8 +19,10 @@ from penstock.gateway.api.responses.events import Event, num_closing_events, res
 from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
-from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, ResponseMovedError
+from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+
+from ..storage.response_log.records import Elsewhere, go_on_elsewhere, run_of
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, None)
@@ -61,8 +63,8 @@ def filled(
 ) -> ResponseLog:
     log = ResponseLog(header(**values))
     for number, text in enumerate(texts):
-        log.append(DeltaEntry(log.next_number, text, (number,)))
-    log.append(end(log, reason))
+        run_of(log).append(DeltaEntry(log.next_number, text, (number,)))
+    run_of(log).append(end(log, reason))
     return log
 
 
@@ -154,10 +156,10 @@ async def test_a_reader_that_comes_and_goes_misses_nothing(
 
     async def write() -> None:
         for number, text in enumerate(texts):
-            log.append(DeltaEntry(log.next_number, text, (number,)))
+            run_of(log).append(DeltaEntry(log.next_number, text, (number,)))
             for _ in range(pauses[number]):
                 await asyncio.sleep(0)
-        log.append(end(log, FinishReason.STOP))
+        run_of(log).append(end(log, FinishReason.STOP))
 
     writer = asyncio.create_task(write())
     seen: list[dict[str, Any]] = []
@@ -176,10 +178,10 @@ async def test_a_slow_reader_gets_several_at_once() -> None:
     log = ResponseLog(header())
     with log.read() as reader:
         for number in range(3):
-            log.append(DeltaEntry(log.next_number, "x", (number,)))
+            run_of(log).append(DeltaEntry(log.next_number, "x", (number,)))
         assert not reader.when_ready(lambda: None)
         assert len(await next_of(reader) or ()) == 3
-        log.append(end(log, FinishReason.STOP))
+        run_of(log).append(end(log, FinishReason.STOP))
         assert len(await next_of(reader) or ()) == 1
         assert await next_of(reader) is None
 
@@ -189,14 +191,14 @@ async def test_what_comes_is_written_at_once_while_there_is_room() -> None:
     async with following(Subscriber(log), size=8) as seen:
         num_opening = len(seen.events)
         await asyncio.sleep(0)
-        log.append(DeltaEntry(log.next_number, "a", (1,)))
+        run_of(log).append(DeltaEntry(log.next_number, "a", (1,)))
         for _ in range(3):
             await asyncio.sleep(0)  # the first delta finds a task that waits
         for number, text in enumerate("bc"):
-            log.append(DeltaEntry(log.next_number, text, (number,)))
+            run_of(log).append(DeltaEntry(log.next_number, text, (number,)))
             assert seen.events[-1]["delta"] == text  # nobody had to be woken
-        log.append(DeltaEntry(log.next_number, "d", (4,)))
-        log.append(DeltaEntry(log.next_number, "e", (5,)))
+        run_of(log).append(DeltaEntry(log.next_number, "d", (4,)))
+        run_of(log).append(DeltaEntry(log.next_number, "e", (5,)))
         assert (len(seen.events), seen.num_waits) == (8, 0)  # it is full: "e" waits in the log
         for _ in range(5):
             await asyncio.sleep(0)
@@ -216,7 +218,7 @@ async def test_a_connection_that_breaks_ends_its_reader_alone() -> None:
     task = asyncio.create_task(Subscriber(log).write_to(broken, jsons))
     async with following(Subscriber(log)) as seen:
         for number, text in enumerate("abcd"):
-            log.append(DeltaEntry(log.next_number, text, (number,)))
+            run_of(log).append(DeltaEntry(log.next_number, text, (number,)))
             for _ in range(3):
                 await asyncio.sleep(0)
         with pytest.raises(ConnectionError):
@@ -230,10 +232,10 @@ async def test_notices_come_in_their_place_and_are_not_replayed() -> None:
     notices = ("preempted", "queue")
     async with following(Subscriber(log, notices=notices)) as seen:
         num_opening = len(seen.events)
-        log.append(DeltaEntry(log.next_number, "a", (1,)))
+        run_of(log).append(DeltaEntry(log.next_number, "a", (1,)))
         log.notify("preempted")
         log.notify("resumed")
-        log.append(DeltaEntry(log.next_number, "b", (2,)))
+        run_of(log).append(DeltaEntry(log.next_number, "b", (2,)))
         log.notify("queue", position=3)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -243,7 +245,7 @@ async def test_notices_come_in_their_place_and_are_not_replayed() -> None:
     ]  # fmt: skip
     assert found[-1]["position"] == 3
     assert "sequence_number" not in found[-1]
-    log.append(end(log, FinishReason.STOP))
+    run_of(log).append(end(log, FinishReason.STOP))
     again = Seen()
     await Subscriber(log, notices=notices).write_to(again, jsons)
     assert not [event for event in again.events if event["type"].startswith("penstock.")]
@@ -252,40 +254,34 @@ async def test_notices_come_in_their_place_and_are_not_replayed() -> None:
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 async def test_a_reader_follows_a_response_to_its_next_owner(num_before: int) -> None:
     texts = ["a", "b", "c"]
-    lost, taken_over = ResponseLog(header()), filled(texts)
+    whole = filled(texts)
+    log = ResponseLog(header(), storage=Elsewhere())
     for number, text in enumerate(texts[:num_before]):
-        lost.append(DeltaEntry(lost.next_number, text, (number,)))
-
-    async def find_again() -> ResponseLog:
-        return taken_over
-
+        run_of(log).append(DeltaEntry(log.next_number, text, (number,)))
     seen = Seen()
-    subscriber = Subscriber(lost, find_again=find_again)
-    task = asyncio.create_task(subscriber.write_to(seen, jsons))
+    task = asyncio.create_task(Subscriber(log).write_to(seen, jsons))
     await asyncio.sleep(0)
-    lost.fail(ResponseMovedError(lost.header.response_id))
+    go_on_elsewhere(log, whole.entries[num_before:])
     await task
-    assert seen.events == await events_of(taken_over)
-
-    with pytest.raises(ResponseMovedError):
-        await events_of(lost)
+    assert seen.events == await events_of(whole)
 
 
 async def test_what_is_not_confirmed_is_not_seen() -> None:
-    class Slow(InMemory):
-        def appended(self, log: ResponseLog) -> None:
+    class Slow(Elsewhere):
+        def store(self, log: ResponseLog) -> None:
             pass
 
     log = ResponseLog(header(), storage=Slow())
-    log.append(DeltaEntry(log.next_number, "a", (1,)))
-    log.append(end(log, FinishReason.STOP))
+    run_of(log).append(DeltaEntry(log.next_number, "a", (1,)))
+    run_of(log).append(end(log, FinishReason.STOP))
     with log.read() as reader:
         waiting = asyncio.ensure_future(next_of(reader))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         assert not log.is_ended
-        log.publish(1)
+        log.do(log.replica.acknowledged(1, 1))
         assert len(await waiting or ()) == 1
+        go_on_elsewhere(log, [])
         log.fail(RuntimeError("the storage is gone"))
         with pytest.raises(RuntimeError, match="gone"):
             await next_of(reader)

@@ -20,7 +20,7 @@ from penstock.gateway.storage.response_log.redis_settings import RedisLogSetting
 from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
 from ....redis_server import RedisServer
-from .records import PATIENCE_S, add_delta, header, seen
+from .records import PATIENCE_S, add_delta, header, run_of, seen
 from .stored import lapse, lease_key
 from .wire import Wire
 
@@ -40,7 +40,7 @@ PATIENT = RedisLogSettings(
 
 @dataclass
 class Owner:
-    """Runs one response, as far as its log goes."""
+    """Runs one response, as far as its log goes: a `Runner`."""
 
     response_id: str = ""
     cancelled: list[str] = field(default_factory=list)
@@ -76,11 +76,14 @@ class Gateway:
     lost: list[str] = field(default_factory=list)
 
     def run(self, log: ResponseLog) -> None:
-        log.owner = Owner(log.header.response_id, self.cancelled, self.lost)
+        run_of(log).begin(Owner(log.header.response_id, self.cancelled, self.lost))
 
-    def take_over(self, log: ResponseLog) -> None:
-        self.run(log)
-        self.carried_on[log.header.response_id] = log
+    async def take_over(self) -> None:
+        """What comes, until cancelled."""
+        while True:
+            log = await self.store.takeovers.get()
+            self.run(log)
+            self.carried_on[log.header.response_id] = log
 
     async def die(self, client: redis.Redis) -> None:
         """It ends without a word to the others, who see at once that it has no lease."""
@@ -129,6 +132,7 @@ class Gateways:
 
     def __init__(self) -> None:
         self._made: list[Gateway] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._wires = contextlib.AsyncExitStack()
 
     async def make(
@@ -155,7 +159,8 @@ class Gateways:
         store = RedisLogStore(link.client, settings, clock=clock)
         gateway = Gateway(store, link, settings, wire)
         self._made.append(gateway)
-        await store.start(gateway.take_over, can_run=can_run)
+        await store.start(can_run=can_run)
+        self._tasks.append(asyncio.create_task(gateway.take_over()))
         await gateway.is_known()
         return gateway
 
@@ -167,6 +172,8 @@ class Gateways:
             with contextlib.suppress(Exception):
                 await gateway.link.aclose()
         self._made.clear()
+        for task in self._tasks:
+            task.cancel()
         await self._wires.aclose()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
 
@@ -12,9 +12,11 @@ from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
+from penstock.gateway.storage.response_log.cursor import LogNotice
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
-from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
+from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, Run
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.replica import Commands
 
 TENANT = "acme"
 PATIENCE_S = 60.0  # of tests, with a machine that does other things too
@@ -38,10 +40,34 @@ def header(tenant: str = TENANT) -> ResponseHeader:
     )
 
 
+def run_of(log: ResponseLog) -> Run:
+    """The run of a response here."""
+    assert log.run is not None
+    return log.run
+
+
+class Elsewhere(InMemory):
+    """A log may go on at another gateway."""
+
+    def carry_out(self, log: ResponseLog, commands: Commands) -> None:
+        pass
+
+
+def go_on_elsewhere(log: ResponseLog, entries: Sequence[Entry]) -> None:
+    """Another gateway takes the response over, and adds this."""
+    epoch = log.replica.epoch
+    log.do(log.replica.fenced(epoch))
+    for entry in entries:
+        at = epoch + 1, entry.last_number
+        assert log.replica.received(log.replica.position, at, entry)
+    log.wake()
+
+
 def add_delta(log: ResponseLog, text: str | None = None) -> DeltaEntry:
     number = log.next_number
     entry = DeltaEntry(number, f"<{number}>" if text is None else text, (number, 128_000))
-    log.append(entry)
+    if log.run is not None:
+        log.run.append(entry)
     return entry
 
 
@@ -54,7 +80,8 @@ def add_end(log: ResponseLog, reason: FinishReason = FinishReason.STOP) -> EndEn
         ended_at=1_700_000_001,
         prefix_id=b"\x00\xff" * 16,
     )
-    log.append(entry)
+    if log.run is not None:
+        log.run.append(entry)
     return entry
 
 

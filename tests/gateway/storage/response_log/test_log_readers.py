@@ -7,11 +7,11 @@ import pytest
 from penstock.gateway.api.responses.logged_generation import LoggedGeneration
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
-from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
-from penstock.gateway.storage.response_log.log_store import response_expired
+from penstock.gateway.storage.response_log.cursor import LogNotice
+from penstock.gateway.storage.response_log.log import ResponseLog, response_expired
 from penstock.gateway.storage.response_log.record import Entry
 
-from .records import add_delta, add_end, header
+from .records import Elsewhere, add_delta, add_end, go_on_elsewhere, header
 
 _MANY = 1000
 
@@ -62,13 +62,10 @@ async def test_notices_keep_their_places_in_a_long_log() -> None:
 
 async def test_an_answer_whose_log_is_lost_is_to_be_asked_for_again() -> None:
     """A 404 would say that there was nothing to ask, and no client tries again after one."""
-    log = ResponseLog(header())
+    log = ResponseLog(header(), storage=Elsewhere())
     add_delta(log)
-
-    async def find_again() -> ResponseLog:
-        return log
-
-    with LoggedGeneration(log, find_again=find_again) as generation:
+    go_on_elsewhere(log, [])
+    with LoggedGeneration(log) as generation:
         assert await next_of(generation) is not None
         log.fail(response_expired(log.header.response_id))
         with pytest.raises(RequestRefusedError) as caught:

@@ -11,7 +11,7 @@ from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry
 
 from ....redis_server import RedisServer
 from .conftest import Gateways, Owner
-from .records import TENANT, add_delta, add_end, expired, header, read_to_end, seen
+from .records import TENANT, add_delta, add_end, expired, header, read_to_end, run_of, seen
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
@@ -63,7 +63,8 @@ async def test_an_ended_response_is_replayed_from_every_cut_point(store: LogStor
 
 async def test_a_cancel_reaches_who_runs_it(store: LogStore) -> None:
     log = await store.create(header())
-    log.owner = owner = Owner("r")
+    owner = Owner("r")
+    run_of(log).begin(owner)
     await store.cancel(TENANT, log.header.response_id)
     assert owner.cancelled == ["r"]
     add_end(log)

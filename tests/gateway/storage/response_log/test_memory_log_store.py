@@ -18,7 +18,7 @@ from penstock.gateway.storage.response_log.record import DeltaEntry, ResponseHea
 
 from ....support.tiers import tiered
 from ...garbage import bytes_taken
-from .records import TENANT, add_delta, add_end, expired, header, read_to_end
+from .records import TENANT, add_delta, add_end, expired, header, read_to_end, run_of
 
 Fields = dict[str, Any]
 
@@ -58,7 +58,7 @@ SAID: dict[str, Callable[[], tuple[ResponseHeader, list[Fields]]]] = {
 def write(log: ResponseLog, deltas: list[Fields]) -> None:
     for fields in deltas:
         entry = DeltaEntry(log.next_number, "x", (random.randrange(1 << 17),))
-        log.append(msgspec.structs.replace(entry, **fields))
+        run_of(log).append(msgspec.structs.replace(entry, **fields))
     add_end(log)
 
 

@@ -15,7 +15,7 @@ from penstock.gateway.storage.conversations.store import StoreUnavailableError
 
 from ....redis_server import RedisServer
 from .conftest import PATIENT, Gateways
-from .records import PATIENCE_S, TENANT, add_end, expired, header, read_to_end, until
+from .records import PATIENCE_S, TENANT, add_end, expired, header, read_to_end, run_of, until
 from .stored import beats, entries, log_key, owned
 
 pytestmark = pytest.mark.redis
@@ -102,7 +102,7 @@ async def test_a_crowd_of_readers_shares_what_was_read(
     there = await gateways.make(redis_server.url)
     log = await here.store.create(header())
     for number in range(2000):
-        log.append_delta("x" * 100, (number,))
+        run_of(log).append_delta("x" * 100, (number,))
     add_end(log)
     await read_to_end(log)
     response_id = log.header.response_id

@@ -114,8 +114,7 @@ class Gateway:
     """
 
     def __init__(self, config: GatewayConfig, wire: Wire, engine_wire: EngineWire) -> None:
-        settings = dataclasses.replace(PATIENT, find_s=0.05)
-        self.app: Starlette = create_app(config, log_settings=settings)
+        self.app: Starlette = create_app(config, log_settings=dataclasses.replace(PATIENT))
         self.wire, self.engine_wire = wire, engine_wire
         self.port = 0
         self._config = config
@@ -140,7 +139,7 @@ class Gateway:
         return await self.run(self.store.find("default", response_id))
 
     async def runs(self, response_id: str) -> bool:
-        return (await self.log(response_id)).owner is not None
+        return (await self.log(response_id)).run is not None
 
     async def leaves(self, response_id: str) -> bool:
         """To another that runs it."""

@@ -24,6 +24,7 @@ from .records import (
     expired,
     header,
     read_to_end,
+    run_of,
     seen,
     until,
 )
@@ -190,7 +191,7 @@ async def test_a_refused_id_of_its_own_is_success_and_a_higher_epoch_is_loss(
     stored_before = DeltaEntry(log.next_number, "once", (1,))
     entry_id = f"1-{stored_before.last_number}"
     client.xadd(log_key(response_id), {"d": encode_delta(stored_before)}, id=entry_id)
-    log.append(stored_before)
+    run_of(log).append(stored_before)
     await seen(log, 2)
     assert log.is_resumable
     assert not here.lost

@@ -8,13 +8,9 @@ import dataclasses
 import pytest
 import redis
 
-from penstock.gateway.sources import next_of
-from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
-
 from ....redis_server import RedisServer
 from .conftest import PATIENT, Gateways, begin
-from .records import PATIENCE_S, TENANT, add_delta, add_end, header, read_to_end, until
+from .records import PATIENCE_S, TENANT, add_delta, add_end, read_to_end, until
 from .stored import beats, lapse, lease_key, log_key
 
 pytestmark = pytest.mark.redis
@@ -97,20 +93,3 @@ async def test_who_stood_still_does_not_take_redis_for_gone(
     add_delta(log)
     add_end(log)
     assert await reading == log.entries
-
-
-async def test_a_reader_finds_its_log_again_when_storage_answers_late() -> None:
-    lost, found = ResponseLog(header()), ResponseLog(header())
-    add_end(found)
-    num_tries = 0
-
-    async def find_again() -> ResponseLog:
-        nonlocal num_tries
-        num_tries += 1
-        if num_tries < 3:
-            raise StoreUnavailableError("late", code="session_store_unavailable", status=503)
-        return found
-
-    with lost.read(find_again=find_again) as reader:
-        lost.fail(ResponseMovedError(lost.header.response_id))
-        assert await next_of(reader) == found.entries

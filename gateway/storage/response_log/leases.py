@@ -1,0 +1,118 @@
+"""Which gateway runs which response, and when another takes it over: policy without I/O.
+
+A gateway holds one lease, renewed by its heartbeats, for all responses that it runs. When a lease
+has expired, the other gateways take over its responses one by one, each under the next epoch, with
+a fence that only one gateway can write (`redis_steps`).
+
+A gateway that could not reach storage, or that was stopped, takes nothing over for a while: the
+others' leases may have expired together with its own, and they need a moment to renew them. A
+gateway that could not run a response now, because its engine is down, leaves responses to the
+others, unless none takes them for some time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A takeover that this gateway has begun.
+
+    Attributes:
+        epoch: under which it is to run the response.
+    """
+
+    response_id: str
+    epoch: int
+
+
+class LeaseTimes(Protocol):
+    """See `RedisLogSettings`."""
+
+    @property
+    def lease_s(self) -> float: ...
+
+    @property
+    def without_engine_s(self) -> float: ...
+
+
+class Leases:
+    """This gateway's lease, and what it knows of the others'. Times are monotonic seconds.
+
+    Attributes:
+        claims: takeovers that are to be finished, by response.
+        is_leaving: this gateway stops, has no lease, and takes nothing over.
+        has_lapsed: the lease had expired at the last heartbeat, and nobody has dealt with that.
+    """
+
+    def __init__(self, times: LeaseTimes) -> None:
+        self.claims: dict[str, Claim] = {}
+        self.is_leaving = False
+        self.has_lapsed = False
+        self._times = times
+        self._was_away = False
+        self._last_beat_s = math.inf  # there was none
+        self._may_scan_s = 0.0
+        self._unreadable_until_s: dict[str, float] = {}
+        self._expired_at_s: dict[str, float] = {}
+
+    @property
+    def was_away(self) -> bool:
+        """Whether the last heartbeat did not reach storage."""
+        return self._was_away
+
+    def beaten(self, *, had_lease: bool) -> None:
+        """A heartbeat has renewed the lease."""
+        self.has_lapsed |= not had_lease
+
+    def turned(self, now_s: float) -> None:
+        """A heartbeat, and the work that comes with it, are done."""
+        lease_s = self._times.lease_s
+        if self._was_away or now_s - self._last_beat_s > lease_s * 2 / 3:
+            self._may_scan_s = now_s + lease_s / 2
+        self._was_away, self._last_beat_s = False, now_s
+
+    def away(self) -> None:
+        """A heartbeat did not reach storage."""
+        self._was_away = True
+
+    def may_scan(self, now_s: float) -> bool:
+        """Whether an expired lease tells that its gateway is gone."""
+        return not (self.is_leaving or self._was_away) and now_s >= self._may_scan_s
+
+    def scanned(
+        self, now_s: float, leases: Mapping[str, bool | None], *, can_run: bool
+    ) -> list[str]:
+        """The gateways whose responses this one takes over now.
+
+        Args:
+            leases: of all other gateways, whether it has one; None: that could not be read, so its
+                gateway could not renew it either.
+            can_run: whether a response could run here now.
+        """
+        if not self.may_scan(now_s):
+            return []
+        self._unreadable_until_s = {
+            gateway: until_s
+            for gateway, until_s in self._unreadable_until_s.items()
+            if gateway in leases
+        }
+        due = []
+        for gateway, has_lease in leases.items():
+            if has_lease is None:
+                self._unreadable_until_s[gateway] = now_s + self._times.lease_s
+            elif has_lease:
+                self._expired_at_s.pop(gateway, None)
+            elif now_s >= self._unreadable_until_s.get(gateway, 0.0):
+                waited_s = now_s - self._expired_at_s.setdefault(gateway, now_s)
+                if can_run or waited_s >= self._times.without_engine_s:
+                    due.append(gateway)
+        return due
+
+    def emptied(self, gateway: str) -> None:
+        """A gateway that is gone has no responses left."""
+        self._expired_at_s.pop(gateway, None)
