@@ -81,7 +81,7 @@ from penstock.gateway.telemetry.request_record import REQUEST_ID_HEADER
 from penstock.gateway.telemetry.worker_metrics import Workers
 
 if TYPE_CHECKING:
-    from penstock.gateway.storage.redis_health import RedisHealth
+    from penstock.gateway.storage.redis.health import RedisHealth
     from penstock.gateway.telemetry.tracing import Tracing
 
 # Response headers that a page of another origin may read.
@@ -413,7 +413,7 @@ class Stores:
 def _redis_health(config: GatewayConfig) -> RedisHealth | None:
     if config.redis_url is None:
         return None
-    from penstock.gateway.storage.redis_health import RedisHealth
+    from penstock.gateway.storage.redis.health import RedisHealth
 
     return RedisHealth()
 
@@ -466,9 +466,9 @@ def _redis_stores(
     quota_of: QuotaOf,
 ) -> Stores:
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
-    from penstock.gateway.storage.redis_link import RedisLink
-    from penstock.gateway.storage.redis_shares import RedisShares
-    from penstock.gateway.storage.redis_url import RedisAddress
+    from penstock.gateway.storage.redis.link import RedisLink
+    from penstock.gateway.storage.redis.shares import RedisShares
+    from penstock.gateway.storage.redis.url import RedisAddress
     from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
     address = RedisAddress.parse(url)
@@ -517,9 +517,9 @@ def _discovery(
     finds: list[Find] = [partial(resolve, endpoint) for endpoint in config.remote_engines]
     if config.redis_url is None or not config.discover:
         return Discovery(engine, finds), _nothing
-    from penstock.gateway.storage.redis_engines import RedisEngines
-    from penstock.gateway.storage.redis_link import RedisLink
-    from penstock.gateway.storage.redis_url import RedisAddress
+    from penstock.gateway.storage.redis.engines import RedisEngines
+    from penstock.gateway.storage.redis.link import RedisLink
+    from penstock.gateway.storage.redis.url import RedisAddress
 
     link = RedisLink(RedisAddress.parse(config.redis_url), health=health)
     registered = RedisEngines(link, model_name)
@@ -529,9 +529,9 @@ def _discovery(
 def _adapter_changes(config: GatewayConfig, health: RedisHealth | None) -> AdapterChanges:
     if config.redis_url is None or not config.enable_lora:
         return MemoryChanges()
-    from penstock.gateway.storage.redis_adapters import RedisAdapterChanges
-    from penstock.gateway.storage.redis_link import RedisLink
-    from penstock.gateway.storage.redis_url import RedisAddress
+    from penstock.gateway.storage.redis.adapters import RedisAdapterChanges
+    from penstock.gateway.storage.redis.link import RedisLink
+    from penstock.gateway.storage.redis.url import RedisAddress
 
     link = RedisLink(RedisAddress.parse(config.redis_url), health=health)
     # Gateways that discover the same engines have the same adapters.
@@ -586,8 +586,8 @@ def _shared(config: GatewayConfig, health: RedisHealth | None) -> _Shared:
         return LocalQuotas(time.monotonic), MemoryTickets(), _nothing
     from penstock.gateway.admission.redis_quotas import RedisQuotas
     from penstock.gateway.auth.redis_tickets import RedisTickets
-    from penstock.gateway.storage.redis_link import RedisLink
-    from penstock.gateway.storage.redis_url import RedisAddress
+    from penstock.gateway.storage.redis.link import RedisLink
+    from penstock.gateway.storage.redis.url import RedisAddress
 
     address = RedisAddress.parse(config.redis_url)
     link = RedisLink(address, timeout_s=_ADMISSION_TIMEOUT_S, health=health)

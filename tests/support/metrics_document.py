@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from penstock.engine.transport.messages import EngineStats
 from penstock.gateway import app
-from penstock.gateway.storage.redis_health import RedisHealth
+from penstock.gateway.storage.redis.health import RedisHealth
 from penstock.gateway.telemetry.metrics import Metrics
 from penstock.gateway.telemetry.request_record import RequestRecord
 from penstock.gateway.telemetry.worker_metrics import Workers

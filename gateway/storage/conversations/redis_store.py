@@ -38,8 +38,8 @@ from penstock.gateway.storage.conversations.store import (
     no_turn,
 )
 from penstock.gateway.storage.conversations.turn_codec import TreeNode, chunk_names, pack, unpack
-from penstock.gateway.storage.redis_link import RedisLink, Script
-from penstock.gateway.storage.redis_shares import RedisShares
+from penstock.gateway.storage.redis.link import RedisLink, Script
+from penstock.gateway.storage.redis.shares import RedisShares
 from penstock.gateway.storage.tenant_shares import StoreLimitError
 
 _FOLDER = files("penstock.gateway.storage.conversations")

@@ -13,9 +13,9 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.records import Conversation
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_shares import RedisShares
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.shares import RedisShares
+from penstock.gateway.storage.redis.url import RedisAddress
 from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 from penstock.gateway.storage.tenant_shares import NO_QUOTA, QuotaOf, StoreLimitError, StoreQuota
 

@@ -10,8 +10,8 @@ import pytest
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from ...conftest import PATIENCE_S

@@ -15,8 +15,8 @@ from penstock.gateway.storage.conversations.store import (
     ConversationLockedError,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from ...conftest import PATIENCE_S, RedisPath, configured

@@ -25,8 +25,8 @@ from penstock.gateway.storage.conversations.memory_store import MemoryConversati
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from .making import TENANT, a_conversation, a_turn, finished

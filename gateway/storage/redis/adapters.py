@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from penstock.engine.request import Adapter
-from penstock.gateway.storage.redis_link import RedisLink
+from penstock.gateway.storage.redis.link import RedisLink
 
 _TTL_S = 7 * 86400  # renewed by every gateway that reads
 _decode = msgspec.msgpack.Decoder(Adapter | None).decode
