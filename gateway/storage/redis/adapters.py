@@ -24,6 +24,8 @@ class RedisAdapterChanges:
             of their engine.
     """
 
+    is_shared = True
+
     def __init__(self, link: RedisLink, *, server: str) -> None:
         self._link = link
         self._key = f"penstock:adapters:{hashlib.sha256(server.encode()).hexdigest()[:32]}"
@@ -45,6 +47,3 @@ class RedisAdapterChanges:
         with self._link.answering(self._key):
             await self._link.client.hset(self._key, name, msgspec.msgpack.encode(adapter))
             await self._link.client.expire(self._key, _TTL_S)
-
-    async def close(self) -> None:
-        await self._link.aclose()
