@@ -238,8 +238,8 @@ async def test_a_conversation_counts_what_is_in_it(redis_server: RedisServer) ->
             (key,) = client.keys("penstock:*:conversation")
             num_bytes = int(client.hget(key, "num_bytes"))
             client.hdel(key, "num_bytes")
-            await here.conversations.set_metadata("a", conversation.conversation_id, {"a": "b"})
-            assert int(client.hget(key, "num_bytes")) == num_bytes + 3  # as msgpack
+            await here.conversations.update("a", conversation.conversation_id, metadata={"a": "b"})
+            assert int(client.hget(key, "num_bytes")) == num_bytes + 4  # as msgpack
             await here.conversations.delete_turn("a", turn.turn_id)
             assert int(client.hget(key, "num_bytes")) < num_bytes
 
