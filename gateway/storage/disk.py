@@ -44,6 +44,7 @@ _PRAGMAS = (
     "secure_delete = ON",  # what is deleted is overwritten
     "wal_autocheckpoint = 0",
     "foreign_keys = ON",
+    "temp_store = MEMORY",  # nothing of the database is written elsewhere
 )
 _FULL = (
     sqlite3.SQLITE_FULL,
@@ -149,6 +150,12 @@ class Disk:
         """Execute a job that only reads, on the reader thread: it sees all commits before, and
         holds up none. Raises as `run`."""
         return await self._awaited(self._reads, job)
+
+    async def truncate(self) -> bool:
+        """Write the WAL into the database and empty it, so that what was deleted is in no file any
+        longer; False: it is being read, so try again later. Raises: DiskError."""
+        await self.look(_checkpoint)  # most of it, while writes go on
+        return await self.look(_truncate)
 
     async def _awaited(self, queue: _Queue, job: Job[_T]) -> _T:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -331,6 +338,11 @@ def _tried(connection: sqlite3.Connection, job: Job[Any]) -> tuple[Any, Exceptio
 
 def _checkpoint(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
+
+def _truncate(connection: sqlite3.Connection) -> bool:
+    (is_busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    return not is_busy
 
 
 def _deliver(replies: Sequence[_Reply]) -> None:

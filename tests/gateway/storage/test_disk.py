@@ -140,3 +140,14 @@ async def test_migrations_run_once_and_a_later_schema_is_refused(tmp_path: Path)
         await disk.close()
     with pytest.raises(NewerSchemaError, match="later version"):
         Disk(tmp_path, _SCHEMA).open()
+
+
+async def test_what_was_deleted_is_in_no_file(disk: Disk, tmp_path: Path) -> None:
+    def is_there() -> bool:
+        return any(b"gooseberry" in path.read_bytes() for path in _files(tmp_path))
+
+    await disk.run(lambda each: _put(each, "gooseberry"))
+    assert is_there()
+    await disk.run(lambda each: each.execute("DELETE FROM words").close())
+    assert await disk.truncate()
+    assert not is_there()
