@@ -162,6 +162,20 @@ class Shelf:
         if not of_tenant:
             del self._kept[tenant], self._bytes_of[tenant]
 
+    def discard(self, tenant: str, key: str) -> None:
+        """`remove`, where it is there."""
+        if key in self._kept.get(tenant, ()):
+            self.remove(tenant, key)
+
+    def tenant_of(self, key: str) -> str:
+        return next(tenant for tenant, kept in self._kept.items() if key in kept)
+
+    def clear(self) -> None:
+        """All objects are gone."""
+        self._kept.clear()
+        self._bytes_of.clear()
+        self.num_bytes = 0
+
     def make_room(self) -> None:
         """Drop objects until the store is within its size, as far as they are not in use."""
         while self.num_bytes > self._max_bytes and (key := self._next_to_go()) is not None:

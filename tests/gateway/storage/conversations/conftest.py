@@ -1,15 +1,19 @@
-"""Both conversation stores, behind one way to make them and to let time pass."""
+"""All conversation stores, behind one way to make them and to let time pass."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from penstock.gateway.storage.conversations import disk_rows
+from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.disk import Disk
 from penstock.gateway.storage.redis.link import RedisLink
 from penstock.gateway.storage.redis.url import RedisAddress
 
@@ -33,6 +37,31 @@ class MemoryBed:
         return MemoryConversationStore(
             1 << 30, ttl_s=ttl_s, lease_s=lease_s, clock=lambda: self._now_s
         )
+
+    async def let_pass(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+class DiskBed:
+    migrations = (disk_rows.SCHEMA,)
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+        self.stores: list[DiskConversationStore] = []
+        self._now_s = 0.0
+
+    def store(
+        self,
+        *,
+        ttl_s: float = 0.0,
+        lease_s: float = 1000.0,
+        max_bytes: int = 1 << 30,
+    ) -> DiskConversationStore:
+        store = DiskConversationStore(
+            self.disk, max_bytes, lease_s=lease_s, clock=lambda: self._now_s
+        )
+        self.stores.append(store)
+        return store
 
     async def let_pass(self, seconds: float) -> None:
         self._now_s += seconds
@@ -66,9 +95,22 @@ async def redis_bed(redis_server: RedisServer) -> AsyncIterator[RedisBed]:
     await link.aclose()
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture
+async def disk_bed(tmp_path: Path) -> AsyncIterator[DiskBed]:
+    disk = Disk(tmp_path, DiskBed.migrations)
+    disk.open()
+    disk.start()
+    bed = DiskBed(disk)
+    yield bed
+    for store in bed.stores:
+        await store.close()
+    await bed.disk.close()
+
+
+@pytest.fixture(params=["memory", "disk", pytest.param("redis", marks=pytest.mark.redis)])
 def bed(request: pytest.FixtureRequest) -> Bed:
-    found: Bed = MemoryBed() if request.param == "memory" else request.getfixturevalue("redis_bed")
+    kind = request.param
+    found: Bed = MemoryBed() if kind == "memory" else request.getfixturevalue(f"{kind}_bed")
     return found
 
 
