@@ -62,6 +62,19 @@ class NewerSchemaError(Exception):
     """The database was written by a later version of this server."""
 
 
+class Statement:
+    """A job of one statement, which SQLite executes whole or not at all: alone, it costs half."""
+
+    __slots__ = ("_sql", "_values")
+
+    def __init__(self, sql: str, values: Sequence[Any] = ()) -> None:
+        self._sql = sql
+        self._values = values
+
+    def __call__(self, connection: sqlite3.Connection) -> None:
+        connection.execute(self._sql, self._values)
+
+
 class Disk:
     """The database `penstock.db` in a folder.
 
@@ -173,8 +186,8 @@ class Disk:
             if jobs:
                 self._tell(self._transaction(jobs))
                 self._checkpoint_if_due()
-        assert self._writer is not None
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _next_jobs(self) -> tuple[list[tuple[Job[Any], Done]], bool]:
         """The jobs that wait, at least one; and whether there may be more later."""
@@ -189,14 +202,18 @@ class Disk:
 
     def _transaction(self, jobs: Sequence[tuple[Job[Any], Done]]) -> list[_Reply]:
         connection = self._writer
-        assert connection is not None
         try:
+            if connection is None:  # the one before was damaged, and there was no room for another
+                connection = self._writer = self._opened()
+            if len(jobs) == 1 and isinstance(jobs[0][0], Statement):
+                return [(jobs[0][1], *_alone(connection, jobs[0][0]))]
             connection.execute("BEGIN IMMEDIATE")
             replies = [(done, *_tried(connection, job)) for job, done in jobs]
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            with contextlib.suppress(sqlite3.Error):
-                connection.execute("ROLLBACK")
+            if connection is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
             refused = self._refused(error)
             return [(done, None, refused) for _, done in jobs]
         return replies
@@ -204,10 +221,12 @@ class Disk:
     def _refused(self, error: sqlite3.Error) -> DiskError:
         """What to tell about a transaction that failed; replaces a damaged database."""
         if _code(error) in _DAMAGED:
-            assert self._writer is not None
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
             self._set_aside(error)
-            self._writer = self._opened()
+            with contextlib.suppress(sqlite3.Error):  # else the next transaction tries it
+                self._writer = self._opened()
             self._call(self._on_emptied)
         elif time.monotonic() >= self._complain_s:
             self._complain_s = time.monotonic() + _COMPLAIN_EVERY_S
@@ -308,6 +327,17 @@ def describe(error: sqlite3.Error) -> str:
 def _code(error: sqlite3.Error) -> int:
     """The primary error code; -1: the error is not SQLite's but that of its caller."""
     return getattr(error, "sqlite_errorcode", -1) & 0xFF
+
+
+def _alone(connection: sqlite3.Connection, statement: Statement) -> tuple[None, Exception | None]:
+    """As `_tried`, of a statement that is its own transaction."""
+    try:
+        statement(connection)
+    except sqlite3.Error as error:
+        if _code(error) in (*_FULL, *_DAMAGED):
+            raise
+        return None, error
+    return None, None
 
 
 def _tried(connection: sqlite3.Connection, job: Job[Any]) -> tuple[Any, Exception | None]:
