@@ -1,4 +1,4 @@
-"""Encodes and decodes a response's header and entries, or the whole log of an ended response.
+"""Encodes and decodes a response's header and entries, a whole log, or what was added to several.
 
 Each is one msgpack array that begins with the format's version. A header in it is a map by field
 name, so that a field with a default can be added and old headers still be read. Entries, of which
@@ -103,19 +103,38 @@ def decode_end(data: bytes) -> EndEntry:
 
 
 def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
-    """Encode an ended response: deltas, and the end."""
-    *deltas, end = entries
-    assert isinstance(end, EndEntry)
-    row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
-    if not header.is_text_only:
-        row_of = _delta_fields
-    rows = [row_of(entry) for entry in deltas]
-    return _pack(_version_of(header), _header_fields(header), rows, _end_fields(end))
+    """Encode a response: deltas, and the end if it has ended."""
+    end = entries[-1] if entries else None
+    rows, last = _rows_of(header, entries), None
+    if isinstance(end, EndEntry):
+        last = _end_fields(end)
+    return _pack(_version_of(header), _header_fields(header), rows, last)
 
 
 def decode_log(data: bytes) -> tuple[ResponseHeader, list[Entry]]:
     """Raises: UnreadableEntryError."""
     return _decode(data, _read_log)
+
+
+def encode_appended(appended: Sequence[tuple[int, ResponseHeader, Sequence[Entry]]]) -> bytes:
+    """Encode deltas that were appended to several logs, each under a key of its own."""
+    return _pack(
+        VERSION,
+        [(key, entries[0].number, _rows_of(header, entries)) for key, header, entries in appended],
+    )
+
+
+def decode_appended(data: bytes) -> list[tuple[int, list[DeltaEntry]]]:
+    """By key. Raises: UnreadableEntryError."""
+    return _decode(data, lambda logs: [(key, _read_rows(*rest)) for key, *rest in logs])
+
+
+def _rows_of(header: ResponseHeader, entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
+    """The deltas among consecutive entries, without their numbers."""
+    row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
+    if not header.is_text_only:
+        row_of = _delta_fields
+    return [row_of(entry) for entry in entries if isinstance(entry, DeltaEntry)]
 
 
 def _pack(*values: Any) -> bytes:
@@ -163,14 +182,20 @@ def _read_delta(
 
 
 def _read_log(
-    named: dict[str, Any], rows: list[Any], end: list[Any]
+    named: dict[str, Any], rows: list[Any], end: list[Any] | None
 ) -> tuple[ResponseHeader, list[Entry]]:
     header = _read_header(named)
-    number, entries = header.num_opening_events, list[Entry]()
+    deltas = _read_rows(header.num_opening_events, rows)
+    return header, [*deltas, *([] if end is None else [_read_end(*end)])]
+
+
+def _read_rows(number: int, rows: list[Any]) -> list[DeltaEntry]:
+    """Consecutive deltas, the first of which has this number."""
+    entries = list[DeltaEntry]()
     for row in rows:
         entries.append(_read_delta(number, *row))
         number = entries[-1].last_number + 1
-    return header, [*entries, _read_end(*end)]
+    return entries
 
 
 def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
