@@ -7,9 +7,13 @@ A job is a function of a connection. Those that wait while a transaction runs ar
 under load many jobs cost one commit, and alone a job waits for nothing. Each job is a savepoint: if
 it fails, the others are stored nevertheless. A job's result is told after its commit.
 
+A `Statement` may be executed on the event loop (`submit_quick`): a thread and the way back cost
+several times what it takes. It is a write to the page cache, which waits for the disk only if that
+is overloaded; after one that took long, the next thousands go to the thread.
+
 WAL with `synchronous = NORMAL`: what was committed outlives the process at once. A loss of power
 may cost the last moment, never consistency (https://sqlite.org/wal.html). Checkpoints run on the
-reader thread, because they wait for the disk.
+reader thread, because they wait for the disk; the writer only does their last part.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ FILE_NAME = "penstock.db"
 _CHECKPOINT_BYTES = 8 << 20  # of the WAL, after which it is written into the database
 _MAX_JOBS = 1024  # of a transaction
 _COMPLAIN_EVERY_S = 60.0
+_QUICK_S = 0.002  # for which a statement may hold up the event loop
+_NUM_SLOW = 5000  # transactions of the writer after one that took longer
+_LOOK_EVERY = 64  # statements on the event loop
 _PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",
@@ -75,6 +82,9 @@ class Statement:
         connection.execute(self._sql, self._values)
 
 
+_NOTHING = Statement("SELECT 1")
+
+
 class Disk:
     """The database `penstock.db` in a folder.
 
@@ -103,7 +113,10 @@ class Disk:
         self._threads: list[threading.Thread] = []
         self._complain_s = 0.0
         self._wal = self.path.with_name(f"{FILE_NAME}-wal")
-        self._is_checkpoint_due = False
+        self._is_checkpoint_due = self._is_reset_due = False
+        self._num_waiting = 0  # jobs whose results were not told yet; the event loop's
+        self._num_slow = 0  # transactions that are the writer's because they may take long
+        self._num_quick = 0
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -147,7 +160,25 @@ class Disk:
             done: called on the event loop after the commit, with the result and None, or with None
                 and the job's exception or a `DiskError`.
         """
+        self._num_waiting += 1
         self._writes.put((job, done))
+
+    def submit_quick(
+        self, statement: Statement, done: Callable[[None, Exception | None], None]
+    ) -> None:
+        """As `submit`; but if the writer has nothing to do and the disk is quick, the statement is
+        executed here, and `done` has been called when this returns."""
+        if self._num_waiting or self._num_slow:
+            self.submit(statement, done)
+            return
+        begun_s = time.perf_counter()
+        ((_, _, error),) = self._transaction([(statement, done)])
+        if time.perf_counter() - begun_s > _QUICK_S:
+            self._num_slow = _NUM_SLOW
+        self._num_quick += 1
+        if self._num_quick % _LOOK_EVERY == 0:
+            self._checkpoint_if_due()
+        done(None, error)
 
     async def run(self, job: Job[_T]) -> _T:
         """Execute a job that writes; returns its result after the commit.
@@ -174,7 +205,10 @@ class Disk:
             else:
                 future.set_result(result)
 
-        queue.put((job, done))
+        if queue is self._writes:
+            self.submit(job, done)
+        else:
+            queue.put((job, done))
         return await future
 
     # -- threads -----------------------------------------------------------------------------
@@ -184,7 +218,10 @@ class Disk:
         while is_open:
             jobs, is_open = self._next_jobs()
             if jobs:
-                self._tell(self._transaction(jobs))
+                replies = self._transaction(jobs)
+                if self._is_reset_due and self._writer is not None:
+                    self._reset_wal()
+                self._tell_written(replies)
                 self._checkpoint_if_due()
         if self._writer is not None:
             self._writer.close()
@@ -260,6 +297,24 @@ class Disk:
 
     def _on_checkpoint(self, _result: None, _error: Exception | None) -> None:
         self._is_checkpoint_due = False
+        self._is_reset_due = True
+        self.submit(_NOTHING, _ignore)
+
+    def _reset_wal(self) -> None:
+        """Empty the WAL: what the reader thread has not written of it by now is little. Otherwise
+        it would grow as long as there is always something to write."""
+        self._is_reset_due = False
+        assert self._writer is not None
+        with contextlib.suppress(sqlite3.Error):  # then later
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def _tell_written(self, replies: Sequence[_Reply]) -> None:
+        self._call(partial(self._deliver_written, replies))
+
+    def _deliver_written(self, replies: Sequence[_Reply]) -> None:
+        self._num_waiting -= len(replies)
+        self._num_slow = max(self._num_slow - 1, 0)
+        _deliver(replies)
 
     def _tell(self, replies: Sequence[_Reply]) -> None:
         self._call(partial(_deliver, replies))
@@ -294,7 +349,11 @@ class Disk:
         with contextlib.suppress(FileExistsError):  # private from the beginning
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         connection = sqlite3.connect(
-            self.path, isolation_level=None, check_same_thread=False, cached_statements=256
+            self.path,
+            timeout=0.0,  # nobody else writes, and a reset that finds a reader comes again
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
         )
         try:
             for pragma in _PRAGMAS:
@@ -361,6 +420,9 @@ def _tried(connection: sqlite3.Connection, job: Job[Any]) -> tuple[Any, Exceptio
 
 def _checkpoint(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
+
+def _ignore(_: None, _error: Exception | None) -> None: ...
 
 
 def _deliver(replies: Sequence[_Reply]) -> None:
