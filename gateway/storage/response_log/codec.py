@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgpack
+import msgspec
 from msgspec import Struct, structs
 
 from penstock.engine.chat_formats import OutputFormat
@@ -59,6 +60,7 @@ _ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
 _HEADER_FIELDS = {field.name: field.name for field in fields(ResponseHeader)} | {"nonce": _ITEM_ID}
 _text_fields = attrgetter("text", "token_ids", "logprobs")
 _item_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
+_ENCODER = msgspec.msgpack.Encoder()
 _T = TypeVar("_T")
 
 
@@ -105,9 +107,11 @@ def decode_end(data: bytes) -> EndEntry:
 def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
     """Encode a response: deltas, and the end if it has ended."""
     end = entries[-1] if entries else None
-    rows, last = _rows_of(header, entries), None
-    if isinstance(end, EndEntry):
-        last = _end_fields(end)
+    row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
+    if not header.is_text_only:
+        row_of = _delta_fields
+    rows = [row_of(entry) for entry in entries if isinstance(entry, DeltaEntry)]
+    last = _end_fields(end) if isinstance(end, EndEntry) else None
     return _pack(_version_of(header), _header_fields(header), rows, last)
 
 
@@ -116,25 +120,16 @@ def decode_log(data: bytes) -> tuple[ResponseHeader, list[Entry]]:
     return _decode(data, _read_log)
 
 
-def encode_appended(appended: Sequence[tuple[int, ResponseHeader, Sequence[Entry]]]) -> bytes:
+def encode_appended(appended: Sequence[tuple[int, Sequence[Entry]]]) -> bytes:
     """Encode deltas that were appended to several logs, each under a key of its own."""
-    return _pack(
-        VERSION,
-        [(key, entries[0].number, _rows_of(header, entries)) for key, header, entries in appended],
-    )
+    return _ENCODER.encode((VERSION, appended))
 
 
 def decode_appended(data: bytes) -> list[tuple[int, list[DeltaEntry]]]:
-    """By key. Raises: UnreadableEntryError."""
-    return _decode(data, lambda logs: [(key, _read_rows(*rest)) for key, *rest in logs])
-
-
-def _rows_of(header: ResponseHeader, entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
-    """The deltas among consecutive entries, without their numbers."""
-    row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
-    if not header.is_text_only:
-        row_of = _delta_fields
-    return [row_of(entry) for entry in entries if isinstance(entry, DeltaEntry)]
+    """Raises: UnreadableEntryError."""
+    return _decode(
+        data, lambda logs: [(key, [_read_delta(*row) for row in rows]) for key, rows in logs]
+    )
 
 
 def _pack(*values: Any) -> bytes:
@@ -185,17 +180,11 @@ def _read_log(
     named: dict[str, Any], rows: list[Any], end: list[Any] | None
 ) -> tuple[ResponseHeader, list[Entry]]:
     header = _read_header(named)
-    deltas = _read_rows(header.num_opening_events, rows)
-    return header, [*deltas, *([] if end is None else [_read_end(*end)])]
-
-
-def _read_rows(number: int, rows: list[Any]) -> list[DeltaEntry]:
-    """Consecutive deltas, the first of which has this number."""
-    entries = list[DeltaEntry]()
+    number, entries = header.num_opening_events, list[Entry]()
     for row in rows:
         entries.append(_read_delta(number, *row))
         number = entries[-1].last_number + 1
-    return entries
+    return header, [*entries, *([] if end is None else [_read_end(*end)])]
 
 
 def _end_fields(entry: EndEntry) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from penstock.gateway.storage.response_log.codec import (
 )
 from penstock.gateway.storage.response_log.log import Outage, ResponseLog, Storage
 from penstock.gateway.storage.response_log.log_store import unpacked
-from penstock.gateway.storage.response_log.record import Entry, ResponseHeader
+from penstock.gateway.storage.response_log.record import Entry
 
 SCHEMA = """
 CREATE TABLE log_running (
@@ -65,7 +65,7 @@ class Write:
 
     Attributes:
         number: of its row in the journal; all rows before have lower ones.
-        appended: deltas, each with its log's key and header.
+        appended: deltas, with their log's key.
         running: logs to be stored whole: key, epoch, pool, log.
         ended: of logs that have ended: the row in `log_ended`.
         left: keys of logs that no longer run.
@@ -74,7 +74,7 @@ class Write:
 
     number: int
     written_s: float
-    appended: list[tuple[int, ResponseHeader, Sequence[Entry]]] = field(default_factory=list)
+    appended: list[tuple[int, Sequence[Entry]]] = field(default_factory=list)
     running: list[tuple[int, int, bytes, bytes]] = field(default_factory=list)
     ended: list[tuple[str, str, float, int, bytes]] = field(default_factory=list)
     left: list[tuple[int]] = field(default_factory=list)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock.gateway.storage.conversations.store import store_unavailable
-from penstock.gateway.storage.disk import Disk, DiskError
+from penstock.gateway.storage.disk import Disk, DiskError, Statement
 from penstock.gateway.storage.response_log.codec import encode_log
 from penstock.gateway.storage.response_log.disk_journal import (
     Write,
@@ -305,38 +305,53 @@ class DiskLogStore(InMemory):
             self._write(batch)
 
     def _write(self, batch: Sequence[_Running]) -> None:
-        write = self._planned(batch)
-        ends = [(each, each.num_taken) for each in batch]
         self._is_writing, self._written_s = True, asyncio.get_running_loop().time()
-        self._disk.submit(write.job(), partial(self._on_written, write, ends))
+        write = Write(number=self._next_row, written_s=self._clock())
+        self._next_row += 1
+        ends = [(each, len(each.log.entries)) for each in batch]
+        done = partial(self._on_written, write, ends)
+        try:
+            self._plan(write, batch)
+            job = write.job()
+        except Exception as error:  # a bug
+            done(None, error)
+            return
+        if isinstance(job, Statement):
+            self._disk.submit_quick(job, done)
+        else:
+            self._disk.submit(job, done)
 
-    def _planned(self, batch: Sequence[_Running]) -> Write:
-        number, self._next_row = self._next_row, self._next_row + 1
-        write = Write(number=number, written_s=self._clock())
+    def _plan(self, write: Write, batch: Sequence[_Running]) -> None:
         num_deltas = 0
         for each in batch:
-            log, begin = each.log, each.num_taken
-            header = log.header
-            each.num_taken = len(log.entries)
-            if each.has_end:
-                data = checked(encode_log(header, log.entries))
-                ended = header.response_id, header.tenant, write.written_s, number, data
-                write.ended.append(ended)
-                write.left.append((each.key,))
-                self._leave_journal(each)
-            elif each.wants_whole:
-                write.running.append(running_row(each.key, self._pool(), log))
-                self._leave_journal(each)
+            entries, begin = each.log.entries, each.num_taken
+            each.num_taken = len(entries)
+            if each.wants_whole or isinstance(entries[-1], EndEntry):
+                self._plan_whole(write, each)
             elif begin < each.num_taken:
-                new = log.entries[begin:]
-                write.appended.append((each.key, header, new))
+                new = entries[begin:]
+                write.appended.append((each.key, new))
                 each.num_journaled += len(new)
                 num_deltas += len(new)
-        self._rows.append((number, num_deltas))
+        self._rows.append((write.number, num_deltas))
         self._num_deltas += num_deltas
         self._num_live += num_deltas
         write.trim = self._next_trim()
-        return write
+
+    def _plan_whole(self, write: Write, each: _Running) -> None:
+        log, header = each.log, each.log.header
+        if each.has_end:
+            data = checked(encode_log(header, log.entries))
+            ended = header.response_id, header.tenant, write.written_s, write.number, data
+            write.ended.append(ended)
+            write.left.append((each.key,))
+        else:
+            write.running.append(running_row(each.key, self._pool(), log))
+        # From now on it needs only later rows.
+        self._num_live -= each.num_journaled
+        each.num_journaled = 0
+        each.wants_whole, each.first_row = False, self._next_row
+        self._running.move_to_end(each.response_id)
 
     def _on_written(
         self,
@@ -378,13 +393,6 @@ class DiskLogStore(InMemory):
         await waiting
 
     # -- the journal -------------------------------------------------------------------------
-
-    def _leave_journal(self, each: _Running) -> None:
-        """The transaction that is planned stores it whole: it needs only later rows."""
-        self._num_live -= each.num_journaled
-        each.num_journaled = 0
-        each.wants_whole, each.first_row = False, self._next_row
-        self._running.move_to_end(each.response_id)
 
     def _first_needed(self) -> int:
         """The first row that a running log needs."""

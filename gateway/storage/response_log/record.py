@@ -110,7 +110,7 @@ class ResponseHeader:
         return kind.id_prefix + self.item_number(output_index)
 
 
-class DeltaEntry(Struct, gc=False):
+class DeltaEntry(Struct, gc=False, array_like=True):
     """A delta event, and before it, if it begins an item, the events that close the item before
     and open its own.
 
