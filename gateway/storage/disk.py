@@ -42,6 +42,7 @@ FILE_NAME = "penstock.db"
 _CHECKPOINT_BYTES = 8 << 20  # of the WAL, after which it is written into the database
 _MAX_JOBS = 1024  # of a transaction
 _COMPLAIN_EVERY_S = 60.0
+_BUSY_MS = 5000
 _QUICK_S = 0.002  # for which a statement may hold up the event loop
 _NUM_SLOW = 5000  # transactions of the writer after one that took longer
 _LOOK_EVERY = 64  # statements on the event loop
@@ -51,6 +52,7 @@ _PRAGMAS = (
     "secure_delete = ON",  # what is deleted is overwritten
     "wal_autocheckpoint = 0",
     "foreign_keys = ON",
+    "temp_store = MEMORY",  # nothing of the database is written elsewhere
 )
 _FULL = (
     sqlite3.SQLITE_FULL,
@@ -82,9 +84,6 @@ class Statement:
         connection.execute(self._sql, self._values)
 
 
-_NOTHING = Statement("SELECT 1")
-
-
 class Disk:
     """The database `penstock.db` in a folder.
 
@@ -113,7 +112,7 @@ class Disk:
         self._threads: list[threading.Thread] = []
         self._complain_s = 0.0
         self._wal = self.path.with_name(f"{FILE_NAME}-wal")
-        self._is_checkpoint_due = self._is_reset_due = False
+        self._is_checkpoint_due = False
         self._num_waiting = 0  # jobs whose results were not told yet; the event loop's
         self._num_slow = 0  # transactions that are the writer's because they may take long
         self._num_quick = 0
@@ -194,6 +193,13 @@ class Disk:
         holds up none. Raises as `run`."""
         return await self._awaited(self._reads, job)
 
+    async def truncate(self) -> bool:
+        """Write the WAL into the database and empty it, so that what was deleted is in no file any
+        longer; False: it is being read, so try again later. Raises: DiskError."""
+        await self.look(_checkpoint)  # most of it, while writes go on
+        self._expect_reset()
+        return await self.run(_reset)
+
     async def _awaited(self, queue: _Queue, job: Job[_T]) -> _T:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
@@ -218,9 +224,12 @@ class Disk:
         while is_open:
             jobs, is_open = self._next_jobs()
             if jobs:
-                replies = self._transaction(jobs)
-                if self._is_reset_due and self._writer is not None:
-                    self._reset_wal()
+                replies = self._transaction([each for each in jobs if each[0] is not _reset])
+                replies += [
+                    (done, self._writer is not None and _reset(self._writer), None)
+                    for job, done in jobs
+                    if job is _reset
+                ]
                 self._tell_written(replies)
                 self._checkpoint_if_due()
         if self._writer is not None:
@@ -239,6 +248,8 @@ class Disk:
 
     def _transaction(self, jobs: Sequence[tuple[Job[Any], Done]]) -> list[_Reply]:
         connection = self._writer
+        if not jobs:
+            return []
         try:
             if connection is None:  # the one before was damaged, and there was no room for another
                 connection = self._writer = self._opened()
@@ -297,16 +308,12 @@ class Disk:
 
     def _on_checkpoint(self, _result: None, _error: Exception | None) -> None:
         self._is_checkpoint_due = False
-        self._is_reset_due = True
-        self.submit(_NOTHING, _ignore)
+        # Of what was written meanwhile: otherwise it would grow as long as there is something.
+        self._expect_reset()
+        self.submit(_reset, _ignore)
 
-    def _reset_wal(self) -> None:
-        """Empty the WAL: what the reader thread has not written of it by now is little. Otherwise
-        it would grow as long as there is always something to write."""
-        self._is_reset_due = False
-        assert self._writer is not None
-        with contextlib.suppress(sqlite3.Error):  # then later
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    def _expect_reset(self) -> None:
+        self._num_slow = max(self._num_slow, 2)  # it, and the next one, wait for the disk
 
     def _tell_written(self, replies: Sequence[_Reply]) -> None:
         self._call(partial(self._deliver_written, replies))
@@ -350,7 +357,7 @@ class Disk:
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         connection = sqlite3.connect(
             self.path,
-            timeout=0.0,  # nobody else writes, and a reset that finds a reader comes again
+            timeout=_BUSY_MS / 1e3,
             isolation_level=None,
             check_same_thread=False,
             cached_statements=256,
@@ -422,7 +429,20 @@ def _checkpoint(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
 
-def _ignore(_: None, _error: Exception | None) -> None: ...
+def _ignore(_: object, _error: Exception | None) -> None: ...
+
+
+def _reset(connection: sqlite3.Connection) -> bool:
+    """Write what is left of the WAL into the database, and empty it; False: it is being read. Not
+    within a transaction."""
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        (is_busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.Error:
+        return False  # the next transaction meets what is wrong
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+    return not is_busy
 
 
 def _deliver(replies: Sequence[_Reply]) -> None:

@@ -7,7 +7,7 @@
 An object is a conversation with its turns, or the log of a response or of a keyed answer. With one
 tenant, as without keys, this is least recently used. An object in use (a turn runs) stays; what a
 tenant has in use is never made room for at the cost of others within their share.
-`redis_shares` does the same for all gateways of one Redis.
+`redis.shares` does the same for all gateways of one Redis.
 """
 
 from __future__ import annotations

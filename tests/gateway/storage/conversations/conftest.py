@@ -10,8 +10,8 @@ import pytest
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from ...conftest import PATIENCE_S
@@ -46,10 +46,13 @@ class RedisBed:
         return RedisConversationStore(self.link, ttl_s=ttl_s, lease_s=lease_s)
 
     async def let_pass(self, seconds: float) -> None:
-        """Keys, and the leases at the end of `conversation.lua`'s links, end so much earlier."""
+        """Keys, and the leases at the end of links, end so much earlier; trees have new versions,
+        so that no store goes by the leases that it knows."""
         client, passed_ms = self.link.client, round(seconds * 1000)
         for key in await client.keys():
             await client.pexpire(key, await client.pttl(key) - passed_ms)
+            if key.endswith(b":conversation"):
+                await client.hincrby(key, "version", 1)
             links = await client.hgetall(key) if key.endswith(b":links") else {}
             for turn, link in links.items():
                 rest, _, lease_ms = link.rpartition(b"|")

@@ -25,8 +25,8 @@ from penstock.gateway.storage.conversations.memory_store import MemoryConversati
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from .making import TENANT, a_conversation, a_turn, finished
@@ -138,10 +138,17 @@ class StoresAgree(RuleBasedStateMachine):
         head = None if to_nothing else turn.turn_id
         self.both(lambda store: store.set_head(*key, head, expected=expected))
 
-    @rule(conversation=conversations, tenant=_TENANTS)
-    def set_metadata(self, conversation: Conversation, tenant: str) -> None:
+    @rule(
+        conversation=conversations,
+        tenant=_TENANTS,
+        metadata=st.sampled_from([None, {"title": "new"}, {}]),
+        is_pinned=st.sampled_from([None, True, False]),
+    )
+    def update(
+        self, conversation: Conversation, tenant: str, metadata: Any, is_pinned: bool | None
+    ) -> None:
         key = (tenant, conversation.conversation_id)
-        self.both(lambda store: store.set_metadata(*key, {"title": "new"}))
+        self.both(lambda store: store.update(*key, metadata=metadata, is_pinned=is_pinned))
 
     @rule(conversation=consumes(conversations), tenant=_TENANTS)
     def delete(self, conversation: Conversation, tenant: str) -> None:
@@ -157,14 +164,20 @@ class StoresAgree(RuleBasedStateMachine):
         limit=st.integers(1, 4),
         newest_first=st.booleans(),
         after=st.none() | conversations,
+        pinned=st.sampled_from([None, True, False]),
     )
     def list_page(
-        self, tenant: str, limit: int, newest_first: bool, after: Conversation | None
+        self,
+        tenant: str,
+        limit: int,
+        newest_first: bool,
+        after: Conversation | None,
+        pinned: bool | None,
     ) -> None:
-        cursor = None if after is None else after.conversation_id
+        cursor = None if after is None or pinned is not None else after.conversation_id
         self.both(
             lambda store: store.list_page(
-                tenant, limit=limit, after=cursor, newest_first=newest_first
+                tenant, limit=limit, after=cursor, newest_first=newest_first, pinned=pinned
             )
         )
 

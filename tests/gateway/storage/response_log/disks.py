@@ -38,7 +38,7 @@ class Process:
 
     async def rows(self, table: str) -> int:
         """How many there are."""
-        ((num,),) = await self.disk.run(self.execute(f"SELECT count(*) FROM {table}"))  # noqa: S608
+        ((num,),) = await self.disk.run(self.execute(f"SELECT count(*) FROM {table}"))
         return int(num)
 
 
