@@ -127,7 +127,11 @@ class RedisLogStore:
         return self._ownership.gateway_id
 
     async def start(
-        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
+        self,
+        take_over: TakeOver,
+        *,
+        can_run: Callable[[], bool] = lambda: True,
+        pool: Callable[[], bytes] = bytes,  # noqa: ARG002  (the gateways of a Redis have one)
     ) -> None:
         """Start taking over responses (`LogStore.start`). `take_over` must have set
         `ResponseLog.owner` when it returns."""
