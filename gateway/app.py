@@ -237,6 +237,7 @@ def create_app(
     )
     app.state.engine = engine
     app.state.log_store = state.logs
+    app.state.conversations = state.conversations
     app.state.place = state.place
     return app
 

@@ -5,6 +5,7 @@ is. It stands above `storage` because it also makes what quotas, tickets and ada
 Redis' client and SQLite are imported only where they are used, so a gateway without them is small.
 
     memory    gone with the process
+    disk      of one gateway; outlives it and the machine's power
     redis     shared by all gateways; outlives them
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.engine.errors import ConfigError
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas
 from penstock.gateway.auth.tickets import MemoryTickets, Tickets
 from penstock.gateway.config import GatewayConfig
@@ -29,8 +31,10 @@ from penstock.gateway.storage.tenant_shares import QuotaOf, TenantShares, no_quo
 from penstock.gateway.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
+    from penstock.gateway.storage.data_dir import DataDir
     from penstock.gateway.storage.redis.health import RedisHealth
 
+_MEMORY_BYTES, _DISK_BYTES = 256 << 20, 4 << 30  # for conversations
 _ADMISSION_TIMEOUT_S = 0.25  # after which a request is admitted without Redis
 _Step = Callable[[], Coroutine[None, None, None]]
 Trouble = tuple[str, str]  # a state, as `out_of_memory`, and a message
@@ -80,26 +84,99 @@ def shared_state(
         log_settings: of response logs in Redis; None: the usual ones, with those of `config`.
 
     Raises:
-        ConfigError: `--redis-url` is invalid.
+        ConfigError: `--redis-url` is invalid, or `--data-dir` names a folder that cannot be used.
+            Without that setting, a folder that cannot be used leaves the state in memory.
     """
     if config.redis_url is not None:
         return redis(config, config.redis_url, quota_of=quota_of, log_settings=log_settings)
-    return memory(config, quota_of=quota_of)
+    from penstock.gateway.storage import data_dir
+    from penstock.gateway.storage.disk import DiskError, NewerSchemaError
+
+    if config.data_dir == data_dir.NOWHERE or config.num_workers > 1:
+        return memory(config, quota_of=quota_of)
+    try:
+        return disk(config, data_dir.claim(config.data_dir), quota_of=quota_of)
+    except (data_dir.DataDirError, DiskError, NewerSchemaError) as error:
+        if config.data_dir is not None:
+            raise ConfigError(f"--data-dir: {error}") from error
+        place = f"in memory, until the server stops, because {error}"
+        return memory(config, quota_of=quota_of, place=place)
 
 
-def memory(config: GatewayConfig, *, quota_of: QuotaOf = no_quotas) -> SharedState:
+def memory(
+    config: GatewayConfig,
+    *,
+    quota_of: QuotaOf = no_quotas,
+    place: str = "in memory, until the server stops",
+) -> SharedState:
     shares = TenantShares(quota_of)
     logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s, shares=shares)
     return SharedState(
         conversations=MemoryConversationStore(
-            config.session_store_bytes, ttl_s=config.session_ttl_s, shares=shares
+            config.session_store_bytes or _MEMORY_BYTES,
+            ttl_s=config.session_ttl_s,
+            shares=shares,
         ),
         logs=logs,
         quotas=LocalQuotas(time.monotonic),
         tickets=MemoryTickets(),
         adapters=MemoryChanges(),
-        place="in memory",
+        place=place,
         close=logs.close,
+    )
+
+
+def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quotas) -> SharedState:
+    """Of the only gateway of a server: what only gateways share with each other is in memory.
+
+    Raises:
+        DiskError, NewerSchemaError: the database in the folder cannot be used; it is free again.
+    """
+    from penstock.gateway.storage.conversations import disk_rows
+    from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
+    from penstock.gateway.storage.disk import Disk
+    from penstock.gateway.storage.response_log import disk_journal
+    from penstock.gateway.storage.response_log.disk_store import DiskLogStore
+
+    def emptied() -> None:
+        conversations.forget_all()
+        logs.emptied()
+
+    # Further versions of a schema are further statements at the end.
+    migrations = (disk_rows.SCHEMA, disk_journal.SCHEMA)
+    database = Disk(folder.path, migrations, on_emptied=emptied)
+    try:
+        database.open()
+    except BaseException:
+        folder.release()
+        raise
+    shares = TenantShares(quota_of)
+    conversations = DiskConversationStore(
+        database, config.session_store_bytes or _DISK_BYTES, shares=shares
+    )
+    logs = DiskLogStore(
+        database, config.response_log_bytes, ttl_s=config.response_log_ttl_s, shares=shares
+    )
+
+    async def start() -> None:
+        database.start()
+        await conversations.start()
+
+    async def close() -> None:
+        await logs.close()
+        await conversations.close()
+        await database.close()
+        folder.release()
+
+    return SharedState(
+        conversations=conversations,
+        logs=logs,
+        quotas=LocalQuotas(time.monotonic),
+        tickets=MemoryTickets(),
+        adapters=MemoryChanges(),
+        place=f"in {folder.path}",
+        start=start,
+        close=close,
     )
 
 

@@ -42,6 +42,7 @@ FILE_NAME = "penstock.db"
 _CHECKPOINT_BYTES = 8 << 20  # of the WAL, after which it is written into the database
 _MAX_JOBS = 1024  # of a transaction
 _COMPLAIN_EVERY_S = 60.0
+_ERASE_EVERY_S = 1.0  # at most
 _BUSY_MS = 5000
 _QUICK_S = 0.002  # for which a statement may hold up the event loop
 _NUM_SLOW = 5000  # transactions of the writer after one that took longer
@@ -116,6 +117,8 @@ class Disk:
         self._num_waiting = 0  # jobs whose results were not told yet; the event loop's
         self._num_slow = 0  # transactions that are the writer's because they may take long
         self._num_quick = 0
+        self._is_erasing_due = False
+        self._eraser: asyncio.Task[None] | None = None
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -127,6 +130,8 @@ class Disk:
             DiskError: the folder cannot be written.
             NewerSchemaError.
         """
+        with contextlib.suppress(FileNotFoundError):  # what a server that was killed had deleted
+            self._is_erasing_due = self._wal.stat().st_size > 0
         try:
             self._writer = self._opened()
         except sqlite3.Error as error:
@@ -142,9 +147,13 @@ class Disk:
             thread = threading.Thread(target=run, name=f"disk {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        if self._is_erasing_due:
+            self.erase_soon()
 
     async def close(self) -> None:
         """Execute the jobs that wait, and close the database."""
+        if self._eraser is not None:  # closing the database does the same
+            self._eraser.cancel()
         self._writes.put(None)
         self._reads.put(None)
         for thread in self._threads:
@@ -192,6 +201,27 @@ class Disk:
         """Execute a job that only reads, on the reader thread: it sees all commits before, and
         holds up none. Raises as `run`."""
         return await self._awaited(self._reads, job)
+
+    def erase_soon(self) -> None:
+        """Something was deleted: have it in no file any longer (`truncate`), in the background."""
+        self._is_erasing_due = True
+        if self._eraser is None or self._eraser.done():
+            self._eraser = asyncio.create_task(self._erase(), name="erase what was deleted")
+
+    async def erased(self) -> None:
+        """Returns when what was deleted before is in no file any longer, or cannot be erased."""
+        while self._eraser is not None and not self._eraser.done():
+            await asyncio.wait({self._eraser})
+
+    async def _erase(self) -> None:
+        while self._is_erasing_due:
+            self._is_erasing_due = False
+            try:
+                self._is_erasing_due = not await self.truncate() or self._is_erasing_due
+            except DiskError as error:
+                _LOG.warning("what was deleted cannot be erased from %s: %s", self.path, error)
+            if self._is_erasing_due:
+                await asyncio.sleep(_ERASE_EVERY_S)
 
     async def truncate(self) -> bool:
         """Write the WAL into the database and empty it, so that what was deleted is in no file any

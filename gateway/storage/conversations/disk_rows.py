@@ -257,7 +257,6 @@ def delete(connection: sqlite3.Connection, number: int) -> None:
     for table in ("turns", "chunks"):
         connection.execute(f"DELETE FROM {table} WHERE conversation = ?", (number,))
     connection.execute("DELETE FROM conversations WHERE id = ?", (number,))
-    disk_texts.note_erasure(connection)
 
 
 def drop(connection: sqlite3.Connection, *, conversation_id: str) -> None:

@@ -50,8 +50,7 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 DEFAULT_MAX_BYTES = 4 << 30
 _MAX_UNSTORED_USES = 64
-_RETRY_S = 1.0  # of erasing
-_CLOSE_S = 5.0  # for which the end of a server waits for that
+_CLOSE_S = 5.0  # for which the end of a server waits for erasing
 _NO_USES: Uses = {}
 _Operation = Callable[[Tree, int, Uses], "Change | None"]
 
@@ -107,7 +106,8 @@ class DiskConversationStore:
         self._leases = _Leases()
         self._unstored_uses: dict[str, int] = {}  # by conversation: when it was last read
         self._dropping: set[str] = set()
-        self._eraser: asyncio.Task[None] | None = None
+        self._merger: asyncio.Task[None] | None = None
+        self._is_merging_due = False
 
     @property
     def num_bytes(self) -> int:
@@ -121,15 +121,16 @@ class DiskConversationStore:
 
     async def close(self) -> None:
         """Store what waits. What could not be erased yet is erased by the next server."""
-        if self._eraser is not None:
-            await asyncio.wait({self._eraser}, timeout=_CLOSE_S)
-            self._eraser.cancel()
+        if self._merger is not None:
+            await asyncio.wait({self._merger}, timeout=_CLOSE_S)
+            self._merger.cancel()
         self._store_uses()
 
     async def erased(self) -> None:
         """Returns when all that was deleted is in no file any longer."""
-        while self._eraser is not None and not self._eraser.done():
-            await asyncio.wait({self._eraser})
+        while self._merger is not None and not self._merger.done():
+            await asyncio.wait({self._merger})
+        await self._disk.erased()
 
     def forget_all(self) -> None:
         """The database was damaged, and an empty one has taken its place."""
@@ -329,7 +330,6 @@ class DiskConversationStore:
                 operation=operation,
                 text=text,
                 needs_uses=needs_uses,
-                deletes=deletes,
             )
         )
         self._unstored_uses.pop(conversation_id, None)
@@ -361,7 +361,6 @@ class DiskConversationStore:
         operation: _Operation,
         text: rows.Text | None,
         needs_uses: bool,
-        deletes: bool,
     ) -> tuple[Tree, bool]:
         """An operation; the tree after it, and whether it is deleted."""
         row = self._row(connection, tenant, conversation_id)
@@ -376,8 +375,6 @@ class DiskConversationStore:
         rows.write(connection, row, change)
         if change.tree.is_listed:
             rows.index(connection, row, change, text)
-        if deletes:
-            disk_texts.note_erasure(connection)
         self._let_go(change.dropped)
         for turn_id, node in tree.changed_nodes(row.tree, change.tree).items():
             if node.status == "in_progress":
@@ -517,20 +514,20 @@ class DiskConversationStore:
     # -- erasing -----------------------------------------------------------------------------
 
     def _erase_soon(self) -> None:
-        if self._eraser is None or self._eraser.done():
-            self._eraser = asyncio.create_task(self._erase(), name="erase what was deleted")
+        """Merge the texts' index, if something was deleted from it, then empty SQLite's log."""
+        self._is_merging_due = True
+        if self._merger is None or self._merger.done():
+            self._merger = asyncio.create_task(self._erase(), name="erase texts")
 
     async def _erase(self) -> None:
         try:
-            while number := await self._disk.run(disk_texts.last_erasure):
+            while self._is_merging_due:
+                self._is_merging_due = False
                 while await self._disk.run(disk_texts.merge_step):
                     pass
-                if await self._disk.truncate():
-                    await self._disk.run(partial(disk_texts.forget_erasure, number=number))
-                else:
-                    await asyncio.sleep(_RETRY_S)
+                self._disk.erase_soon()
         except DiskError as error:  # the next deletion, or the next server, tries again
-            _LOG.warning("what was deleted cannot be erased from the files: %s", error)
+            _LOG.warning("what was deleted is still in the index of texts: %s", error)
 
     # -- jobs --------------------------------------------------------------------------------
 

@@ -26,14 +26,13 @@ SCHEMA = """
         id INTEGER PRIMARY KEY, conversation INTEGER NOT NULL, turn TEXT NOT NULL,
         shard INTEGER NOT NULL);
     CREATE INDEX documents_of ON documents (conversation, turn);
-    CREATE TABLE erasures (shard INTEGER PRIMARY KEY, number INTEGER NOT NULL)
+    CREATE TABLE unmerged (shard INTEGER PRIMARY KEY)  -- they have deleted words
 """
 SHARD_CHARS = 4 << 20
 TITLE = ""  # the turn of a document that is a title
 _STEP_S = 0.003  # of merging, in which other writes wait
 _MERGED_PAGES = 16
 _TOKENIZE = "unicode61 remove_diacritics 2"
-_LOG = 0  # the shard of an erasure from SQLite's own log
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def remove(connection: sqlite3.Connection, conversation: int, turn: str | None =
         connection.execute(
             "UPDATE shards SET num_documents = num_documents - 1 WHERE id = ?", (shard,)
         )
-        note_erasure(connection, shard)
+        connection.execute("INSERT OR IGNORE INTO unmerged VALUES (?)", (shard,))
 
 
 def search(
@@ -102,27 +101,7 @@ def text_of(connection: sqlite3.Connection, document: Document) -> str:
     return unspaced(text)
 
 
-# -- erasing -----------------------------------------------------------------------------------
-
-
-def note_erasure(connection: sqlite3.Connection, shard: int = _LOG) -> None:
-    """Something was deleted, from a shard or elsewhere: it is still in files."""
-    for each in {shard, _LOG}:
-        connection.execute(
-            "INSERT INTO erasures VALUES (?, 1) ON CONFLICT DO UPDATE SET number = number + 1",
-            (each,),
-        )
-
-
-def last_erasure(connection: sqlite3.Connection) -> int:
-    """Its number; 0: nothing is left to be erased."""
-    row = connection.execute("SELECT number FROM erasures WHERE shard = 0").fetchone()
-    return 0 if row is None else int(row[0])
-
-
-def forget_erasure(connection: sqlite3.Connection, number: int) -> None:
-    """What was deleted up to that number is in no file any longer."""
-    connection.execute("DELETE FROM erasures WHERE shard = 0 AND number = ?", (number,))
+# -- merging -----------------------------------------------------------------------------------
 
 
 def merge_step(connection: sqlite3.Connection) -> bool:
@@ -139,14 +118,14 @@ def merge_step(connection: sqlite3.Connection) -> bool:
             connection.execute("DELETE FROM shards WHERE id = ?", (shard,))
         elif not _merge(connection, shard, until_s=end_s):
             return True
-        connection.execute("DELETE FROM erasures WHERE shard = ?", (shard,))
+        connection.execute("DELETE FROM unmerged WHERE shard = ?", (shard,))
         if time.perf_counter() > end_s:
             return True
     return False
 
 
 def _next_to_merge(connection: sqlite3.Connection) -> int | None:
-    row = connection.execute("SELECT min(shard) FROM erasures WHERE shard > 0").fetchone()
+    row = connection.execute("SELECT min(shard) FROM unmerged").fetchone()
     return None if row[0] is None else int(row[0])
 
 

@@ -248,6 +248,7 @@ class DiskLogStore(InMemory):
             if response_id in self._ended:
                 self._ended.remove(response_id)
             await self._trim(row)
+            self._disk.erase_soon()
         except DiskError as error:
             raise store_unavailable(str(error)) from error
 
