@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ..conftest import ANSWER, Serve, Served
+from ..conftest import ANSWER, Serve, Served, until
 from .keyed import BODIES, CHAT, KEY
 
 _BEFORE = 5  # tokens that the engine says before the server stops
@@ -149,6 +149,49 @@ async def test_a_keyed_answer_outlives_the_server(
     async with serve(data_dir=data_dir, info=info) as served:  # it has ended
         assert await _asked(served, body) == again
         assert not served.engine.submitted
+
+
+async def test_a_disk_that_takes_nothing_ends_no_stream(serve: Serve, data_dir: str) -> None:
+    """Its reader is told that it cannot be resumed; what must be stored is refused, with the
+    reason; and when there is room, all is well."""
+    async with serve(data_dir=data_dir) as served:
+        served.engine.holds_in = _BEFORE
+        async with served.http.stream("POST", _RESPONSES, json=_BODY) as response:
+            lines = response.aiter_lines()
+            text = [await anext(lines)]
+            while "delta" not in text[-1]:
+                text.append(await anext(lines))
+            let_write(served, is_allowed=False)
+            refused = [await served.http.post(_RESPONSES, json=_BODY) for _ in range(2)]
+            served.engine.may_speak.set()
+            events = events_of("\n".join(text + [line async for line in lines]))
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        ended = events[-1]["response"]
+        assert ended["output"][0]["content"][0]["text"] == ANSWER
+        assert any(event.get("penstock") == {"resumable": False} for event in events)
+        for each in refused:
+            error = each.json()["error"]
+            assert (each.status_code, error["code"]) == (503, "session_store_unavailable")
+            assert "readonly" in error["message"]
+        unstored = {**_BODY, "store": False, "stream": False}
+        assert (await served.http.post(_RESPONSES, json=unstored)).status_code == 200
+        let_write(served, is_allowed=True)
+        logs = served.app.state.log_store
+        await until(lambda: not logs._unlogged)
+        again = await resumed(served, ended["id"], -1)
+        assert again[-1]["response"]["output"] == ended["output"]
+        answer = await served.http.post(_RESPONSES, json={**_BODY, "stream": False})
+        assert answer.status_code == 200, answer.text
+    async with serve(data_dir=data_dir) as served:
+        for each in (ended["id"], answer.json()["id"]):
+            stored = (await served.http.get(f"{_RESPONSES}/{each}")).json()
+            assert stored["output"][0]["content"][0]["text"] == ANSWER
+
+
+def let_write(served: Served, *, is_allowed: bool) -> None:
+    """Into the database."""
+    disk = served.app.state.log_store._disk
+    disk._writer.execute(f"PRAGMA query_only = {not is_allowed}")
 
 
 async def _asked(served: Served, body: Mapping[str, Any]) -> str:
