@@ -9,6 +9,7 @@ A slow reader gets several entries at a time and costs only its position.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.engine.chat_formats import Piece
@@ -33,6 +34,11 @@ class Storage(Protocol):
         """All others; it may do nothing for those that need nothing of storage."""
         ...
 
+    def doubt(self, log: ResponseLog) -> None:
+        """Another gateway may have taken over this log, which runs here: verify it, if there are
+        others."""
+        ...
+
     async def settle(self, log: ResponseLog) -> None:
         """Wait until a log that is VERIFYING has been verified, or cannot be now."""
         ...
@@ -52,8 +58,11 @@ class InMemory:
         if commands & do.FOLLOW:
             log.fail(response_expired(log.response_id))
 
+    def doubt(self, log: ResponseLog) -> None:
+        """Nothing is uncertain."""
+
     async def settle(self, log: ResponseLog) -> None:
-        """Nothing is uncertain for longer than a call."""
+        """Nothing is uncertain."""
 
     async def is_read_elsewhere(self, log: ResponseLog) -> bool:  # noqa: ARG002  (nowhere)
         return False
@@ -78,6 +87,21 @@ def left_behind(response_id: str) -> RequestRefusedError:
         code="response_moved",
         status=503,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """What a store that was started again knows of a response that ran when it was stopped.
+
+    Attributes:
+        pool: the engines that computed it (`EngineClient.pool`).
+        silent_s: since anything was last stored.
+        is_complete: whether its log has all that readers may have seen.
+    """
+
+    pool: bytes
+    silent_s: float
+    is_complete: bool = True
 
 
 class Runner(Protocol):
@@ -169,8 +193,9 @@ class Run:
             is_superseded: the engine says that another does.
         """
         log = self.log
-        log.do(log.replica.unsure(self.epoch))
-        await log.storage.settle(log)
+        if self.is_current:
+            log.storage.doubt(log)
+            await log.storage.settle(log)
         if is_superseded and not log.is_resumable:
             log.do(log.replica.fenced(self.epoch))
         return self.is_current
@@ -204,6 +229,7 @@ class ResponseLog:
         run: while this gateway runs the response.
         readers: open ones.
         notices: each with the number of entries before it.
+        outage: after which it is to go on; None: none, or another gateway ran it.
     """
 
     __slots__ = (
@@ -212,6 +238,7 @@ class ResponseLog:
         "failure",
         "header",
         "notices",
+        "outage",
         "readers",
         "replica",
         "run",
@@ -233,6 +260,7 @@ class ResponseLog:
         self.run: Run | None = Run(self) if self.replica.runs else None
         self.readers: set[LogReader] = set()
         self.notices: list[tuple[int, LogNotice]] = []
+        self.outage: Outage | None = None
         self.failure: Exception | None = None
         self.storage = storage
 
@@ -306,7 +334,7 @@ class ResponseLog:
         self.readers.add(reader)
         self._report()
         if reader.is_ahead and self.replica.role is Role.OWNED:
-            self.do(self.replica.unsure(self.replica.epoch))
+            self.storage.doubt(self)
 
     def end_reading(self, reader: LogReader) -> None:
         self.readers.discard(reader)
@@ -335,7 +363,7 @@ class ResponseLog:
             self.storage.store(self)
         if commands & do.SHOW:
             self.wake()
-        if commands >= do.MARK:
+        if commands >= do.MEND:
             self._do_rarely(commands)
 
     def _do_rarely(self, commands: Commands) -> None:

@@ -11,15 +11,15 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from penstock.gateway.storage.redis_errors import (
+from penstock.gateway.storage.redis.errors import (
     SLOW,
     STATES,
     RedisAwayError,
     detail_of,
     is_foreign,
 )
-from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
-from penstock.gateway.storage.redis_trips import Command, ask, drive, drive_all, round_trip
+from penstock.gateway.storage.redis.health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.redis.trips import Command, ask, drive, drive_all, round_trip
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_steps import (
     GATEWAYS,

@@ -20,8 +20,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
-from penstock.gateway.storage.redis_trips import Command, Steps
+from penstock.gateway.storage.redis.errors import RedisAwayError, detail_of, is_foreign
+from penstock.gateway.storage.redis.trips import Command, Steps
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.leases import Claim, Leases
 from penstock.gateway.storage.response_log.log import Storage
@@ -252,7 +252,7 @@ def mark_broken(log: RedisLog) -> Steps[Commands]:
             return do.NOTHING
         is_ours = not isinstance(first, Exception) and is_begun_by(first, log.header)
         commands = replica.first_read(is_ours=is_ours)
-        if commands != do.MARK:
+        if commands != do.MEND:
             return commands
     (marked,) = yield [add_broken(log.key, epoch)]
     if isinstance(marked, RedisAwayError):

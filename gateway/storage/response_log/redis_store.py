@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 from redis.asyncio import Redis
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, store_unavailable
-from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of
-from penstock.gateway.storage.redis_health import RedisHealth
-from penstock.gateway.storage.redis_shares import RedisShares
-from penstock.gateway.storage.redis_trips import ask, drive, round_trip
+from penstock.gateway.storage.redis.errors import RedisAwayError, detail_of
+from penstock.gateway.storage.redis.health import RedisHealth
+from penstock.gateway.storage.redis.shares import RedisShares
+from penstock.gateway.storage.redis.trips import ask, drive, round_trip
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.leases import Leases
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind, response_expired
@@ -110,7 +110,12 @@ class RedisLogStore:
         self._tasks: list[asyncio.Task[None]] = []
         self._errands: set[asyncio.Task[None]] = set()  # the event loop's references are weak
 
-    async def start(self, *, can_run: Callable[[], bool] = lambda: True) -> None:
+    async def start(
+        self,
+        *,
+        can_run: Callable[[], bool] = lambda: True,
+        pool: Callable[[], bytes] = bytes,  # noqa: ARG002  (the gateways of a Redis have one)
+    ) -> None:
         self._can_run = can_run
         # The first heartbeat comes before the first response, so that others notice when this
         # gateway dies.
@@ -137,7 +142,7 @@ class RedisLogStore:
         log = self.known(response_id) or await self._load(response_id)
         if log.header.tenant != tenant:
             raise response_expired(response_id)
-        if log.replica.pending & do.MARK:  # another gateway may have it, and know more
+        if log.replica.pending & do.MEND:  # another gateway may have it, and know more
             with contextlib.suppress(RedisAwayError):
                 await self._writer.mark_now(log)
         return log
@@ -212,7 +217,7 @@ class RedisLogStore:
             self._running[response_id] = self._logs[response_id] = log
         elif commands & (do.STOP | do.END) and self._running.get(response_id) is log:
             del self._running[response_id]
-        if commands & do.MARK:
+        if commands & do.MEND:
             self._writer.mark(log)
         if commands & do.RELEASE:
             if log.replica.is_begun:
@@ -226,6 +231,9 @@ class RedisLogStore:
             self._run_errand(self._follower.announce())
         if commands & do.FORWARD:
             self._run_errand(self._gateways.cancel(response_id))
+
+    def doubt(self, log: ResponseLog) -> None:
+        log.do(log.replica.unsure(log.replica.epoch))
 
     async def settle(self, log: ResponseLog) -> None:
         await self._writer.settle(log)  # type: ignore[arg-type]

@@ -24,8 +24,8 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from penstock.gateway.storage.conversations.ids import tree_of
-from penstock.gateway.storage.redis_errors import is_foreign
-from penstock.gateway.storage.redis_trips import Command
+from penstock.gateway.storage.redis.errors import is_foreign
+from penstock.gateway.storage.redis.trips import Command
 from penstock.gateway.storage.response_log.codec import (
     UnreadableEntryError,
     decode_delta,

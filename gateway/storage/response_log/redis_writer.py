@@ -22,10 +22,10 @@ from typing import Any
 from redis.asyncio import Redis
 
 from penstock.gateway.storage.conversations.store import UnreadableDataError, store_unavailable
-from penstock.gateway.storage.redis_cluster import node_name
-from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
-from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
-from penstock.gateway.storage.redis_trips import (
+from penstock.gateway.storage.redis.cluster import node_name
+from penstock.gateway.storage.redis.errors import RedisAwayError, detail_of, is_foreign
+from penstock.gateway.storage.redis.health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.redis.trips import (
     Command,
     drive,
     drive_all,
@@ -189,7 +189,7 @@ class LogWriter:
         return log.node
 
     def mark(self, log: RedisLog) -> None:
-        """`replica.MARK`, at the next heartbeat."""
+        """`replica.MEND`, at the next heartbeat."""
         self._to_mark[log] = None
 
     async def mark_now(self, log: RedisLog) -> None:
@@ -234,7 +234,7 @@ class LogWriter:
         for log, result in zip(logs, results, strict=True):
             if isinstance(result, int):
                 log.do(result)
-                if not log.replica.owes_mark:
+                if not log.replica.is_partial:
                     self._to_mark.pop(log, None)
         for result in results:
             if isinstance(result, Exception):

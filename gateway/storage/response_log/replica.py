@@ -28,7 +28,7 @@ from penstock.gateway.storage.response_log.record import Entry
 NOTHING: Final = 0
 SHOW: Final = 1  # wake the readers: more is visible
 STORE: Final = 2  # while VERIFYING read storage's last entry; then write what it lacks
-MARK: Final = 4  # mark the log in storage as broken, so that no gateway continues or replays it
+MEND: Final = 4  # storage may have only a part: mark it as broken, or store it whole
 FOLLOW: Final = 8  # read what another gateway stores
 FORWARD: Final = 16  # send a cancel to the gateway that has the response now
 RELEASE: Final = 32  # this gateway need no longer be known as the one that runs it
@@ -75,7 +75,7 @@ class Replica:
             gateway's.
         is_resumable: False once an entry was shown without being stored.
         is_cancelled: a cancel arrived at this gateway while it ran the response.
-        owes_mark: storage may have a part of it, and no mark that the rest is missing.
+        is_partial: storage may have a part of it, and no mark that the rest is missing.
         is_begun: storage has this log's header, and not another's under its id.
     """
 
@@ -84,12 +84,12 @@ class Replica:
         "epoch",
         "is_begun",
         "is_cancelled",
+        "is_partial",
         "is_resumable",
         "num_opening_events",
         "num_stored",
         "num_visible",
         "number",
-        "owes_mark",
         "role",
     )
 
@@ -102,7 +102,7 @@ class Replica:
         self.num_visible = 0
         self.is_resumable = True
         self.is_cancelled = False
-        self.owes_mark = False
+        self.is_partial = False
         self.is_begun = role is not _OPENING
 
     @property
@@ -136,7 +136,7 @@ class Replica:
         role = self.role
         if role is _VERIFYING or (role is _OWNED and self.num_stored < len(self.entries)):
             return STORE
-        return MARK if self.owes_mark else NOTHING
+        return MEND if self.is_partial else NOTHING
 
     # -- its beginning ------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class Replica:
         """
         assert self.role in (_OPENING, _OWNED)
         self.role = _LOST
-        self.owes_mark = not is_refused
-        return NOTHING if is_refused else MARK
+        self.is_partial = not is_refused
+        return NOTHING if is_refused else MEND
 
     def claimed(self, epoch: int) -> Commands:
         """This gateway has fenced the log with this epoch and read it up to the fence: it runs the
@@ -224,8 +224,23 @@ class Replica:
         """Continue without storage: it is away, full, or has lost this log."""
         if epoch != self.epoch or not (self.role is _OWNED or self.role is _VERIFYING):
             return NOTHING
-        self.role, self.is_resumable, self.owes_mark = _UNLOGGED, False, True
-        return self._show_all() | MARK | REJOIN
+        self.role, self.is_resumable, self.is_partial = _UNLOGGED, False, True
+        return self._show_all() | MEND | REJOIN
+
+    def retried(self, epoch: int) -> Commands:
+        """Storage is to get the whole log, after which it is as if nothing had been amiss."""
+        if epoch == self.epoch and self.role is _UNLOGGED:
+            self.role, self.is_partial = _VERIFYING, False
+        return NOTHING
+
+    def stored_whole(self, epoch: int, num_entries: int) -> Commands:
+        """Storage has the first `num_entries`, however few it had before."""
+        if epoch != self.epoch or self.role is _UNLOGGED:
+            return NOTHING
+        self.is_resumable, self.is_partial = True, False
+        if self.role is _VERIFYING:
+            self.role = _OWNED
+        return self.acknowledged(epoch, num_entries)
 
     def cancel(self) -> Commands:
         """Somebody wants the response stopped."""
@@ -245,7 +260,7 @@ class Replica:
             commands |= FORWARD
         if not self.is_resumable:
             commands |= REJOIN
-        self.role, self.is_resumable, self.owes_mark = _FOLLOWED, True, False
+        self.role, self.is_resumable, self.is_partial = _FOLLOWED, True, False
         del self.entries[self.num_stored :]
         self.num_visible = self.num_stored
         return commands
@@ -253,9 +268,9 @@ class Replica:
     def marked(self, epoch: int, last: tuple[int, int] | None) -> Commands:
         """A broken mark was sent; storage's last entry afterwards. Only under a higher epoch can
         there be another, and then a gateway has taken the response over before the mark."""
-        if not self.owes_mark or epoch != self.epoch:
+        if not self.is_partial or epoch != self.epoch:
             return NOTHING
-        self.owes_mark = False
+        self.is_partial = False
         if last is not None and last[0] > epoch:
             return self.fenced(epoch)
         return RELEASE
@@ -264,8 +279,8 @@ class Replica:
         """Storage's first entry, if it was unknown whether it has this log's header."""
         self.is_begun = is_ours
         if is_ours:
-            return MARK
-        self.owes_mark = False
+            return MEND
+        self.is_partial = False
         return RELEASE
 
     # -- while another gateway runs it --------------------------------------------------------
@@ -294,7 +309,7 @@ class Replica:
         return True
 
     def load(self, entries: list[Entry]) -> None:
-        """All entries that storage has, where it has no fences."""
+        """All entries that storage has, where it has no fences yet."""
         assert self.role is _FOLLOWED
         self.entries += entries
         self.num_stored = self.num_visible = len(entries)
@@ -312,7 +327,7 @@ class Replica:
     # -- common -------------------------------------------------------------------------------
 
     def _confirm(self, num_entries: int) -> None:
-        self.num_stored = self.num_visible = num_entries
+        self.num_stored, self.num_visible = num_entries, max(self.num_visible, num_entries)
         self.number = self.entries[num_entries - 1].last_number
 
     def _show_all(self) -> Commands:

@@ -14,8 +14,8 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.storage.redis_errors import RedisAwayError
-from penstock.gateway.storage.redis_trips import Command, Steps
+from penstock.gateway.storage.redis.errors import RedisAwayError
+from penstock.gateway.storage.redis.trips import Command, Steps
 from penstock.gateway.storage.response_log import redis_steps as steps
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.leases import Leases
@@ -201,7 +201,7 @@ class ModelGateway:
 
     def carry_out(self, log: ResponseLog, commands: Commands) -> None:
         assert isinstance(log, RedisLog)
-        if commands & do.MARK:
+        if commands & do.MEND:
             self.to_mark[log] = None
             self.has_given_up = True
         if commands & do.FOLLOW:
@@ -211,6 +211,9 @@ class ModelGateway:
             self.chores.append(steps.forget(self.name, log.response_id, epoch))
         if commands & do.FORWARD:
             self.world.redis.values[cancel_key(log.response_id)] = b"1"
+
+    def doubt(self, log: ResponseLog) -> None:
+        log.do(log.replica.unsure(log.replica.epoch))
 
     async def settle(self, log: ResponseLog) -> None:
         raise NotImplementedError
@@ -302,7 +305,7 @@ class ModelGateway:
 
         def done(result: Any) -> None:
             log.do(result if isinstance(result, int) else do.NOTHING)
-            if not log.replica.pending & do.MARK:
+            if not log.replica.pending & do.MEND:
                 self.to_mark.pop(log, None)
 
         self.begin("mark", steps.mark_broken(log), done)
@@ -378,7 +381,7 @@ class ModelGateway:
     def find(self, response_id: str, then: Callable[[RedisLog], None]) -> None:
         """Have a log read, and call `then` with it."""
         known = self.known(response_id)
-        if known is not None and known.replica.pending & do.MARK:
+        if known is not None and known.replica.pending & do.MEND:
 
             def marked(result: Any) -> None:
                 known.do(result if isinstance(result, int) else do.NOTHING)

@@ -142,8 +142,8 @@ def _no_broken_mark(patch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: Replica, epoch: int) -> int:
         commands = give_up(self, epoch)
-        self.owes_mark = False
-        return commands & ~do.MARK
+        self.is_partial = False
+        return commands & ~do.MEND
 
     patch.setattr(Replica, "give_up", faulty)
 
