@@ -304,6 +304,8 @@ async def test_a_full_disk_holds_up_nothing_and_later_has_everything(
         with pytest.raises(StoreUnavailableError, match=why) as caught:
             await started.store.create(large)
         assert caught.value.code == "session_store_unavailable"
+        with pytest.raises(StoreUnavailableError):
+            await started.store.delete(TENANT, ending.header.response_id)
         await set_room(started, True)
         await until(lambda: running.is_resumable and ending.is_resumable)
         add_delta(running)
