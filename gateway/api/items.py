@@ -37,7 +37,7 @@ from penstock.gateway.api.schema.tools import seen_name
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.images import shown_url, stored_image, stored_url
 from penstock.gateway.storage.conversations.records import Item, StoredTurn
-from penstock.gateway.storage.response_log.item_kinds import COMPACTION_TRIGGER
+from penstock.gateway.storage.response_log.record import COMPACTION_TRIGGER
 from penstock.gateway.storage.sealed_text import unsealed
 
 _MAX_LISTED = 100  # OpenAI's limit

@@ -16,11 +16,11 @@ from pydantic.json_schema import models_json_schema
 
 from penstock.engine.request import SAMPLING_PARAMETERS, FinishReason
 from penstock.gateway.api.operations import Operation
+from penstock.gateway.api.responses.item_kinds import MESSAGE
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Unread, Use
 from penstock.gateway.config import ANY_NAME
-from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 
 _STATUSES = {
     400: "A parameter is unknown, unsupported, missing or invalid, or the HTTP is malformed.",

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from penstock.engine.text import Tokenizer
-from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse_any
+from penstock.gateway.generation.prompt_ids import Reused, rendering_of, reuse_any
 from penstock.gateway.storage.conversations.records import Rendering
 
 _MIN_CHARS = 1024  # tokenising a shorter prompt is faster than finding it

@@ -21,9 +21,15 @@ import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
+from penstock.gateway.api.responses.item_kinds import (
+    MESSAGE,
+    ItemContent,
+    ItemKind,
+    item_number,
+    kind_of,
+)
+from penstock.gateway.api.responses.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.cursor import LogNotice
-from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemContent, ItemKind
-from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import (
     INTERRUPTED,
@@ -108,7 +114,7 @@ class EventWriter:
     def _begin_item(self, entry: DeltaEntry, log: ResponseLog) -> list[Event]:
         """The events of an entry before its delta, which is the first that this reader gets of its
         item."""
-        kind, index = self._header.kind_of(entry.kind), entry.output_index
+        kind, index = kind_of(self._header, entry.kind), entry.output_index
         item = _item(self._header, index, (_begun(entry),), "in_progress")
         self._output_index, self._delta_type, self._delta_end = index, kind.delta, kind.delta_end
         self._is_silent = kind.is_silent
@@ -157,7 +163,7 @@ def _merged(event: bytes) -> bytes:
 def num_closing_events(log: ResponseLog, reason: FinishReason | None) -> int:
     """How many events end a response for this reason; None for a failure."""
     newest = None if reason is None else log.open_item
-    return 1 if newest is None else log.header.kind_of(newest[1]).num_closing_events + 1
+    return 1 if newest is None else log.header.item_events(newest[1]).closing + 1
 
 
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
@@ -198,7 +204,7 @@ def _opening_item(
     Args:
         item: without text.
     """
-    kind = header.kind_of(item["type"])
+    kind = kind_of(header, item["type"])
     place = _place(kind, item, output_index)
     added = {"output_index": output_index, "item": {**item, **kind.begun}}
     parts = [(name, {**place, **fields(item)}) for name, fields in kind.opening.items()]
@@ -209,7 +215,7 @@ def _closing_item(
     header: ResponseHeader, item: _Object, output_index: int
 ) -> list[tuple[str, _Object]]:
     """The events after an item's last delta."""
-    kind = header.kind_of(item["type"])
+    kind = kind_of(header, item["type"])
     place = _place(kind, item, output_index)
     parts = [(name, {**place, **fields(item)}) for name, fields in kind.closing.items()]
     return [*parts, ("response.output_item.done", {"output_index": output_index, "item": item})]
@@ -269,11 +275,12 @@ def _item(
     header: ResponseHeader, output_index: int, said: Sequence[DeltaEntry], status: str
 ) -> _Object:
     """An item from its deltas; without any it is an empty message."""
-    kind = header.kind_of(said[0].kind if said else MESSAGE.type)
+    kind = kind_of(header, said[0].kind if said else MESSAGE.type)
+    number = item_number(header, output_index)
     return kind.item(
         ItemContent(
-            id=header.item_id(output_index, kind),
-            number=header.item_number(output_index),
+            id=kind.id_prefix + number,
+            number=number,
             status=status,
             text="".join([entry.text for entry in said]),
             logprobs=[token for entry in said for token in entry.logprobs],

@@ -27,13 +27,13 @@ from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
 from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.prompt_ids import Reused, rendering_of, reuse
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,
     new_conversation_id,
     turn_of_item,
 )
-from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse
 from penstock.gateway.storage.conversations.records import Item, Rendering, StoredTurn
 from penstock.gateway.storage.conversations.store import ConversationStore, NotFoundError
 

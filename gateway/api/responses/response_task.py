@@ -35,17 +35,21 @@ from penstock.gateway.errors import (
 )
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation, Usage
+from penstock.gateway.generation.prompt_ids import rendering_of
 from penstock.gateway.sources import consume
-from penstock.gateway.storage.conversations.prompt_ids import rendering_of
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
     ConversationStore,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import (
+    INTERRUPTED,
+    MESSAGE,
+    EndEntry,
+    ResponseHeader,
+)
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
@@ -159,7 +163,7 @@ class ResponseTask:
         self._held_logprobs: tuple[TokenLogprobs, ...] = ()  # of tokens without text so far
         self._first: TokenLogprobs | None = None  # of the output's first token, if it came here
         self._token_objects: TokenObjects | None = None
-        self._newest = _Newest(*(log.open_item or (-1, MESSAGE.type)))
+        self._newest = _Newest(*(log.open_item or (-1, MESSAGE)))
         self._grace: asyncio.TimerHandle | None = None
         self._touch: asyncio.TimerHandle | None = None
         self._touching: asyncio.Future[None] | None = None  # the event loop holds a weak reference
@@ -232,7 +236,7 @@ class ResponseTask:
             assert reason is not None
             if not self.log.header.is_turn and self._num_logged < len(branch.token_ids):
                 if self._newest.output_index < 0:
-                    self._newest = _Newest(0, MESSAGE.type)
+                    self._newest = _Newest(0, MESSAGE)
                 self._append("")  # `return_token_ids` needs them all
             return self._end(reason)
         except ResponseInterruptedError as error:
@@ -280,7 +284,7 @@ class ResponseTask:
         held, self._held_logprobs = self._held_logprobs, ()
         if begins and not is_text:  # what was held back marked the item, and did not write it
             held = delta.logprobs
-        if held and (is_text or self._newest.kind == MESSAGE.type):
+        if held and (is_text or self._newest.kind == MESSAGE):
             self._logprobs += self._written(held)
 
     def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:

@@ -32,8 +32,14 @@ from penstock.engine.request import (
     SamplingParams,
     StructuredOutputs,
 )
-from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.record import (
+    ITEM_EVENTS,
+    MESSAGE,
+    DeltaEntry,
+    EndEntry,
+    Entry,
+    ResponseHeader,
+)
 
 VERSION = 2
 _TEXT_VERSION = 1
@@ -55,7 +61,7 @@ LATER_FIELDS = {
     for field in structs.fields(record)
     if field.name not in _REQUEST_FIELDS
 }
-_MESSAGE = MESSAGE.type
+_MESSAGE_PREFIX = "msg_"  # of the first item's id
 _ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
 _HEADER_FIELDS = {field.name: field.name for field in fields(ResponseHeader)} | {"nonce": _ITEM_ID}
 _text_fields = attrgetter("text", "token_ids", "logprobs")
@@ -83,7 +89,7 @@ def _delta_fields(entry: DeltaEntry) -> tuple[Any, ...]:
 
 
 def encode_delta(entry: DeltaEntry) -> bytes:
-    if entry.output_index or entry.num_events > 1 or entry.kind != _MESSAGE:
+    if entry.output_index or entry.num_events > 1 or entry.kind != MESSAGE:
         return _pack(VERSION, entry.number, *_delta_fields(entry))
     if entry.logprobs:
         return _pack(_TEXT_VERSION, entry.number, entry.text, entry.token_ids, entry.logprobs)
@@ -167,11 +173,11 @@ def _read_delta(
     token_ids: list[int],
     logprobs: Sequence[Any] = (),
     output_index: int = 0,
-    kind: str = _MESSAGE,
+    kind: str = MESSAGE,
     num_events: int = 1,
     name: str = "",
 ) -> DeltaEntry:
-    known = KINDS[kind].type
+    known = ITEM_EVENTS[kind].type
     ids = tuple(token_ids)
     return DeltaEntry(number, text, ids, tuple(logprobs), output_index, known, num_events, name)
 
@@ -216,7 +222,7 @@ def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> E
 def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     # Neither this nor `structs.asdict` copies deeply, as dataclasses.asdict does.
     named = {wire: getattr(header, name) for name, wire in _HEADER_FIELDS.items()}
-    named[_ITEM_ID] = MESSAGE.id_prefix + header.nonce
+    named[_ITEM_ID] = _MESSAGE_PREFIX + header.nonce
     if header.output_format is None:  # which version 1 does not know
         del named["output_format"]
     else:
@@ -255,7 +261,7 @@ def _request_fields(record: Struct) -> dict[str, Any]:
 def _read_header(named: dict[str, Any]) -> ResponseHeader:
     rendering = named["rendering"]
     output_format = named.get("output_format")
-    nonce = named.pop(_ITEM_ID).removeprefix(MESSAGE.id_prefix)
+    nonce = named.pop(_ITEM_ID).removeprefix(_MESSAGE_PREFIX)
     return ResponseHeader(
         **{
             **named,

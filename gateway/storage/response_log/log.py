@@ -16,8 +16,13 @@ from penstock.engine.chat_formats import Piece
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.cursor import Cursor, LogNotice
-from penstock.gateway.storage.response_log.item_kinds import MESSAGE
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.record import (
+    MESSAGE,
+    DeltaEntry,
+    EndEntry,
+    Entry,
+    ResponseHeader,
+)
 from penstock.gateway.storage.response_log.replica import Commands, Replica, Role
 
 _ENDED = Role.ENDED
@@ -159,7 +164,7 @@ class Run:
         logprobs: tuple[Mapping[str, Any], ...] = (),
         *,
         output_index: int = 0,
-        kind: str = MESSAGE.type,
+        kind: str = MESSAGE,
         name: str = "",
     ) -> None:
         """Append a delta of the newest item, or the first delta of the next one."""
@@ -170,9 +175,9 @@ class Run:
         if not (isinstance(last, DeltaEntry) and last.output_index == output_index):
             newest = log.open_item
             if newest is None or newest[0] != output_index:
-                num_events += log.header.kind_of(kind).num_opening_events
+                num_events += log.header.item_events(kind).opening
                 if newest is not None:
-                    num_events += log.header.kind_of(newest[1]).num_closing_events
+                    num_events += log.header.item_events(newest[1]).closing
         number = log.header.num_opening_events if last is None else last.last_number + 1
         entry = DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events, name)
         log.do(log.replica.append(self.epoch, entry))
@@ -319,7 +324,7 @@ class ResponseLog:
         for entry in reversed(self.entries):
             if isinstance(entry, DeltaEntry):
                 return entry.output_index, entry.kind
-        return (0, MESSAGE.type) if self.header.begins_message else None
+        return (0, MESSAGE) if self.header.begins_message else None
 
     def read(self, after: int = -1) -> LogReader:
         """A cursor after the event numbered `after`; use it as a context manager.

@@ -11,22 +11,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from msgspec import Struct
 
 from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.request import FinishReason, Request
-from penstock.gateway.storage.response_log.item_kinds import (
-    COMPACTION,
-    COMPACTION_TRIGGER,
-    KINDS,
-    MESSAGE,
-    REASONING,
-    SUMMARY,
-    ItemKind,
-)
 
+
+class ItemEvents(NamedTuple):
+    """How many events an item has besides its deltas.
+
+    Attributes:
+        type: of the item.
+        opening: before its first delta.
+        closing: after its last.
+    """
+
+    type: str
+    opening: int
+    closing: int
+
+
+MESSAGE, REASONING, COMPACTION = "message", "reasoning", "compaction"
+ITEM_EVENTS: Mapping[str, ItemEvents] = {
+    each.type: each
+    for each in (
+        ItemEvents(MESSAGE, 2, 3),
+        ItemEvents(REASONING, 2, 3),
+        ItemEvents("function_call", 1, 2),
+        ItemEvents("custom_tool_call", 1, 2),
+    )
+}
+_COMPACTION_EVENTS = ItemEvents(COMPACTION, 1, 1)
+COMPACTION_TRIGGER = "compaction_trigger"  # the last input item of a request to compact
 INTERRUPTED = FinishReason.ERROR  # the server was stopped, and could not go on with it afterwards
 
 
@@ -78,8 +96,7 @@ class ResponseHeader:
     @property
     def num_opening_events(self) -> int:
         num = 3 if self.is_background else 2  # created, queued, in_progress
-        message = self.kind_of(MESSAGE.type)
-        return num + message.num_opening_events if self.begins_message else num
+        return num + self.item_events(MESSAGE).opening if self.begins_message else num
 
     @property
     def begins_message(self) -> bool:
@@ -91,23 +108,11 @@ class ResponseHeader:
         """Whether its message is the summary of a conversation."""
         return bool(self.input_items) and self.input_items[-1].get("type") == COMPACTION_TRIGGER
 
-    def kind_of(self, kind: str) -> ItemKind:
-        """How items of this type look here.
-
-        Args:
-            kind: a key of `KINDS`, or of the item that it has become here.
-        """
-        if kind in (MESSAGE.type, COMPACTION.type) and self.compacts:
-            return COMPACTION
-        is_summary = kind == REASONING.type and (self.echo.get("reasoning") or {}).get("summary")
-        return SUMMARY if is_summary else KINDS[kind]
-
-    def item_number(self, output_index: int) -> str:
-        """What an item's id and its `call_id` are made from."""
-        return f"{self.nonce}_{output_index}" if output_index else self.nonce
-
-    def item_id(self, output_index: int, kind: ItemKind) -> str:
-        return kind.id_prefix + self.item_number(output_index)
+    def item_events(self, kind: str) -> ItemEvents:
+        """Of an item of this kind here: a key of `ITEM_EVENTS`."""
+        if kind == MESSAGE and self.compacts:
+            return _COMPACTION_EVENTS
+        return ITEM_EVENTS[kind]
 
 
 class DeltaEntry(Struct, gc=False, array_like=True):
@@ -120,7 +125,7 @@ class DeltaEntry(Struct, gc=False, array_like=True):
         token_ids: since the previous entry; part of their text may only follow in the next entry.
         logprobs: token objects in the API's format.
         output_index: of its item.
-        kind: its item's, a key of `KINDS`.
+        kind: its item's, a key of `ITEM_EVENTS`.
         name: in the first delta of a tool call: the tool's, as in `ItemContent`.
     """
 
@@ -129,7 +134,7 @@ class DeltaEntry(Struct, gc=False, array_like=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[Mapping[str, Any], ...] = ()
     output_index: int = 0
-    kind: str = MESSAGE.type
+    kind: str = MESSAGE
     num_events: int = 1
     name: str = ""
     is_end: ClassVar[bool] = False

@@ -23,6 +23,7 @@ from penstock.engine.chat_formats import OutputFormat, OutputSyntax
 from penstock.engine.request import FinishReason
 from penstock.gateway.api.items import messages_of
 from penstock.gateway.api.responses.events import response_object
+from penstock.gateway.api.responses.item_kinds import KINDS
 from penstock.gateway.api.responses.prompt import all_items
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.turn_codec import node_of, pack, unpack
@@ -35,9 +36,8 @@ from penstock.gateway.storage.response_log.codec import (
     encode_header,
     encode_log,
 )
-from penstock.gateway.storage.response_log.item_kinds import KINDS
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import DeltaEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import ITEM_EVENTS, DeltaEntry, ResponseHeader
 from penstock.gateway.storage.response_log.replica import Role
 
 from ..storage.conversations.making import a_conversation, a_turn, finished
@@ -166,6 +166,11 @@ async def test_a_response_may_end_within_any_item() -> None:
     assert [event["type"] for event in await events_of(empty)] == [*TYPES[:2], TYPES[-1]]
 
 
+def test_items_have_as_many_events_as_their_logs_count() -> None:
+    counts = {name: (1 + len(kind.opening), len(kind.closing) + 1) for name, kind in KINDS.items()}
+    assert counts == {name: (each.opening, each.closing) for name, each in ITEM_EVENTS.items()}
+
+
 def test_an_ended_log_is_stored() -> None:
     log = _log()
     assert decode_log(encode_log(log.header, log.entries)) == (log.header, log.entries)
@@ -181,7 +186,7 @@ def test_only_what_version_1_cannot_hold_is_version_2(monkeypatch: pytest.Monkey
         assert [encode_delta(entry)[1] for entry in deltas] == versions
     assert isinstance(items.entries[0], DeltaEntry)
     unknown = encode_delta(items.entries[0])
-    monkeypatch.delitem(KINDS, "reasoning")  # type: ignore[arg-type]
+    monkeypatch.delitem(ITEM_EVENTS, "reasoning")  # type: ignore[arg-type]
     with pytest.raises(UnreadableEntryError):
         decode_delta(unknown)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from penstock.gateway.generation.prompt_ids import rendering_of
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
-from penstock.gateway.storage.conversations.prompt_ids import rendering_of
 from penstock.gateway.storage.conversations.records import (
     Conversation,
     Item,

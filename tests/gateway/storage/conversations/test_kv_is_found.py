@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.engine import LLM, SamplingParams
 
-from .test_prompt_ids import DEMO, DEMO_FOLDER, fresh
+from ...generation.test_prompt_ids import DEMO, DEMO_FOLDER, fresh
 
 _BLOCK = 16
 _ONE = SamplingParams(temperature=0.0, max_tokens=1)

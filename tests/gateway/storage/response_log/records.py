@@ -13,9 +13,15 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
 from penstock.gateway.storage.response_log.cursor import LogNotice
-from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, Run
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.record import (
+    ITEM_EVENTS,
+    MESSAGE,
+    DeltaEntry,
+    EndEntry,
+    Entry,
+    ResponseHeader,
+)
 from penstock.gateway.storage.response_log.replica import Commands
 
 TENANT = "acme"
@@ -74,7 +80,7 @@ def add_delta(log: ResponseLog, text: str | None = None) -> DeltaEntry:
 def add_end(log: ResponseLog, reason: FinishReason = FinishReason.STOP) -> EndEntry:
     entry = EndEntry(
         number=log.next_number,
-        num_events=MESSAGE.num_closing_events + 1,
+        num_events=ITEM_EVENTS[MESSAGE].closing + 1,
         reason=reason,
         usage=(3, 0, len(log.token_ids)),
         ended_at=1_700_000_001,

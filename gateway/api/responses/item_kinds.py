@@ -4,7 +4,8 @@
     `delta` …
     those of `closing` · output_item.done      before the next item's first delta, or before the end
 
-To add a kind, add it to `KINDS`; `chat_formats.output_format` finds its text in an output.
+To add a kind, add it to `KINDS`, and the number of its events to `record.ITEM_EVENTS`;
+`chat_formats.output_format` finds its text in an output.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.chat_formats import NAMESPACE_END
+from penstock.gateway.storage.response_log.record import ResponseHeader
 from penstock.gateway.storage.sealed_text import sealed
 
 JsonObject = dict[str, Any]
@@ -66,14 +68,6 @@ class ItemKind:
     opening: Mapping[str, Fields]
     closing: Mapping[str, Fields]
     is_silent: bool = False
-
-    @property
-    def num_opening_events(self) -> int:
-        return 1 + len(self.opening)
-
-    @property
-    def num_closing_events(self) -> int:
-        return len(self.closing) + 1
 
 
 def _message(content: ItemContent) -> JsonObject:
@@ -238,7 +232,23 @@ COMPACTION = ItemKind(
     closing={},
     is_silent=True,
 )
-COMPACTION_TRIGGER = "compaction_trigger"  # the last input item, which asks for it
 KINDS: Mapping[str, ItemKind] = {
     kind.type: kind for kind in (MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_TOOL_CALL)
 }
+
+
+def kind_of(header: ResponseHeader, kind: str) -> ItemKind:
+    """How items of this type look in a response.
+
+    Args:
+        kind: a key of `KINDS`, or of the item that it has become there.
+    """
+    if kind in (MESSAGE.type, COMPACTION.type) and header.compacts:
+        return COMPACTION
+    is_summary = kind == REASONING.type and (header.echo.get("reasoning") or {}).get("summary")
+    return SUMMARY if is_summary else KINDS[kind]
+
+
+def item_number(header: ResponseHeader, output_index: int) -> str:
+    """What an item's id and its `call_id` are made from."""
+    return f"{header.nonce}_{output_index}" if output_index else header.nonce

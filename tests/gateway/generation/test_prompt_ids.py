@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import penstock.engine.demo
 from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.gateway.generation.prompt_ids import rendering_of, reuse
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
-from penstock.gateway.storage.conversations.prompt_ids import rendering_of, reuse
 from penstock.gateway.storage.conversations.records import StoredTurn
 
 DEMO_FOLDER = Path(penstock.engine.demo.__file__).parent / "model"
