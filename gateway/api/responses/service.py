@@ -25,8 +25,8 @@ from penstock.gateway.api.responses.response_task import (
     ResponseInterruptedError,
     ResponseTask,
     ResponseTaskSettings,
-    turn_of,
 )
+from penstock.gateway.api.responses.running_turn import RunningTurn, turn_of
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.auth.callers import Caller
@@ -151,12 +151,12 @@ class ResponseService:
         except BaseException:
             generation.discard()
             raise
-        turn = None if log is None else turn_of(header)
+        is_stored = log is not None
         if log is None:
             # It was to be resumable; without `store` nobody expects it.
             log = ResponseLog(header, is_resumable=not request.store)
         remember = None if memory is None or request.store else memory.keep
-        task = self._task(generation, log, turn=turn, text=prompt.text, remember=remember)
+        task = self._task(generation, log, has_turn=is_stored, text=prompt.text, remember=remember)
         self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
         return task
 
@@ -213,7 +213,7 @@ class ResponseService:
         except BaseException:
             generation.discard()
             raise
-        task = self._task(generation, log, turn=None, text=None)
+        task = self._task(generation, log, has_turn=False, text=None)
         self._keep(task.start(after=self._wait_for_engine))
         return log
 
@@ -268,7 +268,7 @@ class ResponseService:
         generation: Generation,
         log: ResponseLog,
         *,
-        turn: StoredTurn | None,
+        has_turn: bool,
         text: str | None,
         remember: Callable[[StoredTurn], None] | None = None,
     ) -> ResponseTask:
@@ -276,10 +276,9 @@ class ResponseService:
             generation,
             log,
             tokenizer=self._generator.model.tokenizer,
-            turn=turn,
+            turn=RunningTurn(turn_of(log.header), self._conversations) if has_turn else None,
             remember=remember,
             prompt_text=text,
-            conversations=self._conversations,
             settings=self._settings.task,
         )
 
@@ -304,8 +303,7 @@ class ResponseService:
             continues_prompt=log.header.continues_prompt or log.header.continues,
             output_format=log.header.output_format,
         )
-        turn = turn_of(log.header) if log.header.is_turn else None
-        task = self._task(generation, log, turn=turn, text=None)
+        task = self._task(generation, log, has_turn=log.header.is_turn, text=None)
         self._keep(task.start(after=after))
 
     async def _wait_to_go_on(self, log: ResponseLog, outage: Outage) -> None:

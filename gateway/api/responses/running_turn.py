@@ -1,0 +1,149 @@
+"""The stored turn of a response: in progress while the response runs, finished at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+
+import orjson
+from msgspec import structs
+
+from penstock.engine.request import FinishReason
+from penstock.gateway.api.responses.events import response_object
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
+from penstock.gateway.storage.conversations.store import (
+    DEFAULT_LEASE_S,
+    ConversationStore,
+    StoreUnavailableError,
+)
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, ResponseHeader
+
+_LOG = logging.getLogger(__name__)
+_TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
+_STORE_EVERY_S = 0.1  # while the store is away
+_STATUS: dict[FinishReason, TurnStatus] = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.GRAMMAR: "incomplete",
+    FinishReason.ABORT: "cancelled",
+    INTERRUPTED: "incomplete",
+}
+
+
+class RunningTurn:
+    """Renews a turn's lease, then stores its end."""
+
+    def __init__(self, turn: StoredTurn, conversations: ConversationStore) -> None:
+        self.turn = turn
+        self._conversations = conversations
+        self._timer: asyncio.TimerHandle | None = None
+        self._renewing: asyncio.Future[None] | None = None  # the event loop has a weak reference
+
+    def begin(self, *, is_forgotten: bool) -> None:
+        """
+        Args:
+            is_forgotten: the store was started again, and does not know which turns run.
+        """
+        if is_forgotten:
+            self._renew()
+        else:
+            self._renew_later()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _renew_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_TOUCH_EVERY_S, self._renew)
+
+    def _renew(self) -> None:
+        self._renewing = asyncio.ensure_future(self._touch())
+        self._renew_later()
+
+    async def _touch(self) -> None:
+        turn = self.turn
+        try:
+            await self._conversations.touch_turn(turn.tenant, turn.turn_id)
+        except RequestRefusedError as error:
+            _LOG.warning("cannot renew the lease of turn %s: %s", turn.turn_id, error)
+
+    async def finish(self, ended: StoredTurn, *, within_s: float) -> bool:
+        """Store the ended turn, before the end is logged: a reader may continue from it at once.
+
+        Returns: False if the store was away all the time. An end that cannot be stored at all is
+        logged nevertheless.
+        """
+        give_up_s = time.monotonic() + within_s
+        while True:
+            try:
+                await self._conversations.finish_turn(ended)
+            except StoreUnavailableError:
+                if time.monotonic() >= give_up_s:
+                    return False
+                await asyncio.sleep(_STORE_EVERY_S)
+                continue
+            except RequestRefusedError as error:
+                _LOG.warning("cannot store turn %s: %s", ended.turn_id, error)
+            except Exception:  # a bug
+                _LOG.exception("cannot store turn %s", ended.turn_id)
+            return True
+
+
+def turn_of(header: ResponseHeader) -> StoredTurn:
+    """The turn of a response, as stored while it runs."""
+    request = header.request
+    return StoredTurn(
+        turn_id=header.response_id,
+        conversation_id=header.conversation_id,
+        tenant=header.tenant,
+        parent_id=header.parent_id,
+        status="in_progress",
+        created_at=header.created_at,
+        items=header.input_items,
+        continues=header.continues,
+        prompt_token_ids=array("I", request.prompt_token_ids),
+        prompt=(
+            None
+            if header.rendering is None
+            else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
+        ),
+        cache_salt=request.cache_salt,
+        images={image.digest: image.data for image in request.images},
+        places=tuple(structs.replace(image, data=b"") for image in request.images),
+    )
+
+
+def ended_turn(
+    turn: StoredTurn,
+    log: ResponseLog,
+    end: EndEntry,
+    *,
+    token_ids: Sequence[int],
+    whole: Rendering | None,
+) -> StoredTurn:
+    """A turn at its response's end, which is not logged yet.
+
+    Args:
+        token_ids: of the output.
+        whole: the text of prompt and output, if known.
+    """
+    header = log.header
+    status = "failed" if end.reason is None else _STATUS[end.reason]
+    if not header.generates and status == "incomplete":
+        status = "completed"
+    response = response_object(log, end)
+    return dataclasses.replace(
+        turn,
+        status=status,
+        output=tuple(response["output"]),
+        output_token_ids=array("I", token_ids),
+        whole=whole,
+        prefix_id=end.prefix_id,
+        response=orjson.dumps(response),
+    )
