@@ -254,7 +254,7 @@ def _apis(
 ) -> list[object]:
     """The objects whose methods serve the operations that take a body, and the models."""
     max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
-    answers = IdempotentAnswers(service)
+    answers = IdempotentAnswers(service, state.claims)
     prompts = PooledPrompts(embedder, generator)
     of_adapters: list[object] = []
     if config.enable_lora:

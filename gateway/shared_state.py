@@ -25,6 +25,7 @@ from penstock.gateway.engines.discovery import Find
 from penstock.gateway.generation.adapters import AdapterChanges, MemoryChanges
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.idempotency.claims import ClaimStore, MemoryClaims
 from penstock.gateway.storage.response_log.log_store import LogStore, MemoryLogStore
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.tenant_shares import QuotaOf, TenantShares, no_quotas
@@ -48,7 +49,8 @@ async def _nothing() -> None:
 class SharedState:
     """
     Attributes:
-        conversations, logs: what outlives a request; idempotency keys are logs.
+        conversations, logs: what outlives a request.
+        claims: which responses idempotency keys stand for.
         quotas: what tenants have left of their limits.
         engines: finds the engines that have registered; None: they register nowhere.
         place: where chats are kept, for the ready message.
@@ -60,6 +62,7 @@ class SharedState:
 
     conversations: ConversationStore
     logs: LogStore
+    claims: ClaimStore
     quotas: Quotas
     tickets: Tickets
     adapters: AdapterChanges
@@ -118,6 +121,7 @@ def memory(
             shares=shares,
         ),
         logs=logs,
+        claims=MemoryClaims(ttl_s=config.response_log_ttl_s),
         quotas=LocalQuotas(time.monotonic),
         tickets=MemoryTickets(),
         adapters=MemoryChanges(),
@@ -135,6 +139,8 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
     from penstock.gateway.storage.conversations import disk_rows
     from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
     from penstock.gateway.storage.disk import Disk
+    from penstock.gateway.storage.idempotency import disk_claims
+    from penstock.gateway.storage.idempotency.disk_claims import DiskClaims
     from penstock.gateway.storage.response_log import disk_journal
     from penstock.gateway.storage.response_log.disk_store import DiskLogStore
 
@@ -143,7 +149,7 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
         logs.emptied()
 
     # Further versions of a schema are further statements at the end.
-    migrations = (disk_rows.SCHEMA, disk_journal.SCHEMA)
+    migrations = (disk_rows.SCHEMA, disk_journal.SCHEMA, disk_claims.SCHEMA)
     database = Disk(folder.path, migrations, on_emptied=emptied)
     try:
         database.open()
@@ -171,6 +177,7 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
     return SharedState(
         conversations=conversations,
         logs=logs,
+        claims=DiskClaims(database, ttl_s=config.response_log_ttl_s),
         quotas=LocalQuotas(time.monotonic),
         tickets=MemoryTickets(),
         adapters=MemoryChanges(),
@@ -191,6 +198,7 @@ def redis(
     from penstock.gateway.admission.redis_quotas import RedisQuotas
     from penstock.gateway.auth.redis_tickets import RedisTickets
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
+    from penstock.gateway.storage.idempotency.redis_claims import RedisClaims
     from penstock.gateway.storage.redis.adapters import RedisAdapterChanges
     from penstock.gateway.storage.redis.engines import RedisEngines
     from penstock.gateway.storage.redis.health import RedisHealth
@@ -234,6 +242,7 @@ def redis(
     return SharedState(
         conversations=RedisConversationStore(link, ttl_s=config.session_ttl_s, shares=shares),
         logs=logs,
+        claims=RedisClaims(link, ttl_s=config.response_log_ttl_s),
         quotas=quotas,
         tickets=RedisTickets(admission_link),
         adapters=RedisAdapterChanges(link, server=server),

@@ -7,8 +7,7 @@ Such an answer is logged and continues without a reader, like a response, but be
 conversation. A failed answer stays failed for its readers; the next POST starts a new attempt under
 the next id.
 
-A response has an id in its conversation instead. Then the log of the derived id is a claim: it has
-no events, and names the response.
+A response has an id in its conversation instead. Then a claim under the derived id names it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from weakref import WeakValueDictionary
 import orjson
 from starlette.requests import Request
 
-from penstock.engine.request import Request as EngineRequest
-from penstock.engine.request import SamplingParams
 from penstock.gateway.api.responses.logged_generation import LoggedGeneration
 from penstock.gateway.api.responses.response_task import ResponseTask
 from penstock.gateway.api.responses.service import ResponseService
@@ -36,6 +33,7 @@ from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.storage.conversations.ids import conversation_of, derived_response_id
+from penstock.gateway.storage.idempotency.claims import Claim, ClaimStore
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogExistsError
 from penstock.gateway.storage.response_log.record import ResponseHeader
@@ -99,11 +97,19 @@ def refuse_with_key(params: Iterable[str]) -> None:
         raise _refused(f"cannot be used with {param}: only single, stored outputs are supported")
 
 
+class _ClaimedError(Exception):
+    """Another gateway has claimed the key."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+
+
 class IdempotentAnswers:
     """Finds or starts the answers to requests with a key."""
 
-    def __init__(self, service: ResponseService) -> None:
+    def __init__(self, service: ResponseService, claims: ClaimStore) -> None:
         self._service = service
+        self._claims = claims
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def attach(
@@ -155,46 +161,60 @@ class IdempotentAnswers:
             Exception: whatever `create` raises.
         """
         for attempt in itertools.count():
-            claim_id = key.response_id(attempt)
-            async with self._locks.setdefault(claim_id, asyncio.Lock()):
-                claim = await self._find(caller, claim_id)
+            key_id = key.response_id(attempt)
+            async with self._locks.setdefault(key_id, asyncio.Lock()):
+                claim = await self._claim_of(caller, key_id)
                 if claim is None:
-                    try:
-                        return await self._created(key, caller, create, claim_id=claim_id)
-                    except LogExistsError:
-                        claim = await self._find(caller, claim_id)
-            if claim is None:
-                continue  # it exists but can no longer be read
-            if claim.header.echo.get(_DIGEST) != key.digest:
+                    created = await self._created(key, create, key_id=key_id)
+                    if isinstance(created, ResponseTask):
+                        return created
+                    claim = created
+            if claim.digest != key.digest:
                 raise _reused()
-            log = await self._claimed(caller, claim.header)
+            log = await self._claimed(caller, claim)
             if log is not None and (log.end is None or log.end.error is None):
                 return log
         raise AssertionError("unreachable")
 
     async def _created(
-        self, key: IdempotencyKey, caller: Caller, create: Create, *, claim_id: str
-    ) -> ResponseTask:
-        has_claim = False
+        self, key: IdempotencyKey, create: Create, *, key_id: str
+    ) -> ResponseTask | Claim:
+        """A new response, or the claim of another gateway that was faster."""
+        own: Claim | None = None
 
         async def claim(response_id: str) -> None:
-            nonlocal has_claim
-            await self._service.claim(_claim_header(key, claim_id, response_id))
-            has_claim = True
+            nonlocal own
+            wanted = Claim(key.digest, response_id, int(time.time()))
+            stored = await self._claims.claim(key_id, wanted)
+            if stored != wanted:
+                raise _ClaimedError(stored)
+            own = wanted
 
         try:
             return await create(claim)
+        except _ClaimedError as error:
+            return error.claim
         except BaseException:
-            if has_claim:  # nothing was begun, so the next request is a first one
-                await self._service.give_back(caller, claim_id)
+            if own is not None:  # nothing was begun, so the next request is a first one
+                await self._claims.give_back(key_id)
             raise
 
-    async def _claimed(self, caller: Caller, claim: ResponseHeader) -> ResponseLog | None:
+    async def _claim_of(self, caller: Caller, key_id: str) -> Claim | None:
+        claim = await self._claims.find(key_id)
+        if claim is None:
+            # In Redis an older gateway stores a claim as a log without events.
+            log = await self._find(caller, key_id)
+            if log is not None and _RESPONSE_ID in log.header.echo:
+                echo = log.header.echo
+                return Claim(echo[_DIGEST], echo[_RESPONSE_ID], log.header.created_at)
+        return claim
+
+    async def _claimed(self, caller: Caller, claim: Claim) -> ResponseLog | None:
         """The log of a claim's response, which another gateway may be about to store; None if the
         response was deleted or never stored."""
         while True:
             try:
-                return await self._service.resume(caller, claim.echo[_RESPONSE_ID])
+                return await self._service.resume(caller, claim.response_id)
             except RequestRefusedError as error:
                 if error.code != "response_expired":
                     raise
@@ -226,23 +246,6 @@ def _header(
         is_turn=False,
         continues_prompt=continues_prompt,
         output_format=generation.output_format,
-    )
-
-
-def _claim_header(key: IdempotencyKey, claim_id: str, response_id: str) -> ResponseHeader:
-    nothing = EngineRequest(
-        request_id=claim_id, prompt_token_ids=(), sampling_params=SamplingParams(max_tokens=0)
-    )
-    return ResponseHeader(
-        response_id=claim_id,
-        conversation_id=conversation_of(claim_id) or "",
-        tenant=key.tenant,
-        nonce=secrets.token_hex(16),  # by which a gateway knows its own claim
-        created_at=int(time.time()),
-        echo={_DIGEST: key.digest, _RESPONSE_ID: response_id},
-        request=nothing,
-        generates=False,
-        is_turn=False,
     )
 
 

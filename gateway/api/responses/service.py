@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import FinishReason, Retention, SamplingParams
+from penstock.engine.request import Retention, SamplingParams
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
 from penstock.gateway.api.responses.response_task import (
     ResponseInterruptedError,
@@ -45,7 +45,7 @@ from penstock.gateway.storage.conversations.store import (
 )
 from penstock.gateway.storage.response_log.log import Outage, ResponseLog, response_expired
 from penstock.gateway.storage.response_log.log_store import LogStore
-from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import ResponseHeader
 from penstock.gateway.telemetry.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
@@ -216,28 +216,6 @@ class ResponseService:
         task = self._task(generation, log, has_turn=False, text=None)
         self._keep(task.start(after=self._wait_for_engine))
         return log
-
-    async def claim(self, header: ResponseHeader) -> None:
-        """Store a log without events, whose header tells what it stands for.
-
-        Raises:
-            LogExistsError: there already is a log of that id.
-            StoreUnavailableError: it cannot be stored now.
-        """
-        log = await self._logs.create(header)
-        end = EndEntry(
-            number=log.next_number,
-            num_events=1,
-            reason=FinishReason.STOP,
-            usage=(0, 0, 0),
-            ended_at=int(time.time()),
-        )
-        assert log.run is not None
-        log.run.append(end)
-
-    async def give_back(self, caller: Caller, claimed_id: str) -> None:
-        """Delete the log that `claim` stored."""
-        await self._logs.delete(caller.tenant, claimed_id)
 
     async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
         """Begin the turn and create the log; None if the response is to run without storage."""

@@ -10,8 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.engine.request import Request, SamplingParams
+from penstock.gateway.storage.conversations.ids import conversation_of
+from penstock.gateway.storage.idempotency.claims import decode_claim
+from penstock.gateway.storage.response_log.record import ResponseHeader
+
 from ...redis_server import RedisServer
 from ..conftest import ANSWER, PATIENCE_S, Serve, Served, until
+from ..storage.response_log.records import add_end
 from .keyed import KEY, read_chunks
 from .test_idempotency_redis import another
 
@@ -188,3 +194,33 @@ async def test_gateways_race_for_a_key(
         assert (await ask(other.http, headers, seed=1)).status_code == 409
         with redis_server.client() as client:
             assert all(client.ttl(key) > 0 for key in client.keys("*log*"))
+
+
+@pytest.mark.redis
+async def test_a_claim_of_an_older_gateway_holds(serve: Serve, redis_server: RedisServer) -> None:
+    """It is a log without events, whose header names the response."""
+    async with serve(redis_url=redis_server.patient_url) as served:
+        first = await ask(served.http)
+        with redis_server.client() as client:
+            (name,) = client.keys("penstock:claim:*")
+            claim = decode_claim(client.getdel(name))
+        key_id = name.decode().rpartition(":")[2]
+        header = ResponseHeader(
+            response_id=key_id,
+            conversation_id=conversation_of(key_id) or "",
+            tenant="default",
+            nonce="1",
+            created_at=claim.created_at,
+            echo={"body_digest": claim.digest, "response_id": claim.response_id},
+            request=Request(
+                request_id=key_id,
+                prompt_token_ids=(),
+                sampling_params=SamplingParams(max_tokens=0),
+            ),
+            generates=False,
+            is_turn=False,
+        )
+        add_end(await served.app.state.log_store.create(header))
+        assert (await ask(served.http)).content == first.content
+        assert (await ask(served.http, metadata={"another": "body"})).status_code == 409
+        assert len(served.engine.submitted) == 1

@@ -1,0 +1,1 @@
+"""Which response an `Idempotency-Key` stands for."""
