@@ -474,7 +474,7 @@ def _header(
         is_background=request.background,
         continues=request.penstock.continues,
         input_items=prompt.items,
-        rendering=None if rendering is None else (rendering.num_chars, rendering.digest),
+        rendering=(rendering.num_chars, rendering.digest, rendering.origin),
         output_format=generation.output_format,
     )
 
