@@ -403,6 +403,7 @@ def _token_ids_to_continue(position: TurnPosition, model: ServedModel, origin: b
         previous is None
         or previous.status not in _CONTINUABLE
         or not previous.output
+        or not previous.prompt_token_ids  # an item before it was deleted
         or previous.output[-1]["type"] != "message"
         or _has_begun_call(previous, model)
     ):

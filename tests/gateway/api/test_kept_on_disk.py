@@ -79,7 +79,7 @@ async def test_what_is_not_to_be_stored_is_never_on_the_disk(serve: Serve, data:
         assert files_with(data)
 
 
-@pytest.mark.parametrize("what", ["conversation", "response"])
+@pytest.mark.parametrize("what", ["conversation", "response", "item"])
 async def test_what_is_deleted_is_in_no_file(serve: Serve, data: Path, what: str) -> None:
     async with serve(data_dir=str(data)) as served:
         metadata = {"title": f"A {WORD}"} if what == "conversation" else {}
