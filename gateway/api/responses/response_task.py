@@ -174,7 +174,10 @@ class ResponseTask:
         """Begin once `after` has returned. In every case the log gets its end."""
         self.log.owner = self
         self.readers_changed()
-        self._touch_later()
+        if self._turn is not None and self.log.outage is not None:
+            self._touch_now(self._turn)  # who tells which turns run has forgotten it
+        else:
+            self._touch_later()
         self._task = asyncio.create_task(self._run(after))
         return self._task
 
