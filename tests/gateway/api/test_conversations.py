@@ -169,7 +169,7 @@ async def test_the_list_tells_whether_a_restart_is_survived(
     served: Served, request: pytest.FixtureRequest
 ) -> None:
     listed = (await served.http.get(URL)).json()
-    assert listed["penstock"] == {"durable": "redis" in request.node.name}
+    assert listed["penstock"] == {"durable": "memory" not in request.node.name}
 
 
 async def test_the_tree_and_its_head(served: Served) -> None:
