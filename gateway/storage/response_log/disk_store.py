@@ -51,7 +51,7 @@ from penstock.gateway.storage.response_log.log_store import (
 )
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 from penstock.gateway.storage.tenant_shares import TenantShares
-from penstock.gateway.wake_ups import WRITES
+from penstock.gateway.wake_ups import ENDS, WRITES
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0  # after the disk took nothing
@@ -247,10 +247,7 @@ class DiskLogStore(InMemory):
         (await self.find(tenant, response_id)).cancel()
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        while (each := self._running.get(response_id)) is not None and each.has_end:
-            if each in self._unlogged:
-                self._store_unlogged()
-            await self._next_write()  # then it has ended
+        await self._end_stored(response_id)
         if not self._ended.has(tenant, response_id):
             return
         try:
@@ -262,6 +259,22 @@ class DiskLogStore(InMemory):
             self._disk.erase_soon()
         except DiskError as error:
             raise store_unavailable(str(error)) from error
+
+    async def _end_stored(self, response_id: str) -> None:
+        """If a response has ended, wait until that is stored.
+
+        Raises:
+            StoreUnavailableError: it cannot be.
+        """
+        each = self._running.get(response_id)
+        if each is None or not each.has_end:
+            return
+        if each in self._unlogged:
+            self._store_again(each)
+        while response_id in self._running:
+            await self._next_write()
+            if each in self._unlogged:
+                raise store_unavailable("its log could not be stored either")
 
     async def _trim(self, row: int) -> None:
         """Delete the journal's rows up to this one; running logs that need them are stored whole.
@@ -306,7 +319,7 @@ class DiskLogStore(InMemory):
         self._dirty[each] = None
         if not (self._is_due or self._is_writing):
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._write_dirty)
+            ENDS.add(self._write_dirty)
 
     def _write_dirty(self) -> None:
         """Store all that is new, unless a transaction runs: then, after it."""
@@ -452,9 +465,12 @@ class DiskLogStore(InMemory):
     def _store_unlogged(self) -> None:
         self._retry = None
         for each in list(itertools.islice(self._unlogged, _NUM_RETRIED)):
-            del self._unlogged[each]
-            each.wants_whole = True
-            self._mark(each)
+            self._store_again(each)
+
+    def _store_again(self, each: _Running) -> None:
+        del self._unlogged[each]
+        each.wants_whole = True
+        self._mark(each)
 
 
 def _ignore(_: None, error: Exception | None) -> None:
