@@ -126,6 +126,7 @@ class DiskLogStore(InMemory):
         self._dirty: dict[_Running, None] = {}
         self._is_due = self._is_writing = self._is_leaving = False
         self._written: list[asyncio.Future[None]] = []  # who waits for the transaction
+        self._has_dropped = False  # logs that are still in the files
         self._written_s = 0.0  # when the last transaction began
         self._beat: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -303,6 +304,7 @@ class DiskLogStore(InMemory):
 
     def _forget(self, response_id: str) -> None:
         self._disk.submit(forget(response_id), _ignore)
+        self._has_dropped = True
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -447,6 +449,9 @@ class DiskLogStore(InMemory):
         is_silent = asyncio.get_running_loop().time() - self._written_s >= _BEAT_S
         if self._running and is_silent and not self._is_writing:
             self._write(())
+        if self._has_dropped:
+            self._has_dropped = False
+            self._disk.erase_soon()
         self._beat_later()
 
     # -- what the disk did not take ----------------------------------------------------------
