@@ -39,10 +39,11 @@ _Reply = tuple[Done, Any, Exception | None]
 _Queue = SimpleQueue[tuple[Job[Any], Done] | None]
 
 FILE_NAME = "penstock.db"
-_CHECKPOINT_BYTES = 8 << 20  # of the WAL, after which it is written into the database
+_CHECKPOINT_BYTES = 32 << 20  # of the WAL, after which it is emptied, and writes wait some ms
 _MAX_JOBS = 1024  # of a transaction
 _COMPLAIN_EVERY_S = 60.0
 _ERASE_EVERY_S = 1.0  # at most
+_TROUBLE_S = 5.0  # after a write that failed
 _BUSY_MS = 5000
 _QUICK_S = 0.002  # for which a statement may hold up the event loop
 _NUM_SLOW = 5000  # transactions of the writer after one that took longer
@@ -112,6 +113,8 @@ class Disk:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: list[threading.Thread] = []
         self._complain_s = 0.0
+        self._trouble: tuple[str, str] = ("", "")
+        self._trouble_until_s = 0.0
         self._wal = self.path.with_name(f"{FILE_NAME}-wal")
         self._is_checkpoint_due = False
         self._num_waiting = 0  # jobs whose results were not told yet; the event loop's
@@ -296,8 +299,16 @@ class Disk:
             return [(done, None, refused) for _, done in jobs]
         return replies
 
+    @property
+    def trouble(self) -> tuple[str, str] | None:
+        """Why writes failed lately: a word, and a message; None: they did not."""
+        return self._trouble if time.monotonic() < self._trouble_until_s else None
+
     def _refused(self, error: sqlite3.Error) -> DiskError:
         """What to tell about a transaction that failed; replaces a damaged database."""
+        state = "full" if _code(error) == sqlite3.SQLITE_FULL else "failed"
+        self._trouble = state, describe(error)
+        self._trouble_until_s = time.monotonic() + _TROUBLE_S
         if _code(error) in _DAMAGED:
             if self._writer is not None:
                 self._writer.close()
@@ -322,6 +333,8 @@ class Disk:
                 if connection is not None:  # it may be of a database that was set aside
                     connection.close()
                     connection = None
+                if _code(error) in _DAMAGED:  # the writer decides, and replaces it
+                    self._call(partial(self.submit, _verify, _ignore))
                 reply = (done, None, DiskError(describe(error)))
             except Exception as error:  # the job's, for whom it is
                 reply = (done, None, error)
@@ -453,6 +466,15 @@ def _tried(connection: sqlite3.Connection, job: Job[Any]) -> tuple[Any, Exceptio
         return None, error
     connection.execute("RELEASE job")
     return result, None
+
+
+def _verify(connection: sqlite3.Connection) -> None:
+    """Raises: sqlite3.DatabaseError: the database is damaged."""
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        error = sqlite3.DatabaseError(found)
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
 
 
 def _checkpoint(connection: sqlite3.Connection) -> None:

@@ -24,7 +24,7 @@ from penstock.gateway.api.responses.running_turn import RunningTurn, ended_turn,
 from penstock.gateway.errors import Failure, GenerationFailedError, SupersededError, failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation, Usage
-from penstock.gateway.generation.prompt_ids import rendering_of
+from penstock.gateway.generation.prompt_ids import origin_of, rendering_of
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.response_log.log import ResponseLog, Run
@@ -223,7 +223,7 @@ class ResponseTask:
         token_ids, whole = self._token_ids, None
         if self._prompt_text is not None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-            whole = rendering_of(self._prompt_text + text)
+            whole = rendering_of(self._prompt_text + text, origin_of(turn))
         return ended_turn(turn, self.log, end, token_ids=token_ids, whole=whole)
 
     # -- `Runner` ----------------------------------------------------------------------------

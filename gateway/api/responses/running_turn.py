@@ -111,7 +111,11 @@ def turn_of(header: ResponseHeader) -> StoredTurn:
         prompt=(
             None
             if header.rendering is None
-            else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
+            else Rendering(
+                num_chars=header.rendering[0],
+                digest=header.rendering[1],
+                origin=b"".join(header.rendering[2:]),
+            )
         ),
         cache_salt=request.cache_salt,
         images={image.digest: image.data for image in request.images},

@@ -42,7 +42,7 @@ from penstock.gateway.storage.conversations.store import (
     store_unavailable,
 )
 from penstock.gateway.storage.conversations.tree import Change, Node, Tree, Uses
-from penstock.gateway.storage.conversations.turn_codec import Packed, pack, unpack
+from penstock.gateway.storage.conversations.turn_codec import pack, unpack
 from penstock.gateway.storage.disk import Disk, DiskError
 from penstock.gateway.storage.tenant_shares import TenantShares
 
@@ -51,6 +51,8 @@ _T = TypeVar("_T")
 DEFAULT_MAX_BYTES = 4 << 30
 _MAX_UNSTORED_USES = 64
 _CLOSE_S = 5.0  # for which the end of a server waits for erasing
+_ERASE_DROPPED_S = 10.0  # how long what was dropped to make room may wait for more of it
+_MAX_MENDED = 8  # shards, in a search
 _NO_USES: Uses = {}
 _Operation = Callable[[Tree, int, Uses], "Change | None"]
 
@@ -108,19 +110,24 @@ class DiskConversationStore:
         self._dropping: set[str] = set()
         self._merger: asyncio.Task[None] | None = None
         self._is_merging_due = False
+        self._erasing_later: asyncio.TimerHandle | None = None
 
     @property
     def num_bytes(self) -> int:
         return self._shelf.num_bytes
 
     async def start(self) -> None:
-        """Learn what is stored. Raises: DiskError."""
-        for tenant, conversation_id, num_bytes in await self._disk.run(rows.all_by_use):
-            self._shelf.put(tenant, conversation_id, num_bytes)
+        """Learn what is stored."""
+        try:
+            for tenant, conversation_id, num_bytes in await self._disk.run(rows.all_by_use):
+                self._shelf.put(tenant, conversation_id, num_bytes)
+        except DiskError as error:  # if it was damaged, an empty one has taken its place
+            _LOG.warning("cannot read which conversations there are: %s", error)
         self._erase_soon()
 
     async def close(self) -> None:
         """Store what waits. What could not be erased yet is erased by the next server."""
+        self._erase_now_if_later()
         if self._merger is not None:
             await asyncio.wait({self._merger}, timeout=_CLOSE_S)
             self._merger.cancel()
@@ -128,6 +135,7 @@ class DiskConversationStore:
 
     async def erased(self) -> None:
         """Returns when all that was deleted is in no file any longer."""
+        self._erase_now_if_later()
         while self._merger is not None and not self._merger.done():
             await asyncio.wait({self._merger})
         await self._disk.erased()
@@ -181,7 +189,15 @@ class DiskConversationStore:
         wanted = partial(
             self._search, tenant=tenant, phrases=phrases, limit=limit + 1, offset=offset
         )
-        hits = await self._look(wanted)
+        for _ in range(_MAX_MENDED):
+            try:
+                hits = await self._look(wanted)
+                break
+            except disk_texts.DamagedIndexError as error:
+                _LOG.warning("%s; making it again", error)
+                await self._run(partial(disk_texts.rebuild, shard=error.shard))
+        else:
+            raise store_unavailable("the index of texts is damaged")
         return hits[:limit], len(hits) > limit
 
     async def holdings(self, tenant: str) -> Holdings:
@@ -404,21 +420,22 @@ class DiskConversationStore:
         if conversation_id is None:
             raise no_turn(turn_id)
 
-        def read(connection: sqlite3.Connection) -> tuple[Tree, list[Packed]]:
+        def read(
+            connection: sqlite3.Connection,
+        ) -> tuple[Tree, Sequence[str], list[bytes], dict[bytes, bytes]]:
             row = self._row(connection, tenant, conversation_id)
             row.tree.node(turn_id)
-            return row.tree, [
-                rows.packed(connection, row.number, each) for each in path_of(row.tree)
-            ]
+            path = path_of(row.tree)
+            return row.tree, path, *rows.content(connection, row.number, path)
 
         try:
-            now, packed = await self._run(read)
+            now, path, bodies, chunks = await self._run(read)
         except NotFoundError:
             raise no_turn(turn_id) from None
         self._note_use(now)
-        infos = [now.info(each, self._now_ms) for each in path_of(now)]
         return [
-            unpack(info, each.body, each.chunks) for info, each in zip(infos, packed, strict=True)
+            unpack(now.info(each, self._now_ms), body, chunks)
+            for each, body in zip(path, bodies, strict=True)
         ]
 
     def _row(self, connection: sqlite3.Connection, tenant: str, conversation_id: str) -> rows.Row:
@@ -507,7 +524,9 @@ class DiskConversationStore:
         def done(_: None, error: Exception | None) -> None:
             self._dropping.discard(conversation_id)
             _log_failure(None, error)
-            self._erase_soon()
+            if self._erasing_later is None:
+                loop = asyncio.get_running_loop()
+                self._erasing_later = loop.call_later(_ERASE_DROPPED_S, self._erase_now_if_later)
 
         self._disk.submit(partial(rows.drop, conversation_id=conversation_id), done)
 
@@ -518,6 +537,12 @@ class DiskConversationStore:
         self._is_merging_due = True
         if self._merger is None or self._merger.done():
             self._merger = asyncio.create_task(self._erase(), name="erase texts")
+
+    def _erase_now_if_later(self) -> None:
+        if self._erasing_later is not None:
+            self._erasing_later.cancel()
+            self._erasing_later = None
+            self._erase_soon()
 
     async def _erase(self) -> None:
         try:

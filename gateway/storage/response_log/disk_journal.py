@@ -47,7 +47,6 @@ CREATE TABLE log_ended (
     last_row INTEGER NOT NULL,
     log BLOB NOT NULL
 );
-CREATE INDEX log_ended_by_time ON log_ended (ended_s);
 """
 _LOG = logging.getLogger(__name__)
 _APPEND = "INSERT INTO log_journal VALUES (?, ?, ?)"

@@ -53,7 +53,7 @@ from penstock.gateway.storage.response_log.log_store import DEFAULT_TTL_S, LogEx
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 from penstock.gateway.storage.response_log.replica import Commands
 from penstock.gateway.storage.tenant_shares import TenantShares
-from penstock.gateway.wake_ups import WRITES
+from penstock.gateway.wake_ups import ENDS, WRITES
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0  # after the disk took nothing
@@ -129,6 +129,7 @@ class DiskLogStore(InMemory):
         self._dirty: dict[_Running, None] = {}
         self._is_due = self._is_writing = self._is_leaving = False
         self._written: list[asyncio.Future[None]] = []  # who waits for the transaction
+        self._has_dropped = False  # logs that are still in the files
         self._written_s = 0.0  # when the last transaction began
         self._beat: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -305,6 +306,7 @@ class DiskLogStore(InMemory):
 
     def _forget(self, response_id: str) -> None:
         self._disk.submit(forget(response_id), _ignore)
+        self._has_dropped = True
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -324,7 +326,7 @@ class DiskLogStore(InMemory):
         self._dirty[each] = None
         if not (self._is_due or self._is_writing):
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._write_dirty)
+            ENDS.add(self._write_dirty)
 
     def _write_dirty(self) -> None:
         """Store all that is new, unless a transaction runs: then, after it."""
@@ -454,6 +456,9 @@ class DiskLogStore(InMemory):
         is_silent = asyncio.get_running_loop().time() - self._written_s >= _BEAT_S
         if self._running and is_silent and not self._is_writing:
             self._write(())
+        if self._has_dropped:
+            self._has_dropped = False
+            self._disk.erase_soon()
         self._beat_later()
 
     # -- what the disk did not take ----------------------------------------------------------

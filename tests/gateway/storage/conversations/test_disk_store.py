@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.storage.conversations import disk_texts
+from penstock.gateway.storage.conversations import disk_rows, disk_texts
 from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
@@ -186,6 +186,26 @@ async def test_what_is_dropped_to_make_room_is_in_no_file(
     assert (await store.holdings(TENANT)).num_dropped == 1
 
 
+async def test_a_flood_of_one_tenant_costs_another_nothing(disk_bed: DiskBed) -> None:
+    store = disk_bed.store(max_bytes=40_000)
+    mine = a_conversation()
+    await store.create(mine)
+    await say(store, mine)
+    for _ in range(12):
+        flood = a_conversation(tenant="flood")
+        await store.create(flood)
+        long = a_turn(flood, items=(message("x" * 4000),))
+        await store.begin_turn(long, takes_head=True)
+        await store.finish_turn(finished(long))
+    assert (await store.get(TENANT, mine.conversation_id)).head is not None
+    assert (await store.holdings(TENANT)).num_dropped == 0
+    held = await store.holdings("flood")
+    assert held.num_dropped is not None
+    assert held.num_dropped > 0
+    assert held.num_conversations == 12 - held.num_dropped
+    assert store.num_bytes <= 40_000
+
+
 async def test_reading_keeps_a_conversation(disk_bed: DiskBed, tmp_path: Path) -> None:
     """The order of use outlives the server."""
     store = disk_bed.store()
@@ -312,3 +332,44 @@ async def test_a_search_goes_through_all_shards(
     assert has_more
     (hit,), _ = await store.search(TENANT, "apple number4", limit=5)
     assert hit.conversation.conversation_id == ids[4]
+
+
+async def test_a_damaged_index_is_made_again(disk_bed: DiskBed) -> None:
+    """What it is made of is not lost."""
+
+    def damage(connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM texts_1_data WHERE id > 10")
+
+    store, conversation = disk_bed.store(), a_conversation()
+    await store.create(conversation)
+    for text in ("apple", "pear"):
+        head = await head_of(store, conversation)
+        turn = a_turn(conversation, items=(message(text),), parent_id=head)
+        await store.begin_turn(turn, takes_head=True)
+        await store.finish_turn(finished(turn))
+    await disk_bed.disk.run(damage)
+    (hit,), _ = await store.search(TENANT, "pear", limit=5)
+    assert hit.turn_id == turn.turn_id
+    await disk_bed.disk.run(damage)
+    await store.delete_turn(TENANT, turn.turn_id)
+    await store.erased()
+    assert (await store.search(TENANT, "pear", limit=5)) == ([], False)
+    assert len((await store.search(TENANT, "apple", limit=5))[0]) == 1
+
+
+async def test_damage_that_a_start_meets_does_not_prevent_it(
+    disk_bed: DiskBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, conversation = disk_bed.store(), a_conversation()
+    disk_bed.disk._on_emptied = store.forget_all
+
+    def meet(_: sqlite3.Connection) -> None:
+        error = sqlite3.DatabaseError("malformed")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_rows, "all_by_use", meet)
+        await store.start()
+    await store.create(conversation)
+    assert len((await store.list_page(TENANT, limit=1))[0]) == 1
