@@ -217,6 +217,8 @@ class RedisLogStore:
             self._running[response_id] = self._logs[response_id] = log
         elif commands & (do.STOP | do.END) and self._running.get(response_id) is log:
             del self._running[response_id]
+            if not log.is_resumable:  # from now on it is what Redis has of it
+                self._logs.pop(response_id, None)
         if commands & do.MEND:
             self._writer.mark(log)
         if commands & do.RELEASE:
