@@ -25,13 +25,15 @@ from typing import Any
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from penstock.gateway.telemetry.request_record import CURRENT_REQUEST
 
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_CHARS = 480  # a line of the log with it has less than 2 KB
 _MAX_PARAM_CHARS = 120
+_ANTHROPIC_PATH, _ANTHROPIC_HEADER = "/v1/messages", b"anthropic-version"
+REQUEST_ID, FAILURE = "penstock.request_id", "penstock.failure"  # in a scope; in a response's start
 _UNAVAILABLE_S = (1.0, 5.0)  # Retry-After, spread so that clients do not all return at once
 
 
@@ -83,12 +85,7 @@ class Failure:
             object.__setattr__(self, "param", shortened(self.param, _MAX_PARAM_CHARS))
 
     def body(self) -> dict[str, Any]:
-        """The JSON that is sent. Building it notes the failure in the request's record."""
-        request = CURRENT_REQUEST.get()
-        if request is not None:
-            request.note_failure(self.status, self.code)
-            if request.is_anthropic:
-                return self._anthropic_body(request.request_id)
+        """The JSON that is sent."""
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.type,
@@ -99,7 +96,8 @@ class Failure:
             error["penstock"] = dict(self.details)
         return {"error": error}
 
-    def _anthropic_body(self, request_id: str) -> dict[str, Any]:
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """The JSON that is sent by Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "api_error"
@@ -111,22 +109,41 @@ class Failure:
         error = {"type": kind, "message": message}
         return {"type": "error", "error": error, "request_id": request_id}
 
-    def response(self) -> Response:
+    def response(self) -> FailureResponse:
         defaults: dict[str, str] = {}
         if self.status == 401:
             defaults = {"WWW-Authenticate": "Bearer"}
         elif self.status == 503:
             defaults = retry_headers(random.uniform(*_UNAVAILABLE_S))  # noqa: S311
-        return Response(
-            orjson.dumps(self.body()),
-            status_code=self.status,
-            headers={**defaults, **self.headers},
-            media_type="application/json",
-        )
+        return FailureResponse(self, {**defaults, **self.headers})
 
-    def websocket_event(self, stream_id: str | None = None) -> dict[str, Any]:
-        event = {"type": "error", "status": self.status, **self.body()}
-        return event if stream_id is None else {**event, "stream_id": stream_id}
+
+class FailureResponse(Response):
+    """A failure over HTTP. Its start tells the failure, for the request's record."""
+
+    media_type = "application/json"
+
+    def __init__(self, failure: Failure, headers: Mapping[str, str]) -> None:
+        super().__init__(orjson.dumps(failure.body()), failure.status, headers)
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_anthropic(scope):
+            self.body = orjson.dumps(self._failure.anthropic_body(scope.get(REQUEST_ID, "")))
+            self.headers["content-length"] = str(len(self.body))
+
+        async def tell(message: Message) -> None:
+            if message["type"].endswith("response.start"):
+                message = {**message, FAILURE: self._failure}
+            await send(message)
+
+        await super().__call__(scope, receive, tell)
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is made by Anthropic's API, in which failures and models look otherwise."""
+    is_path = bool(scope["path"].startswith(_ANTHROPIC_PATH))
+    return is_path or any(name == _ANTHROPIC_HEADER for name, _ in scope["headers"])
 
 
 @dataclass(frozen=True, slots=True)

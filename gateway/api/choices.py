@@ -31,6 +31,7 @@ from penstock.gateway.generation.prediction import num_accepted
 from penstock.gateway.http.event_stream import DONE, EventStream, ResumedEventStream, data
 from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.sources import consume, next_of
+from penstock.gateway.telemetry.request_record import told
 
 _ID = re.compile("[-_]")  # separates a request id's prefix, its random part and the prompt's number
 _LONG_PROMPT_TOKENS = 256  # from here on a thread converts the prompt's logprobs to JSON
@@ -254,7 +255,7 @@ def _carrier(pieces: Sequence[Choice], delta: Delta) -> Choice:
 
 def error_events(error: Exception) -> bytes:
     """The last events of a stream that failed."""
-    return data(orjson.dumps(failure_of(error).body())) + DONE
+    return data(orjson.dumps(told(failure_of(error)))) + DONE
 
 
 def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _HEADERS = [
 
 # sse-starlette replaces `uvicorn.Server.handle_exit`, and would cut its streams within half a
 # second of SIGTERM. Here all streams are drained first (`launch/process.py`).
-AppStatus.disable_automatic_graceful_drain()
+AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 logging.getLogger("sse_starlette.sse").setLevel(logging.INFO)  # at debug it logs what is sent
 
 

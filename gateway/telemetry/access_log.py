@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.gateway.errors import failure_of
+from penstock.gateway.errors import FAILURE, REQUEST_ID, failure_of
 from penstock.gateway.telemetry.metrics import Metrics
 from penstock.gateway.telemetry.request_record import (
     CURRENT_REQUEST,
@@ -74,7 +74,7 @@ class RequestLog:
     def _begin(self, scope: Scope) -> RequestRecord:
         sent = Headers(scope=scope).get(REQUEST_ID_HEADER)
         request_id = request_id_of(None if sent is None else sent.encode("latin-1"))
-        record = RequestRecord(request_id=request_id, scope=scope)
+        record = RequestRecord(request_id=request_id, scope={**scope, REQUEST_ID: request_id})
         if scope["path"] not in PROBES:
             record.on_refusal = self._metrics.count_refused
         return record
@@ -86,6 +86,8 @@ class RequestLog:
             kind = message["type"]
             if kind in _STARTS:
                 record.status = message.get("status", 101)
+                if (failure := message.get(FAILURE)) is not None:
+                    record.note_failure(failure)
                 message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
             elif kind == "websocket.close" and record.status is None:
                 record.status = 403

@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from penstock.gateway.errors import Failure, is_anthropic
+
 _REFUSALS = frozenset({429, 503})
 REQUEST_ID_HEADER = "x-request-id"
-_ANTHROPIC_PATH = "/v1/messages"
-_ANTHROPIC_HEADER = b"anthropic-version"
 _ANTHROPIC_REQUEST_ID = b"request-id"
 _PLAIN = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -71,10 +72,7 @@ class RequestRecord:
 
     @property
     def is_anthropic(self) -> bool:
-        """Whether it is made by Anthropic's API, in which failures and models look otherwise."""
-        scope = self.scope
-        is_path = bool(scope["path"].startswith(_ANTHROPIC_PATH))
-        return is_path or any(name == _ANTHROPIC_HEADER for name, _ in scope["headers"])
+        return is_anthropic(self.scope)
 
     @property
     def id_headers(self) -> list[tuple[bytes, bytes]]:
@@ -84,11 +82,11 @@ class RequestRecord:
             names.append(_ANTHROPIC_REQUEST_ID)
         return [(name, self.request_id.encode()) for name in names]
 
-    def note_failure(self, status: int, code: str) -> None:
+    def note_failure(self, failure: Failure) -> None:
         """The caller gets a failure."""
-        self.error = code
-        if status in _REFUSALS:
-            self.on_refusal(code)
+        self.error = failure.code
+        if failure.status in _REFUSALS:
+            self.on_refusal(failure.code)
 
     def note_first_token(self, model: str, now_s: float) -> None:
         """
@@ -118,3 +116,12 @@ def request_id_of(sent: bytes | None) -> str:
     if sent is not None and _PLAIN.fullmatch(sent):
         return sent.decode("ascii")
     return f"req_{secrets.token_hex(16)}"
+
+
+def told(failure: Failure) -> dict[str, Any]:
+    """The JSON of a failure for the caller of the current request, in the middle of its answer."""
+    record = CURRENT_REQUEST.get()
+    if record is None:
+        return failure.body()
+    record.note_failure(failure)
+    return failure.anthropic_body(record.request_id) if record.is_anthropic else failure.body()

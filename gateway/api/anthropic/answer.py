@@ -26,6 +26,7 @@ from penstock.gateway.generation.generator import Generator
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.storage.sealed_text import sealed
+from penstock.gateway.telemetry.request_record import told
 
 _PING = named("ping", b'{"type": "ping"}')
 _TEXT, _THOUGHT = "message", "reasoning"  # kinds of items; all others are calls
@@ -258,4 +259,4 @@ def _event(event: dict[str, Any]) -> bytes:
 
 def _broken(error: Exception) -> bytes:
     """The last event of a stream that failed."""
-    return named("error", orjson.dumps(failure_of(error).body()))
+    return named("error", orjson.dumps(told(failure_of(error))))

@@ -31,6 +31,7 @@ from penstock.gateway.generation.generator import Generator
 from penstock.gateway.http.event_stream import EventStream, data
 from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.sources import next_of
+from penstock.gateway.telemetry.request_record import told
 
 
 class Infill:
@@ -190,4 +191,4 @@ def _speed(name: str, num_tokens: int, seconds: float) -> dict[str, float]:
 
 
 def _broken(error: Exception) -> bytes:
-    return data(orjson.dumps(failure_of(error).body()))
+    return data(orjson.dumps(told(failure_of(error))))

@@ -46,6 +46,7 @@ from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, 
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
 from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.telemetry.request_record import told
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _ONE = "/v1/responses/{response_id}"
@@ -230,7 +231,7 @@ def _joined(events: Sequence[Event]) -> Iterable[bytes]:
 def _broken(error: Exception) -> bytes:
     """This gateway cannot read the log any further. It sends no terminal event, so that the client
     resumes the stream."""
-    return named("error", orjson.dumps({**failure_of(error).body()["error"], "type": "error"}))
+    return named("error", orjson.dumps({**told(failure_of(error))["error"], "type": "error"}))
 
 
 def _flag(request: Request, name: str) -> bool:

@@ -37,6 +37,7 @@ from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.http.raw_writer import raw_writer_of
 from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.telemetry.request_record import told
 
 MAX_IN_FLIGHT = 16
 MAX_OPEN = 64  # in flight and waiting
@@ -124,7 +125,7 @@ class Connection:
             "this connection has reached its age limit; open a new one",
             code="websocket_connection_limit_reached",
         )
-        await self.send(failure_of(limit).websocket_event())
+        await self.send(_error_event(limit))
         await self._websocket.close(1000)
 
     async def send(self, event: _Message) -> None:
@@ -151,7 +152,7 @@ class Connection:
         except WebSocketDisconnect:
             raise
         except Exception as error:  # one bad message must not end the connection's other streams
-            await self.send(failure_of(error).websocket_event(stream_id))
+            await self.send(_error_event(error, stream_id))
 
     async def _create(self, message: _Message, stream_id: str | None) -> None:
         body = {k: v for k, v in message.items() if k not in ("type", "stream_id")}
@@ -181,7 +182,7 @@ class Connection:
         try:
             lane.log = await self._service.resume(self.caller, response_id)
         except RequestRefusedError as error:
-            failed = {"recovered": False, "error": failure_of(error).body()["error"]}
+            failed = {"recovered": False, "error": told(failure_of(error))["error"]}
             await self.send(_on_lane({**event, **failed}, lane.stream_id))
             return None
         check_start(after, lane.log)
@@ -306,7 +307,7 @@ class Lane:
             except WebSocketDisconnect:
                 return
             except Exception as error:
-                await self._connection.send(failure_of(error).websocket_event(self.stream_id))
+                await self._connection.send(_error_event(error, self.stream_id))
             finally:
                 self.log = None
                 self._is_running = self._is_cancelled = False
@@ -356,6 +357,11 @@ def _stream_id_of(message: _Message) -> str | None:
             param="stream_id",
         )
     return stream_id
+
+
+def _error_event(error: Exception, stream_id: str | None = None) -> dict[str, Any]:
+    failure = failure_of(error)
+    return _on_lane({"type": "error", "status": failure.status, **told(failure)}, stream_id)
 
 
 def _on_lane(event: dict[str, Any], stream_id: str | None) -> dict[str, Any]:
