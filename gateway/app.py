@@ -21,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
-from penstock.engine.logs import LogWriter
+from penstock.engine.process.logs import LogWriter
 from penstock.engine.transport.tls import CurrentContext, gateway_context
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.process import Status, run_child
+from penstock.engine.process.launch import Status, run_child
 from penstock.engine.request import FinishReason, RequestOutput
 from penstock.engine.transport.messages import Abort, EngineInfo, Submit
 from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport

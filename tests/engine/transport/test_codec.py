@@ -45,7 +45,7 @@ from penstock.engine.transport.messages import (
     UnloadAdapter,
     WantKeys,
 )
-from tests.engine.server.stack import INFO
+from tests.engine.process.stack import INFO
 
 
 def test_every_message_survives_the_wire() -> None:

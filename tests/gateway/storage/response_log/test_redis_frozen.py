@@ -31,7 +31,7 @@ from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
-from ....engine.server.stack import Engine
+from ....engine.process.stack import Engine
 from ....redis_server import RedisServer
 from ....support.tiers import tiered
 from ...conftest import listen

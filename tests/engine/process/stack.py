@@ -14,9 +14,9 @@ from penstock.engine.batch import Batch
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.process.server import EngineServer
 from penstock.engine.request import Request, RequestOutput, SamplingParams, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
-from penstock.engine.server import EngineServer
 from penstock.engine.transport.frames import FrameReader, decode, encode, framed
 from penstock.engine.transport.messages import (
     EngineInfo,

@@ -1,6 +1,6 @@
 """The engine's process: one step loop without asyncio, connected to gateways by `transport`.
 
-Run by the supervisor as `python -m penstock.engine.server`.
+Run by the supervisor as `python -m penstock.engine.process.server`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.logs import LogWriter, configure_logging
 from penstock.engine.models.registry import is_native
-from penstock.engine.process import LISTEN_FD, PULSE_FD, Status, run_child
+from penstock.engine.process.launch import LISTEN_FD, PULSE_FD, Status, run_child
+from penstock.engine.process.logs import LogWriter, configure_logging
+from penstock.engine.process.sandbox import give_way
+from penstock.engine.process.watchdog import Watchdog, life_line
 from penstock.engine.request import (
     FinishReason,
     Request,
@@ -45,7 +47,6 @@ from penstock.engine.request import (
     StructuredOutputs,
     refusal,
 )
-from penstock.engine.sandbox import give_way
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.engine.structured_outputs.grammar_sandbox import GrammarSandbox
@@ -67,7 +68,6 @@ from penstock.engine.transport.messages import (
 )
 from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
 from penstock.engine.transport.tls import CurrentContext, engine_context
-from penstock.engine.watchdog import Watchdog, life_line
 from penstock.kernels.cpu.cores import share_of_cores
 
 _LOG = logging.getLogger(__name__)

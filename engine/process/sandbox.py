@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from penstock.engine.process import die_with_parent
+from penstock.engine.process.launch import die_with_parent
 
 CPU_SIGNAL = signal.SIGPROF  # ends a process when its CPU time is spent
 LENGTH_BYTES = 4

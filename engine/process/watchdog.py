@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.engine.process import EXIT_STUCK
+from penstock.engine.process.launch import EXIT_STUCK
 
 # No part of a working step comes near it. In plain torch a layer of an 8B model is 1 TFLOP for
 # 2,048 tokens, 20 s on a laptop at 50 GFLOP/s, and their prompt log-probabilities take 40 s; a call

@@ -15,11 +15,11 @@ from typing import IO
 
 import pytest
 
-from penstock.engine.logs import _JsonFormatter, _TextFormatter
+from penstock.engine.process.logs import _JsonFormatter, _TextFormatter
 
 _PROGRAM = """
 import logging, sys
-from penstock.engine.logs import configure_logging
+from penstock.engine.process.logs import configure_logging
 configure_logging("info", sys.argv[1])
 log = logging.getLogger("penstock.test")
 log.debug("too little")
@@ -72,7 +72,7 @@ def test_a_line_has_at_most_2_kb(style: str, character: str) -> None:
 
 _START = """
 import logging, os, resource, sys, warnings
-from penstock.engine.logs import configure_logging
+from penstock.engine.process.logs import configure_logging
 library = logging.StreamHandler()  # as libraries make when they are imported
 logging.getLogger("library").addHandler(library)
 logging.getLogger("library").propagate = False

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.process import EXIT_STUCK
+from penstock.engine.process.launch import EXIT_STUCK
+from penstock.engine.process.watchdog import Watchdog, life_line
 from penstock.engine.transport.messages import Heartbeat
-from penstock.engine.watchdog import Watchdog, life_line
 
 from .stack import PATIENCE_S, Connect, Engine, wait_until
 
