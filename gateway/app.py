@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from penstock.engine.process.logs import LogWriter
-from penstock.engine.transport.tls import CurrentContext, gateway_context
+from penstock.engine.protocol.tls import CurrentContext, gateway_context
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas

@@ -40,17 +40,7 @@ from penstock.engine.process.launch import LISTEN_FD, PULSE_FD, Status, run_chil
 from penstock.engine.process.logs import LogWriter, configure_logging
 from penstock.engine.process.sandbox import give_way
 from penstock.engine.process.watchdog import Watchdog, life_line
-from penstock.engine.request import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    StructuredOutputs,
-    refusal,
-)
-from penstock.engine.scheduling import Scheduler
-from penstock.engine.startup import build_core
-from penstock.engine.structured_outputs.grammar_sandbox import GrammarSandbox
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     SHORT_KEY_BYTES,
     Abort,
     BlocksStored,
@@ -66,8 +56,18 @@ from penstock.engine.transport.messages import (
     UnloadAdapter,
     WantKeys,
 )
-from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
-from penstock.engine.transport.tls import CurrentContext, engine_context
+from penstock.engine.protocol.sockets import GatewayGone, GatewayId, Inbound, Transport
+from penstock.engine.protocol.tls import CurrentContext, engine_context
+from penstock.engine.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    StructuredOutputs,
+    refusal,
+)
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.startup import build_core
+from penstock.engine.structured_outputs.grammar_sandbox import GrammarSandbox
 from penstock.kernels.cpu.cores import share_of_cores
 
 _LOG = logging.getLogger(__name__)

@@ -18,9 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.process.server import _LEAVE_S, EngineServer
-from penstock.engine.request import Request, SamplingParams
-from penstock.engine.startup import build_core
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     BlocksStored,
     Draining,
     EngineInfo,
@@ -29,6 +27,8 @@ from penstock.engine.transport.messages import (
     KVBlocks,
     Step,
 )
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.startup import build_core
 
 from .process.stack import PATIENCE_S, Gateway, wait_until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.transport import sockets
+from penstock.engine.protocol import sockets
 
 from .stack import INFO, Connect, Engine, Gateway
 

@@ -15,10 +15,8 @@ from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.process.server import EngineServer
-from penstock.engine.request import Request, RequestOutput, SamplingParams, StructuredOutputs
-from penstock.engine.scheduling import Scheduler
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.frames import FrameReader, decode, encode, framed
+from penstock.engine.protocol.messages import (
     EngineInfo,
     Epoch,
     Heartbeat,
@@ -27,7 +25,9 @@ from penstock.engine.transport.messages import (
     Step,
     Submit,
 )
-from penstock.engine.transport.sockets import TransportBrokenError
+from penstock.engine.protocol.sockets import TransportBrokenError
+from penstock.engine.request import Request, RequestOutput, SamplingParams, StructuredOutputs
+from penstock.engine.scheduling import Scheduler
 
 from ..scheduling.stepped_device import SteppedDevice
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from penstock.engine.protocol.messages import Abort, Epoch
 from penstock.engine.request import FinishReason, RequestOutput
-from penstock.engine.transport.messages import Abort, Epoch
 
 from ..scheduling.fake_device import expected_output
 from .stack import Connect, Engine, Gateway

@@ -14,16 +14,9 @@ import pytest
 from msgspec.structs import force_setattr, replace
 
 from penstock.engine.pooling import PoolingParams
-from penstock.engine.request import (
-    ImageInput,
-    Request,
-    Retention,
-    SamplingParams,
-    StructuredOutputs,
-)
-from penstock.engine.transport import sockets
-from penstock.engine.transport.frames import framed
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol import sockets
+from penstock.engine.protocol.frames import framed
+from penstock.engine.protocol.messages import (
     MAX_SILENT_BEATS,
     PROTOCOL_VERSION,
     Abort,
@@ -35,7 +28,14 @@ from penstock.engine.transport.messages import (
     Step,
     Submit,
 )
-from penstock.engine.transport.sockets import TransportBrokenError
+from penstock.engine.protocol.sockets import TransportBrokenError
+from penstock.engine.request import (
+    ImageInput,
+    Request,
+    Retention,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 from ..scheduling.fake_device import expected_output
 from .stack import PATIENCE_S, Connect, Engine, Gateway

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.engine.protocol.messages import Abort
 from penstock.engine.request import FinishReason
-from penstock.engine.transport.messages import Abort
 
 from ..scheduling.fake_device import expected_output
 from .stack import Connect, Engine, wait_until

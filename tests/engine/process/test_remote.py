@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import DEMO_MODEL_PATH
-from penstock.engine.transport import sockets
-from penstock.engine.transport.frames import encode, framed
-from penstock.engine.transport.handshakes import MAX_HANDSHAKES
-from penstock.engine.transport.messages import CachedKeys, Draining, Failure, Hello, WantKeys
-from penstock.engine.transport.tls import CurrentContext, engine_context, gateway_context
+from penstock.engine.protocol import sockets
+from penstock.engine.protocol.frames import encode, framed
+from penstock.engine.protocol.handshakes import MAX_HANDSHAKES
+from penstock.engine.protocol.messages import CachedKeys, Draining, Failure, Hello, WantKeys
+from penstock.engine.protocol.tls import CurrentContext, engine_context, gateway_context
 from penstock.gateway.engines.engine_link import EngineSocket, Tls
 from tests.certificate import Authority
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from penstock.engine.protocol.messages import Abort, DropPrefix, Heartbeat, Step, Submit
 from penstock.engine.request import FinishReason, Request, SamplingParams
-from penstock.engine.transport.messages import Abort, DropPrefix, Heartbeat, Step, Submit
 
 from ..scheduling.fake_device import expected_output
 from .stack import Connect, Engine

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.engine.process.launch import EXIT_STUCK
 from penstock.engine.process.watchdog import Watchdog, life_line
-from penstock.engine.transport.messages import Heartbeat
+from penstock.engine.protocol.messages import Heartbeat
 
 from .stack import PATIENCE_S, Connect, Engine, wait_until
 

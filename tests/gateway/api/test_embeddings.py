@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.protocol.messages import EngineStats
 from penstock.engine.request import NO_OUTPUT
-from penstock.engine.transport.messages import EngineStats
 
 from ..conftest import Serve, Served, until
 from ..fake_engine import VECTOR

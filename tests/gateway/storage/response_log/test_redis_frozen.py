@@ -24,7 +24,7 @@ import redis
 from starlette.applications import Starlette
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.transport import sockets
+from penstock.engine.protocol import sockets
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines.engine_client import EngineClient

@@ -12,20 +12,8 @@ import pytest
 from msgspec.structs import fields, replace
 
 from penstock.engine.pooling import PoolingParams
-from penstock.engine.request import (
-    Adapter,
-    BeamSearch,
-    FinishReason,
-    ImageInput,
-    Request,
-    RequestOutput,
-    Retention,
-    SamplingParams,
-    StructuredOutputs,
-    TokenLogprobs,
-)
-from penstock.engine.transport.frames import decode, encode
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.frames import decode, encode
+from penstock.engine.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     BlocksStored,
@@ -44,6 +32,18 @@ from penstock.engine.transport.messages import (
     Submit,
     UnloadAdapter,
     WantKeys,
+)
+from penstock.engine.request import (
+    Adapter,
+    BeamSearch,
+    FinishReason,
+    ImageInput,
+    Request,
+    RequestOutput,
+    Retention,
+    SamplingParams,
+    StructuredOutputs,
+    TokenLogprobs,
 )
 from tests.engine.process.stack import INFO
 

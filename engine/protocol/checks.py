@@ -13,8 +13,8 @@ from itertools import chain
 from operator import attrgetter
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.protocol.messages import PROTOCOL_VERSION, EngineInfo, EngineStats, Submit
 from penstock.engine.request import ImageInput, RequestOutput, SamplingParams
-from penstock.engine.transport.messages import PROTOCOL_VERSION, EngineInfo, EngineStats, Submit
 
 _MAX_ID_CHARS = 1024
 _MAX_TOKEN_ID = (1 << 31) - 1

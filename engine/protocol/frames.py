@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.transport.messages import Message, Submit
+from penstock.engine.protocol.messages import Message, Submit
 
 _LENGTH = struct.Struct(">I")
 _MAX_FRAME_BYTES = 1 << 28

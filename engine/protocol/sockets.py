@@ -28,11 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.request import RequestOutput, refusal
-from penstock.engine.transport.checks import check_submit
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed, submitted_id
-from penstock.engine.transport.handshakes import Handshake, Handshakes, address_of
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.checks import check_submit
+from penstock.engine.protocol.frames import FrameReader, decode, encode, framed, submitted_id
+from penstock.engine.protocol.handshakes import Handshake, Handshakes, address_of
+from penstock.engine.protocol.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_SILENT_BEATS,
     PROTOCOL_VERSION,
@@ -55,7 +54,8 @@ from penstock.engine.transport.messages import (
     UnloadAdapter,
     WantKeys,
 )
-from penstock.engine.transport.tls import TlsConnection, begin_handshake
+from penstock.engine.protocol.tls import TlsConnection, begin_handshake
+from penstock.engine.request import RequestOutput, refusal
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.005  # while frames wait

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.transport.frames import FrameReader, framed
+from penstock.engine.protocol.frames import FrameReader, framed
 
 
 @given(st.lists(st.binary(max_size=300)), st.lists(st.integers(1, 200), min_size=1))

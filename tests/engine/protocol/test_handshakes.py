@@ -7,7 +7,7 @@ import ssl
 
 import pytest
 
-from penstock.engine.transport.handshakes import (
+from penstock.engine.protocol.handshakes import (
     MAX_HANDSHAKES,
     MAX_PER_ADDRESS,
     NUM_KEPT,
