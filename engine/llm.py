@@ -48,7 +48,8 @@ from penstock.engine.llm_prompts import (
     tokenise,
 )
 from penstock.engine.lora.request import AdapterFinder, LoRARequest, LoRARequests
-from penstock.engine.model_files import read_generation_defaults
+from penstock.engine.model_files.resolve import read_generation_defaults
+from penstock.engine.model_files.users_files import named_as_users_do
 from penstock.engine.pooling import PoolingParams, PoolingTask, cosine, read_pooling, shortened
 from penstock.engine.request import (
     NO_OUTPUT,
@@ -66,7 +67,6 @@ from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer, with_special_stops
 from penstock.engine.text.bad_words import bad_words_token_ids
 from penstock.engine.text.pairs import PairPrompts
-from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.image_tokens import read_image_tokens
 from penstock.engine.vision.message_parts import parts_of, with_parts

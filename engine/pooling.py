@@ -20,9 +20,9 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import is_present, read_json_list
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
+from penstock.engine.model_files.json_file import is_present, read_json_list
 
 Task = Literal["generate", "embed", "score", "classify"]
 PoolingTask = Literal["embed", "score", "classify"]

@@ -36,7 +36,7 @@ from penstock.engine.config import (
 from penstock.engine.demo.evaluate import Case, held_out_answers
 from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Embedding, Linear, weight_bytes
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder import GatedMLP, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families.llama import read_llama_config

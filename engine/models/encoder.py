@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.json_file import GGUF_FILE, is_present, read_json
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
+from penstock.engine.model_files.json_file import GGUF_FILE, is_present, read_json
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.weights.formats import open_checkpoint, read_numbers
 

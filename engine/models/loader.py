@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.config import DType, EngineConfig, ModelConfig, Quantization
-from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant
 from penstock.engine.layers.norm import HeadNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
-from penstock.engine.model_files import resolve_model, weights_fingerprint
+from penstock.engine.model_files.config_fields import read_model_fields
+from penstock.engine.model_files.free_memory import free_cpu_bytes
+from penstock.engine.model_files.resolve import resolve_model, weights_fingerprint
+from penstock.engine.model_files.users_files import in_users_words, named_as_users_do
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import (
     Decoder,
@@ -51,7 +52,6 @@ from penstock.engine.models.registry import (
 )
 from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ModelLoadError, UnsupportedOptionError
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.eagle3_head import EAGLE3_ARCHITECTURES
 from penstock.engine.models.families import (

@@ -32,10 +32,10 @@ from transformers import (
 )
 from transformers.core_model_loading import build_glob_alternation
 
-from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import constant, weight_bytes
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.language_model import LayerKV
 from penstock.engine.models.registry import ARCHITECTURES
 from penstock.engine.models.transformers_cpu import CpuParts, OthersThanRowwise, use_kernels

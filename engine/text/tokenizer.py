@@ -15,7 +15,7 @@ import tokenizers.decoders
 import tokenizers.models
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
-from penstock.engine.json_file import MAX_TEXT_BYTES, check_file
+from penstock.engine.model_files.json_file import MAX_TEXT_BYTES, check_file
 from penstock.engine.process.native_panics import PANICS_HIDDEN, is_panic
 
 _MAX_CHAR_BYTES = 4

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine import ConfigError
 from penstock.engine.config import ModelConfig, SchedulerConfig
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import Request
 from penstock.engine.scheduling.drafting import DraftCounters
 from tests.support.tiers import tiered

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.protocol import sockets
 from penstock.engine.protocol.frames import encode, framed
 from penstock.engine.protocol.handshakes import MAX_HANDSHAKES

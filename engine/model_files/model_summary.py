@@ -17,27 +17,27 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from penstock.engine.chat_formats import ModelFacts, ModelFormats
 from penstock.engine.config import CacheConfig, ModelConfig
-from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError
-from penstock.engine.free_memory import free_cpu_bytes
-from penstock.engine.gguf.choice import labels
 from penstock.engine.layers.experts import ExpertMatrices
-from penstock.engine.model_files import (
+from penstock.engine.model_files.config_fields import read_model_fields
+from penstock.engine.model_files.free_memory import free_cpu_bytes
+from penstock.engine.model_files.gguf.choice import labels
+from penstock.engine.model_files.packaged_models import PACKAGED_MODELS
+from penstock.engine.model_files.resolve import (
     GenerationDefaults,
     is_local,
     read_generation_defaults,
     resolve_model,
 )
+from penstock.engine.model_files.users_files import in_users_words, named_as_users_do
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import build_without_weights, parts_by_kind
 from penstock.engine.models.registry import is_native, missing_option
-from penstock.engine.packaged_models import PACKAGED_MODELS
 from penstock.engine.pooling import read_pooling
 from penstock.engine.runner.device import resolve_kv_dtype, resolve_max_model_len, use_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import cpu_pool_bytes
 from penstock.engine.text import ChatTemplate, Tokenizer
-from penstock.engine.users_files import in_users_words, named_as_users_do
 from penstock.engine.weights.formats import check_format
 from penstock.engine.weights.quantization import num_bytes
 

@@ -1,4 +1,4 @@
-"""A model directory for a GGUF file, made once: `python -m penstock.engine.gguf.directory FILE`
+"""A model directory for a GGUF file, made once: `python -m penstock.engine.model_files.gguf.directory FILE`
 prints it.
 
 It has the `config.json` and the tokenizer that the file's keys stand for, links to the file and its
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf.architectures import read_architecture
-from penstock.engine.gguf.reader import GgufFile, read_gguf
-from penstock.engine.gguf.tokenizers import write_tokenizer
-from penstock.engine.json_file import (
+from penstock.engine.model_files.gguf.architectures import read_architecture
+from penstock.engine.model_files.gguf.reader import GgufFile, read_gguf
+from penstock.engine.model_files.gguf.tokenizers import write_tokenizer
+from penstock.engine.model_files.json_file import (
     GGUF_FILE,
     GGUF_INDEX,
     GGUF_MAGIC,

@@ -12,20 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.fetched import python_packages
 
-from penstock.engine import packaged_models
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.model_files import DEMO_MODEL_PATH, read_generation_defaults, resolve_model
-from penstock.engine.model_summary import listed, summarise
-from penstock.engine.packaged_models import PACKAGED_MODELS, PackagedModel
+from penstock.engine.model_files import packaged_models
+from penstock.engine.model_files.model_summary import listed, summarise
+from penstock.engine.model_files.packaged_models import PACKAGED_MODELS, PackagedModel
+from penstock.engine.model_files.resolve import (
+    DEMO_MODEL_PATH,
+    read_generation_defaults,
+    resolve_model,
+)
 from penstock.gateway.launch.cli import resolve_settings
-from tests.support.fetched import python_packages
 
 from .stub_hub import stub_hub
 from .test_model_files import resolve
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGE = "penstock_test_weights"
 
 
@@ -114,7 +118,9 @@ def test_a_list_of_what_is_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: PackagedModel
 ) -> None:
     """Packaged models, and a Hub's cache with one whole repository and one without weights."""
-    monkeypatch.setattr("penstock.engine.model_summary.PACKAGED_MODELS", {"other": other})
+    monkeypatch.setattr(
+        "penstock.engine.model_files.model_summary.PACKAGED_MODELS", {"other": other}
+    )
     cache = tmp_path / "hub"
     with stub_hub(DEMO_MODEL_PATH) as (endpoint, _):
         resolve(endpoint, tmp_path, "acme/tiny", folder=cache)

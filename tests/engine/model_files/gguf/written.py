@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig
 
-from penstock.engine.gguf.directory import link_parts, write_model
-from penstock.engine.gguf.reader import read_gguf
+import gguf
+from penstock.engine.model_files.gguf.directory import link_parts, write_model
+from penstock.engine.model_files.gguf.reader import read_gguf
 
 Tensors = dict[str, np.ndarray]
 Change = Callable[[Tensors, PretrainedConfig], Tensors]

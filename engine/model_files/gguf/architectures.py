@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.engine.config_fields import ConfigFields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf.reader import GgufFile, GgufTensor
+from penstock.engine.model_files.config_fields import ConfigFields
+from penstock.engine.model_files.gguf.reader import GgufFile, GgufTensor
 
 # Keys that change nothing here: of the vocabulary, whose size the embedding has, of the way to
 # store queries and keys, of how a model was trained.

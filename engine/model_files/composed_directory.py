@@ -1,5 +1,5 @@
 """A model directory with another tokenizer, another chat template or other fields of `config.json`:
-`--tokenizer`, `--chat-template` and `--hf-overrides`. `python -m penstock.engine.composed_directory
+`--tokenizer`, `--chat-template` and `--hf-overrides`. `python -m penstock.engine.model_files.composed_directory
 JSON` prints it.
 
 It has links to the files of the directories that it is made of, so that whatever reads a model's
@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import is_present, read_json
-from penstock.engine.users_files import ORIGIN, TEMPLATE
+from penstock.engine.model_files.json_file import is_present, read_json
+from penstock.engine.model_files.users_files import ORIGIN, TEMPLATE
 from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
 
 _VERSION = 1  # of what is written; a change makes other directories

@@ -15,25 +15,25 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.model_files import (
+from penstock.engine.model_files.model_summary import listed
+from penstock.engine.model_files.resolve import (
     DEMO_MODEL_PATH,
     read_generation_defaults,
     resolve_model,
     weights_fingerprint,
 )
-from penstock.engine.model_summary import listed
 from penstock.engine.pooling import read_pooling
 from penstock.engine.text.chat_template import TemplateFiles
 
+from ..test_pooling import write_modules
 from .gguf.written import convert
 from .stub_hub import TOKEN, stub_hub
-from .test_pooling import write_modules
 
 _RESOLVE = """
 import sys, json
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.model_files import read_generation_defaults, resolve_model
+from penstock.engine.model_files.resolve import read_generation_defaults, resolve_model
 model, revision, weights, folder = json.loads(sys.argv[1])
 config = ModelConfig(model=model, revision=revision, download_dir=folder)
 try:
@@ -290,7 +290,7 @@ def test_the_ends_of_a_template_in_a_file(tmp_path: Path) -> None:
 _FINGERPRINT = """
 import sys
 from pathlib import Path
-from penstock.engine.model_files import weights_fingerprint
+from penstock.engine.model_files.resolve import weights_fingerprint
 print(weights_fingerprint(Path(sys.argv[1])).hex())
 """
 

@@ -18,18 +18,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.engine.weights.formats.gguf import GgufCheckpoint, read_gguf
 
-from ..greedy_parity import NEAR_TIE, excuse, run
+from ...greedy_parity import NEAR_TIE, excuse, run
 from .written import FAMILIES as WRITTEN
 from .written import directory_of
 
 pytestmark = pytest.mark.exhaustive
 
-PEERS = Path(__file__).parents[3] / "build" / "peers" / "llamacpp"
+PEERS = Path(__file__).parents[4] / "build" / "peers" / "llamacpp"
 QUANTIZER = PEERS / "llama.cpp" / "bin" / "llama-quantize"
 TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K", "IQ4_NL")
 NUM_NEW = 24

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import GGUF_MAGIC, check_file
+from penstock.engine.model_files.json_file import GGUF_MAGIC, check_file
 
 # What a file may declare before its tensors. The largest vocabularies, of 262,144 tokens with
 # 515,000 merges, have 1.3 million elements in 20 MB; an element takes up to 100 bytes here.

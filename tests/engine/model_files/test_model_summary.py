@@ -14,8 +14,8 @@ import pytest
 
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, Quantization
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.model_files import DEMO_MODEL_PATH
-from penstock.engine.model_summary import summarise
+from penstock.engine.model_files.model_summary import summarise
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.startup import build_core
 from penstock.engine.weights.formats.gguf import _TYPES
 from penstock.gateway.app import create_app

@@ -12,8 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.config_fields import MAX_INTEGER, ConfigFields
-from penstock.engine.json_file import ADDITIONAL_TEMPLATES, is_present, read_json, read_text
+from penstock.engine.model_files.config_fields import MAX_INTEGER, ConfigFields
+from penstock.engine.model_files.json_file import (
+    ADDITIONAL_TEMPLATES,
+    is_present,
+    read_json,
+    read_text,
+)
 
 _NAME = "eos_token_id"
 # Texts of tokens that end an answer, or a message that calls a tool; those of llama.cpp and some

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from penstock.engine.gguf.tokenizer_check import check, loaded
-from penstock.engine.gguf.vocabulary import Keys, TokenType, Vocabulary, id_key
-from penstock.engine.json_file import FIM_FIELD
+from penstock.engine.model_files.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from penstock.engine.model_files.gguf.tokenizer_check import check, loaded
+from penstock.engine.model_files.gguf.vocabulary import Keys, TokenType, Vocabulary, id_key
+from penstock.engine.model_files.json_file import FIM_FIELD
 
 _LOG = logging.getLogger(__name__)
 _MERGES = "tokenizer.ggml.merges"

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX, is_present, read_json
+from penstock.engine.model_files.json_file import GGUF_FILE, GGUF_INDEX, is_present, read_json
 
 ORIGIN = ".origin"  # in a directory that was composed: a link to the model's own
 TEMPLATE = "chat_template.jinja"  # there: a link to a file, or a text of the command line

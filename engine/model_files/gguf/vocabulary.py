@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.engine.config_fields import shown
-from penstock.engine.end_tokens import END_TEXTS, MESSAGE_END, are_harmony
 from penstock.engine.errors import ModelLoadError
+from penstock.engine.model_files.config_fields import shown
+from penstock.engine.model_files.end_tokens import END_TEXTS, MESSAGE_END, are_harmony
 from penstock.engine.text.fill_in_middle import MARKERS
 
 TOKENS = "tokenizer.ggml.tokens"

@@ -29,11 +29,11 @@ from huggingface_hub.errors import (
 )
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
-from penstock.engine.end_tokens import end_token_ids
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
-from penstock.engine.gguf.choice import choose_gguf
-from penstock.engine.json_file import (
+from penstock.engine.model_files.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
+from penstock.engine.model_files.end_tokens import end_token_ids
+from penstock.engine.model_files.gguf.choice import choose_gguf
+from penstock.engine.model_files.json_file import (
     ADDITIONAL_TEMPLATES,
     GGUF_MAGIC,
     check_file,
@@ -41,10 +41,14 @@ from penstock.engine.json_file import (
     read_json,
     weight_samples,
 )
-from penstock.engine.packaged_models import PACKAGED_MODELS, packaged_model, packaged_path
+from penstock.engine.model_files.packaged_models import (
+    PACKAGED_MODELS,
+    packaged_model,
+    packaged_path,
+)
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
-DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"  # where `PACKAGED_MODELS` finds it
+DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"  # where `PACKAGED_MODELS` finds it
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _WEIGHTS = (*_WEIGHT_FILES, "*.gguf")
@@ -80,7 +84,7 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
     if other is None and not fields and not template:
         return path
     arguments = [str(path), None if other is None else str(other), fields, template]
-    return _made_by("penstock.engine.composed_directory", json.dumps(arguments))
+    return _made_by("penstock.engine.model_files.composed_directory", json.dumps(arguments))
 
 
 def _given_template(given: str | None) -> dict[str, str]:
@@ -149,7 +153,7 @@ def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json
 
 
 def _made_of_gguf(file: Path) -> Path:
-    return _made_by("penstock.engine.gguf.directory", str(file.absolute()))
+    return _made_by("penstock.engine.model_files.gguf.directory", str(file.absolute()))
 
 
 def _begins_as_gguf(file: Path) -> bool:

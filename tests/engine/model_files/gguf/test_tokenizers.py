@@ -18,18 +18,18 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.fetched import npm_folder, source_folder
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
-from penstock.engine.gguf.tokenizer_check import check, loaded
-from penstock.engine.gguf.tokenizers import write_tokenizer
-from penstock.engine.gguf.vocabulary import MAX_TOKEN_CHARS, Keys, Vocabulary
-from penstock.engine.model_files import read_generation_defaults
+from penstock.engine.model_files.gguf.pre_tokenizers import PRE_TOKENIZERS
+from penstock.engine.model_files.gguf.tokenizer_check import check, loaded
+from penstock.engine.model_files.gguf.tokenizers import write_tokenizer
+from penstock.engine.model_files.gguf.vocabulary import MAX_TOKEN_CHARS, Keys, Vocabulary
+from penstock.engine.model_files.resolve import read_generation_defaults
 from penstock.engine.text import Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.engine.text.fill_in_middle import FillInMiddle
 from penstock.load.peers.environments import LLAMA_CPP_PYTHON
-from tests.support.fetched import npm_folder, source_folder
 
 from . import vocabularies
 from .vocabularies import CONTROL, NORMAL, UNUSED, USER_DEFINED, bert, byte_level, sentencepiece
@@ -439,7 +439,7 @@ def test_what_was_checked_is_told_at_debug(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_neither_torch_nor_transformers_is_imported():
-    code = "import sys, penstock.engine.gguf.tokenizers\nprint(*sys.modules)"
+    code = "import sys, penstock.engine.model_files.gguf.tokenizers\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers"} & {*done.stdout.split()}
 

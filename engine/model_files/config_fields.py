@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError, UnsupportedOptionError
-from penstock.engine.json_file import read_json
+from penstock.engine.model_files.json_file import read_json
 
 MAX_INTEGER = (1 << 31) - 1  # positions are kept in 32 bits
 

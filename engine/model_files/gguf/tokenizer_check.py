@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 import tokenizers
 from tokenizers import decoders, normalizers
 
-from penstock.engine.config_fields import shown
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf.vocabulary import TOKENS, TokenType, Vocabulary, id_key
+from penstock.engine.model_files.config_fields import shown
+from penstock.engine.model_files.gguf.vocabulary import TOKENS, TokenType, Vocabulary, id_key
 from penstock.engine.process.native_panics import PANICS_HIDDEN, is_panic
 from penstock.engine.text.tokenizer import byte_level_alphabet
 

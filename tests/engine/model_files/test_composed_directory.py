@@ -12,13 +12,13 @@ import pytest
 from penstock.engine import LLM, SamplingParams
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.model_files import (
+from penstock.engine.model_files.model_summary import summarise
+from penstock.engine.model_files.resolve import (
     DEMO_MODEL_PATH,
     read_generation_defaults,
     resolve_model,
     weights_fingerprint,
 )
-from penstock.engine.model_summary import summarise
 from penstock.engine.text import ChatTemplate, Tokenizer
 
 from .gguf.written import convert

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine import ModelLoadError
-from penstock.engine.gguf.choice import choose_gguf, labels
+from penstock.engine.model_files.gguf.choice import choose_gguf, labels
 
 FILES = (
     "README.md",
