@@ -28,7 +28,6 @@ _SOURCES = ("clients", "engine", "gateway", "kernels", "load")
 _FOLDERS = {
     "system": "whole servers, as their users would start them",
     "system/browser": "the pages, in a browser",
-    "engine/llm": "offline use, `LLM`",
 }
 _FILES = {
     "test_conftest.py": "what holds for all tests",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.deferred_interrupt import interrupt_deferred
+from penstock.engine.offline.deferred_interrupt import interrupt_deferred
 
 
 @pytest.fixture(autouse=True)

@@ -30,11 +30,14 @@ from penstock.engine.chat_formats import (
     of_request,
     template_messages,
 )
-from penstock.engine.deferred_interrupt import interrupt_deferred
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import EngineDeadError, InvalidRequestError
-from penstock.engine.llm_outputs import OutputCollector, PromptOutput, VectorCollector
-from penstock.engine.llm_prompts import (
+from penstock.engine.model_files.resolve import read_generation_defaults
+from penstock.engine.model_files.users_files import named_as_users_do
+from penstock.engine.offline.deferred_interrupt import interrupt_deferred
+from penstock.engine.offline.lora_request import AdapterFinder, LoRARequest, LoRARequests
+from penstock.engine.offline.outputs import OutputCollector, PromptOutput, VectorCollector
+from penstock.engine.offline.prompts import (
     Conversation,
     Prompt,
     Prompts,
@@ -47,9 +50,6 @@ from penstock.engine.llm_prompts import (
     take_images,
     tokenise,
 )
-from penstock.engine.lora.request import AdapterFinder, LoRARequest, LoRARequests
-from penstock.engine.model_files.resolve import read_generation_defaults
-from penstock.engine.model_files.users_files import named_as_users_do
 from penstock.engine.pooling import PoolingParams, PoolingTask, cosine, read_pooling, shortened
 from penstock.engine.request import (
     NO_OUTPUT,
