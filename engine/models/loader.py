@@ -30,11 +30,6 @@ from penstock.engine.models.decoder import (
     rotary_embeddings,
 )
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.eagle3_head import (
-    Eagle3Head,
-    eagle3_module_names,
-    read_eagle3_config,
-)
 from penstock.engine.models.language_model import TorchModel
 from penstock.engine.models.names import (
     EACH_HEAD,
@@ -52,6 +47,11 @@ from penstock.engine.models.registry import (
 )
 from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
+from penstock.engine.speculative.device.eagle3_head import (
+    Eagle3Head,
+    eagle3_module_names,
+    read_eagle3_config,
+)
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import (

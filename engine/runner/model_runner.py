@@ -41,9 +41,6 @@ from penstock.engine.runner.device import (
     select_device,
     use_kv_dtype,
 )
-from penstock.engine.runner.draft_model import NO_DRAFT_MODEL
-from penstock.engine.runner.draft_progress import num_draft_bytes
-from penstock.engine.runner.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
@@ -55,6 +52,9 @@ from penstock.engine.sampling.grammars import StepMasks
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
+from penstock.engine.speculative.device.draft_model import NO_DRAFT_MODEL
+from penstock.engine.speculative.device.draft_progress import num_draft_bytes
+from penstock.engine.speculative.device.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
 

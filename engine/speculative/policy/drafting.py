@@ -17,8 +17,8 @@ from penstock.engine.batch import Batch, BatchResult, ScheduledSequence
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.request import Sequence
-from penstock.engine.speculative.ngram import NgramDrafter
-from penstock.engine.speculative.siblings import Siblings
+from penstock.engine.speculative.policy.ngram import NgramDrafter
+from penstock.engine.speculative.policy.siblings import Siblings
 
 _FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
 _MAX_PAUSE = 32  # steps without drafts after wrong ones

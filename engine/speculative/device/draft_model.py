@@ -20,9 +20,9 @@ from torch import Tensor
 from penstock.engine.batch import Batch
 from penstock.engine.models.backends import run_step
 from penstock.engine.models.language_model import LanguageModel, StepOutput
-from penstock.engine.runner.draft_progress import DraftProgress, Spans
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.speculative.device.draft_progress import DraftProgress, Spans
 
 
 class NoDraftModel:

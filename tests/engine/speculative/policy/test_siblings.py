@@ -7,7 +7,7 @@ from collections.abc import Sequence as Ordered
 import pytest
 
 from penstock.engine.request import Request, SamplingParams, Sequence
-from penstock.engine.speculative.siblings import MAX_TEXTS, MAX_TOKENS, Siblings
+from penstock.engine.speculative.policy.siblings import MAX_TEXTS, MAX_TOKENS, Siblings
 
 PROMPT = list(range(100, 140))
 ANSWER = [7, 8, 9]

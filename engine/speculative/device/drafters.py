@@ -13,14 +13,14 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.models.backends import fastest
-from penstock.engine.models.eagle3_head import Eagle3Head
 from penstock.engine.models.language_model import StepOutput
 from penstock.engine.models.loader import DraftingModel
 from penstock.engine.runner.device import use_kv_dtype
-from penstock.engine.runner.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
-from penstock.engine.runner.draft_progress import DraftProgress, KVSpecs, Spans
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.speculative.device.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
+from penstock.engine.speculative.device.draft_progress import DraftProgress, KVSpecs, Spans
+from penstock.engine.speculative.device.eagle3_head import Eagle3Head
 from penstock.kernels.cpu.library import CpuLibrary
 
 _LAG = 1  # a position is computed with the token after it

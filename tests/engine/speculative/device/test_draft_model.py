@@ -12,16 +12,16 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.tiers import tiered
 
 from penstock.engine import ConfigError
 from penstock.engine.config import ModelConfig, SchedulerConfig
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import Request
-from penstock.engine.scheduling.drafting import DraftCounters
-from tests.support.tiers import tiered
+from penstock.engine.speculative.policy.drafting import DraftCounters
 
-from .conftest import TinyCheckpoint
-from .test_speculation import changed, core_with, requests, run
+from ...conftest import TinyCheckpoint
+from ..test_speculation import changed, core_with, requests, run
 
 NUM_REQUESTS = 20
 ITSELF = {"method": "draft_model", "model": "demo"}

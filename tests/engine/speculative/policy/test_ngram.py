@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.speculative.ngram import NgramDrafter
+from penstock.engine.speculative.policy.ngram import NgramDrafter
 
 SIZE = 3
 
