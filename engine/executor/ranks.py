@@ -53,7 +53,7 @@ from penstock.engine.executor.in_process import DoneHandle, InProcessExecutor, O
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.models.registry import is_native
 from penstock.engine.parallel.ranks import ALONE, Link, SharedRanks
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.process.launch import EXIT_STUCK, PULSE_FD, die_with_parent
 from penstock.engine.process.sandbox import give_way
 from penstock.engine.request import Adapter, StructuredOutputs

@@ -33,7 +33,7 @@ from penstock.engine.model_files.users_files import in_users_words, named_as_use
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import build_without_weights, parts_by_kind
 from penstock.engine.models.registry import is_native, missing_option
-from penstock.engine.pooling import read_pooling
+from penstock.engine.pooling.settings import read_pooling
 from penstock.engine.runner.device import resolve_kv_dtype, resolve_max_model_len, use_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import cpu_pool_bytes

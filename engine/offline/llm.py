@@ -50,7 +50,14 @@ from penstock.engine.offline.prompts import (
     take_images,
     tokenise,
 )
-from penstock.engine.pooling import PoolingParams, PoolingTask, cosine, read_pooling, shortened
+from penstock.engine.pooling.pairs import PairPrompts
+from penstock.engine.pooling.settings import (
+    PoolingParams,
+    PoolingTask,
+    cosine,
+    read_pooling,
+    shortened,
+)
 from penstock.engine.request import (
     NO_OUTPUT,
     Adapter,
@@ -66,7 +73,6 @@ from penstock.engine.request import (
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer, with_special_stops
 from penstock.engine.text.bad_words import bad_words_token_ids
-from penstock.engine.text.pairs import PairPrompts
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.image_tokens import read_image_tokens
 from penstock.engine.vision.message_parts import parts_of, with_parts

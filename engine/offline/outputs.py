@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.engine.chat_formats import OutputFormat, OutputItem, OutputReader, items_of
 from penstock.engine.errors import EngineError
-from penstock.engine.pooling import numbers_of
+from penstock.engine.pooling.settings import numbers_of
 from penstock.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from penstock.engine.text import OutputText, Tokenizer
 

@@ -29,9 +29,10 @@ from penstock.engine.models.backends import (
 from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
-from penstock.engine.models.score_head import load_score_head
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.pooler import Pooler, Vectors
+from penstock.engine.pooling.score_head import load_score_head
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
@@ -45,7 +46,6 @@ from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
-from penstock.engine.runner.pooler import Pooler, Vectors
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.grammars import StepMasks

@@ -23,7 +23,7 @@ from penstock.engine.batch import Batch, BatchResult, ScheduledSequence, Sequenc
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError, PromptTooLongError
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import (
     Notice,
     Request,

@@ -26,7 +26,7 @@ from penstock.engine.model_files.resolve import (
     resolve_model,
 )
 from penstock.engine.model_files.users_files import named_as_users_do
-from penstock.engine.pooling import ModelPooling, Task, read_pooling
+from penstock.engine.pooling.settings import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.engine.text.fill_in_middle import FillInMiddle

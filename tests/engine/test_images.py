@@ -27,7 +27,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
-from penstock.engine.pooling import PoolingParams
+from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer

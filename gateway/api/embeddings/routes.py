@@ -10,7 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.pooling import bytes_of, numbers_of, shortened
+from penstock.engine.pooling.settings import bytes_of, numbers_of, shortened
 from penstock.gateway.api.embeddings.prompts import PooledPrompts
 from penstock.gateway.api.embeddings.schema import EmbeddingChatRequest, EmbeddingRequest
 from penstock.gateway.api.json_api import CLIENT_GONE, read_fields, unless_gone

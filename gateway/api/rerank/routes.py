@@ -13,7 +13,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.pooling import cosine, numbers_of
+from penstock.engine.pooling.settings import cosine, numbers_of
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_fields, unless_gone
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.rerank.schema import (

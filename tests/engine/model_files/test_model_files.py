@@ -22,10 +22,10 @@ from penstock.engine.model_files.resolve import (
     resolve_model,
     weights_fingerprint,
 )
-from penstock.engine.pooling import read_pooling
+from penstock.engine.pooling.settings import read_pooling
 from penstock.engine.text.chat_template import TemplateFiles
 
-from ..test_pooling import write_modules
+from ..pooling.test_pooling import write_modules
 from .gguf.written import convert
 from .stub_hub import TOKEN, stub_hub
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import force_setattr, replace
 
-from penstock.engine.pooling import PoolingParams
+from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.protocol import sockets
 from penstock.engine.protocol.frames import framed
 from penstock.engine.protocol.messages import (

@@ -11,7 +11,7 @@ from typing import Any, Union, get_origin
 import pytest
 from msgspec.structs import fields, replace
 
-from penstock.engine.pooling import PoolingParams
+from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.protocol.frames import decode, encode
 from penstock.engine.protocol.messages import (
     PROTOCOL_VERSION,

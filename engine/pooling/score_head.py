@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import TorchModel
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.weights.formats import open_checkpoint
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from penstock.engine import LLM
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 
-from .model_files.gguf.written import directory_of
+from ..model_files.gguf.written import directory_of
 from .test_pooling import write_modules
 
 WORDS = [f"w{number}" for number in range(90)]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.models.score_head import ScoreHead
-from penstock.engine.pooling import Activation, ModelPooling, PoolingParams
+from penstock.engine.pooling.score_head import ScoreHead
+from penstock.engine.pooling.settings import Activation, ModelPooling, PoolingParams
 
 _MIN_LENGTH = 1e-12  # of a vector, before it is divided by it: as torch's `normalize`
 

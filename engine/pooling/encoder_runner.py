@@ -11,13 +11,13 @@ from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.lora.slots import NO_ADAPTERS
-from penstock.engine.models.encoder import Encoder
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.encoder import Encoder
+from penstock.engine.pooling.pooler import PooledSpan, Pooler, Vectors, activated
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import FinishReason
 from penstock.engine.runner.device import resolve_max_model_len, select_device
 from penstock.engine.runner.kv_swap import NoBlockBytes
 from penstock.engine.runner.model_runner import Progress, RunnerInfo
-from penstock.engine.runner.pooler import PooledSpan, Pooler, Vectors, activated
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 

@@ -17,12 +17,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from penstock.engine import LLM
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
-from penstock.engine.pooling import ModelPooling, PoolingParams, read_pooling, shortened
+from penstock.engine.pooling.pairs import PairPrompts
+from penstock.engine.pooling.settings import ModelPooling, PoolingParams, read_pooling, shortened
 from penstock.engine.request import NO_OUTPUT, Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
-from penstock.engine.text.pairs import PairPrompts
 
-from .lettered import lettered
+from ..lettered import lettered
 
 QWEN3 = "Qwen3ForCausalLM"
 LAST = [("Pooling", {"pooling_mode_lasttoken": True}), ("Normalize", {})]

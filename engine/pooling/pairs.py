@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.errors import PromptTooLongError
-from penstock.engine.pooling import PairFormat
+from penstock.engine.pooling.settings import PairFormat
 from penstock.engine.text.tokenizer import Tokenizer
 
 # Of Qwen3-Reranker's model card; the three parts are tokenised apart.

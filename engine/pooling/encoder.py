@@ -19,7 +19,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
 from penstock.engine.model_files.json_file import GGUF_FILE, is_present, read_json
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.weights.formats import open_checkpoint, read_numbers
 
 _DTYPES = {
