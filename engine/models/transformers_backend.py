@@ -47,8 +47,8 @@ from penstock.engine.models.transformers_modules import (
     trial_step,
 )
 from penstock.engine.models.transformers_ranks import check_heads, join, split_over
-from penstock.engine.models.vision import VisionEncoder, is_with_images, sees_whole_images, towers
 from penstock.engine.parallel.ranks import ALONE, Ranks
+from penstock.engine.vision.towers import VisionEncoder, is_with_images, sees_whole_images, towers
 from penstock.kernels.cpu.library import CpuLibrary
 
 _OLDEST = Version(
