@@ -17,8 +17,8 @@ import torch
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.layers.attention import Attention
+from penstock.engine.lora.adapted_model import make_room
 from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
-from penstock.engine.models.adapters import make_room
 from penstock.engine.models.backends import (
     check_deterministic,
     cpu_kernels,

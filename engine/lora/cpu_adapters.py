@@ -7,7 +7,7 @@ from ctypes import Structure
 
 import torch
 
-from penstock.engine.layers.adapters import LayerAdapters, LowRank, StepRows
+from penstock.engine.lora.layer_adapters import LayerAdapters, LowRank, StepRows
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.lora import (
     CHUNK,

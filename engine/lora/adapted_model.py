@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.layers.adapters import LayerAdapters, LowRank, StepRows, TorchAdapters
 from penstock.engine.layers.linear import Linear
-from penstock.engine.models.cpu_adapters import CpuAdapters, CpuRows
+from penstock.engine.lora.cpu_adapters import CpuAdapters, CpuRows
+from penstock.engine.lora.layer_adapters import LayerAdapters, LowRank, StepRows, TorchAdapters
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import TorchModel
 from penstock.engine.models.names import Names, row_orders
