@@ -42,7 +42,7 @@ from penstock.engine.weights.formats import check_format
 from penstock.engine.weights.quantization import num_bytes
 
 if TYPE_CHECKING:
-    from penstock.engine.models.transformers_backend import TransformersModel
+    from penstock.engine.models.through_transformers.backend import TransformersModel
 
 _WEIGHTS = ("*.safetensors", "*.gguf")
 

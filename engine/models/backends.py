@@ -18,7 +18,7 @@ from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.token_masks import TokenMasks
 
 if TYPE_CHECKING:
-    from penstock.engine.models.transformers_backend import TransformersModel
+    from penstock.engine.models.through_transformers.backend import TransformersModel
 
 
 def cpu_kernels(

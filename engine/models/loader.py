@@ -71,7 +71,7 @@ from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, row
 from penstock.engine.weights.quantization import LostCodesError, Quantizer, num_bytes
 
 if TYPE_CHECKING:
-    from penstock.engine.models.transformers_backend import TransformersModel
+    from penstock.engine.models.through_transformers.backend import TransformersModel
 
 _log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -221,7 +221,7 @@ def _load_through_transformers(
     config: ModelConfig, path: Path, device: torch.device, ranks: Ranks
 ) -> TransformersModel:
     """The same of any other architecture."""
-    from penstock.engine.models.transformers_weights import read_weights
+    from penstock.engine.models.through_transformers.weights import read_weights
 
     model = _build_through_transformers(config, path, ranks, has_weights=True)
     ranks.open(model.dtype, device)
@@ -340,7 +340,7 @@ def _build_through_transformers(
     config: ModelConfig, path: Path, ranks: Ranks = ALONE, *, has_weights: bool
 ) -> TransformersModel:
     """The same of an architecture that is not native; the import takes seconds, so only here."""
-    from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
+    from penstock.engine.models.through_transformers.backend import TransformersModel, inspect_model
 
     dtype = _resolve_dtype(config, own_dtype(read_model_fields(path)), path)
     missing = missing_option(config, path)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.linear import constant
 from penstock.engine.models.sharding import kv_heads, share, stage_ends, table_ids, times
-from penstock.engine.models.transformers_modules import (
+from penstock.engine.models.through_transformers.modules import (
     AttendingLayer,
     ModuleEmbedding,
     ModuleLinear,

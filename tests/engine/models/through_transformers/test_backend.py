@@ -35,8 +35,8 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.models import backends
-from penstock.engine.models.transformers_backend import TransformersModel
-from penstock.engine.models.transformers_cpu import Part
+from penstock.engine.models.through_transformers.backend import TransformersModel
+from penstock.engine.models.through_transformers.cpu import Part
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.kernels.cpu.program import Program

@@ -25,11 +25,11 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
-from penstock.engine.models.transformers_backend import TransformersModel
+from penstock.engine.models.through_transformers.backend import TransformersModel
 from penstock.engine.parallel.ranks import ALONE, Ranks, SharedRanks
 
-from .conftest import BLOCK_SIZE, run_paged
-from .test_transformers_backend import config_of
+from ..conftest import BLOCK_SIZE, run_paged
+from .test_backend import config_of
 
 TOKEN_IDS = [(7 * number) % 89 + 3 for number in range(40)]
 CHUNKS = (5, 16, 1, 17, 1)

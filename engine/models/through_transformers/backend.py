@@ -38,15 +38,15 @@ from penstock.engine.layers.linear import constant, weight_bytes
 from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.language_model import LayerKV
 from penstock.engine.models.registry import ARCHITECTURES
-from penstock.engine.models.transformers_cpu import CpuParts, OthersThanRowwise, use_kernels
-from penstock.engine.models.transformers_modules import (
+from penstock.engine.models.through_transformers.cpu import CpuParts, OthersThanRowwise, use_kernels
+from penstock.engine.models.through_transformers.modules import (
     CONTEXT,
     AttendingLayer,
     PagedAttention,
     replace_layers,
     trial_step,
 )
-from penstock.engine.models.transformers_ranks import check_heads, join, split_over
+from penstock.engine.models.through_transformers.ranks import check_heads, join, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.vision.towers import VisionEncoder, is_with_images, sees_whole_images, towers
 from penstock.kernels.cpu.library import CpuLibrary

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.layers.linear import MatrixLayer, constant
 from penstock.engine.models.names import is_ignorable
-from penstock.engine.models.transformers_modules import ModuleLinear, TensorShare
+from penstock.engine.models.through_transformers.modules import ModuleLinear, TensorShare
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats import FORMATS, format_of
 from penstock.engine.weights.formats.dense import read_transposed

@@ -29,7 +29,7 @@ from penstock.engine.models.packed_linear import (
     StackedLinear,
     pack_linear,
 )
-from penstock.engine.models.transformers_modules import (
+from penstock.engine.models.through_transformers.modules import (
     CONTEXT,
     ModuleEmbedding,
     ModuleLinear,
