@@ -45,8 +45,8 @@ from penstock.engine.models.registry import (
     own_dtype,
     read_model_config,
 )
-from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
+from penstock.engine.parallel.sharding import rank_config, split_over
 from penstock.engine.speculative.device.eagle3_head import (
     Eagle3Head,
     eagle3_module_names,

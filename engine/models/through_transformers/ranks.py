@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.linear import constant
-from penstock.engine.models.sharding import kv_heads, share, stage_ends, table_ids, times
 from penstock.engine.models.through_transformers.modules import (
     AttendingLayer,
     ModuleEmbedding,
@@ -29,6 +28,7 @@ from penstock.engine.models.through_transformers.modules import (
 )
 from penstock.engine.parallel.ranks import Ranks
 from penstock.engine.parallel.shard import Shard
+from penstock.engine.parallel.sharding import kv_heads, share, stage_ends, table_ids, times
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")  # the second in older versions
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
