@@ -19,7 +19,7 @@ from penstock.kernels.cpu.lora import (
 )
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.weight_memory import WeightMemory
-from penstock.kernels.lora_reference import LoraRows
+from penstock.kernels.reference.lora import LoraRows
 
 
 class CpuRows(StepRows):

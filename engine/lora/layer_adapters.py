@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.lora import lora_expand, lora_shrink
-from penstock.kernels.lora_reference import LoraRows
+from penstock.kernels.reference.lora import LoraRows
 
 
 @dataclass(frozen=True, slots=True)

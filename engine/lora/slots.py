@@ -27,7 +27,7 @@ from penstock.engine.lora.files import (
 from penstock.engine.lora.layer_adapters import LowRank
 from penstock.engine.request import Adapter
 from penstock.kernels.cpu.weight_memory import WeightMemory
-from penstock.kernels.lora_reference import LoraRows
+from penstock.kernels.reference.lora import LoraRows
 
 Packed = Mapping[str, Any]  # by layer
 _TENSOR = re.compile(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import int8_cache
-from penstock.kernels.bits import as_bits
+from penstock.kernels.reference.bits import as_bits
 
 
 def store_kv_reference(

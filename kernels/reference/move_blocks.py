@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.bits import as_bits
+from penstock.kernels.reference.bits import as_bits
 
 
 def gather_blocks_reference(pool: Tensor, block_ids: Tensor, staging: Tensor) -> None:

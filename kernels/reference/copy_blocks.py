@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.bits import as_bits
+from penstock.kernels.reference.bits import as_bits
 
 
 def copy_blocks_reference(pool: Tensor, copies: Sequence[tuple[int, int]]) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.qk_norm import QKNorm
-from penstock.kernels.rms_norm_reference import rms_norm_reference
-from penstock.kernels.store_kv_reference import store_kv_reference
+from penstock.kernels.reference.rms_norm import rms_norm_reference
+from penstock.kernels.reference.store_kv import store_kv_reference
 
 
 def rotary_store_kv_reference(
