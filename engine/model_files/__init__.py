@@ -1,1 +1,1 @@
-"""A model's files: where they are, what the small ones say, GGUF files, and what messages call them."""
+"""A model's files: where they are, what the small ones say, GGUF files, names in messages."""

@@ -1,6 +1,6 @@
 """A model directory with another tokenizer, another chat template or other fields of `config.json`:
-`--tokenizer`, `--chat-template` and `--hf-overrides`. `python -m penstock.engine.model_files.composed_directory
-JSON` prints it.
+`--tokenizer`, `--chat-template` and `--hf-overrides`.
+`python -m penstock.engine.model_files.composed_directory JSON` prints it.
 
 It has links to the files of the directories that it is made of, so that whatever reads a model's
 directory reads it. It is named by a digest of these and of the fields. A process of its own makes

@@ -51,8 +51,8 @@ class PackagedModel:
 PACKAGED_MODELS: Mapping[str, PackagedModel] = MappingProxyType(
     {
         DEMO_MODEL: PackagedModel(
-            package="penstock.engine.demo",
-            file="model",
+            package="penstock.engine.model_files",
+            file="demo",
             about="knows penstock, and nothing else",
         ),
         "smollm2": PackagedModel(

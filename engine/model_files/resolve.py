@@ -48,7 +48,7 @@ from penstock.engine.model_files.packaged_models import (
 )
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
-DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"  # where `PACKAGED_MODELS` finds it
+DEMO_MODEL_PATH = Path(__file__).parent / "demo"  # where `PACKAGED_MODELS` finds it
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _WEIGHTS = (*_WEIGHT_FILES, "*.gguf")

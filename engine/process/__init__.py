@@ -1,1 +1,1 @@
-"""The engine's process: start, signs of life and end, log lines, and sandboxes for untrusted work."""
+"""The engine's process: start, signs of life, end, log lines, and sandboxes for untrusted work."""

@@ -1,5 +1,5 @@
-"""A model directory for a GGUF file, made once: `python -m penstock.engine.model_files.gguf.directory FILE`
-prints it.
+"""A model directory for a GGUF file, made once:
+`python -m penstock.engine.model_files.gguf.directory FILE` prints it.
 
 It has the `config.json` and the tokenizer that the file's keys stand for, links to the file and its
 parts, and an index of its tensors. It is named by a digest of the file, so another file gets

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.fetched import python_packages
 
 from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
@@ -25,6 +24,7 @@ from penstock.engine.model_files.resolve import (
     resolve_model,
 )
 from penstock.gateway.launch.cli import resolve_settings
+from tests.support.fetched import python_packages
 
 from .stub_hub import stub_hub
 from .test_model_files import resolve

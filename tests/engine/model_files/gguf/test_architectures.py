@@ -6,21 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tests.support.tiers import tiered
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import LlamaConfig
 
-import gguf
 from penstock.engine import ModelLoadError
 from penstock.engine.config import ModelConfig
 from penstock.engine.model_files.gguf.architectures import ARCHITECTURES
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.registry import ARCHITECTURES as NATIVE
 from penstock.engine.models.registry import read_model_config
+from tests.support.tiers import tiered
 
 from ...quantized_models import CPU, load, logits, relative_error
 from .written import FAMILIES, config_of, directory_of, write

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
-import gguf
 from penstock.engine import ModelLoadError
 from penstock.engine.model_files.gguf.directory import _digest
 from penstock.engine.model_files.gguf.reader import BLOCK_TYPES, read_gguf

@@ -18,7 +18,6 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.fetched import npm_folder, source_folder
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -30,6 +29,7 @@ from penstock.engine.text import Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.engine.text.fill_in_middle import FillInMiddle
 from penstock.load.peers.environments import LLAMA_CPP_PYTHON
+from tests.support.fetched import npm_folder, source_folder
 
 from . import vocabularies
 from .vocabularies import CONTROL, NORMAL, UNUSED, USER_DEFINED, bert, byte_level, sentencepiece

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig
 
-import gguf
 from penstock.engine.model_files.gguf.directory import link_parts, write_model
 from penstock.engine.model_files.gguf.reader import read_gguf
 

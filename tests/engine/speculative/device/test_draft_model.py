@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.tiers import tiered
 
 from penstock.engine import ConfigError
 from penstock.engine.config import ModelConfig, SchedulerConfig
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import Request
 from penstock.engine.speculative.policy.drafting import DraftCounters
+from tests.support.tiers import tiered
 
 from ...conftest import TinyCheckpoint
 from ..test_speculation import changed, core_with, requests, run

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tests.support.tiers import tiered
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,6 +26,7 @@ from penstock.engine.models.loader import load_drafting_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
+from tests.support.tiers import tiered
 
 from ...conftest import Reference, TinyCheckpoint
 from ..test_speculation import run

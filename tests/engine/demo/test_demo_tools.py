@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.engine.demo import corpus
 from penstock.engine.demo.corpus import FIFTH_ROUND, Conversation, Encoder, converse
 from penstock.engine.demo.vocabulary import CHAT_TEMPLATE
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.text.chat_template import ChatTemplate
 
-FOLDER = Path(corpus.__file__).parent / "model"
+FOLDER = DEMO_MODEL_PATH
 CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 

@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from penstock.engine.demo import corpus, network
 from penstock.engine.demo.checkpoint import hugging_face_config
 from penstock.engine.demo.corpus_answers import topics
 from penstock.engine.demo.vocabulary import train_tokenizer
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 
-FOLDER = Path(corpus.__file__).parent / "model"
+FOLDER = DEMO_MODEL_PATH
 MAX_FILE_BYTES = 16 * 2**20
 
 
