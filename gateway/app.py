@@ -34,16 +34,16 @@ from penstock.gateway.api.completions.routes import Completions
 from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
 from penstock.gateway.api.embeddings.prompts import PooledPrompts
 from penstock.gateway.api.embeddings.routes import Embeddings
-from penstock.gateway.api.idempotency import IdempotentAnswers
 from penstock.gateway.api.infill.routes import Infill
-from penstock.gateway.api.json_api import UpgradeRequired
 from penstock.gateway.api.models import Models
-from penstock.gateway.api.operations import operations_of, routes_of
 from penstock.gateway.api.rerank.routes import Rerank
 from penstock.gateway.api.responses.response_task import ResponseTaskSettings
 from penstock.gateway.api.responses.routes import Responses
 from penstock.gateway.api.responses.service import ResponseService, ResponseServiceSettings
 from penstock.gateway.api.responses.websocket import ResponsesSocket
+from penstock.gateway.api.shared.idempotency import IdempotentAnswers
+from penstock.gateway.api.shared.json_api import UpgradeRequired
+from penstock.gateway.api.shared.operations import operations_of, routes_of
 from penstock.gateway.api.status.routes import Description, Status
 from penstock.gateway.api.status.stats_socket import StatsSocket
 from penstock.gateway.api.tickets import TicketDesk

@@ -1,7 +1,7 @@
 """A mixture of experts: checks shapes, picks the implementation.
 
-The meaning is specified by `kernels.reference.experts`. Routing, grouping and the weighted sum are a few
-operations of torch on every device; products are what takes time.
+The meaning is specified by `kernels.reference.experts`. Routing, grouping and the weighted sum are
+a few operations of torch on every device; products are what takes time.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from penstock.gateway.api.anthropic.blocks import (
     UserMessage,
 )
 from penstock.gateway.api.anthropic.schema import Conversation
-from penstock.gateway.api.items import messages_of
+from penstock.gateway.api.shared.items import messages_of
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.images import ImageSource
 from penstock.gateway.storage.conversations.records import Item

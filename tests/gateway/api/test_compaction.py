@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from penstock.engine.config import ModelConfig
-from penstock.gateway.api.items import INSTRUCTION
+from penstock.gateway.api.shared.items import INSTRUCTION
 from penstock.gateway.storage.sealed_text import unsealed
 
 from ..conftest import ANSWER, Serve, Served

@@ -1,0 +1,1 @@
+"""What several APIs share: routes' declarations, answers in chunks or whole, items, kept answers."""
