@@ -61,9 +61,9 @@ from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.adapters import AdapterChanges, AdapterRegistry, MemoryChanges
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.grammar_check import GrammarCheck
-from penstock.gateway.generation.image_fetch import ImageFetcher
-from penstock.gateway.generation.images import ImageLoader
-from penstock.gateway.generation.local_images import LocalImages
+from penstock.gateway.generation.images.fetch import ImageFetcher
+from penstock.gateway.generation.images.loader import ImageLoader
+from penstock.gateway.generation.images.local import LocalImages
 from penstock.gateway.generation.pooled import Embedder
 from penstock.gateway.generation.served_model import ServedModel, load_model
 from penstock.gateway.generation.template_process import TemplateProcess

@@ -64,7 +64,7 @@ from penstock.gateway.generation.context_limits import (
 from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
-from penstock.gateway.generation.images import ImageLoader
+from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel

@@ -26,7 +26,7 @@ from penstock.gateway.api.shared.items import item_object, messages_of, shown_it
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
-from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,

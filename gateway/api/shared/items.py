@@ -35,7 +35,7 @@ from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.schema.tools import seen_name
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.images import shown_url, stored_image, stored_url
+from penstock.gateway.generation.images.loader import shown_url, stored_image, stored_url
 from penstock.gateway.storage.conversations.records import Item, StoredTurn
 from penstock.gateway.storage.response_log.item_kinds import COMPACTION_TRIGGER
 from penstock.gateway.storage.sealed_text import unsealed

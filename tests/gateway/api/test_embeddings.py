@@ -18,7 +18,7 @@ from penstock.engine.request import NO_OUTPUT
 
 from ..conftest import Serve, Served, until
 from ..fake_engine import VECTOR
-from ..generation.test_images import data_url, file_of, small
+from ..generation.images.test_images import data_url, file_of, small
 from .bad_requests import CHAT, COMPLETIONS, RESPONSES, USER
 
 EMBEDDINGS = "/v1/embeddings"

@@ -27,7 +27,7 @@ from functools import partial
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.public_addresses import is_public
+from penstock.gateway.generation.images.public_addresses import is_public
 
 _MAX_REDIRECTS = 3
 _MAX_HEAD_BYTES = 16 << 10

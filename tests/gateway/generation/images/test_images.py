@@ -21,10 +21,10 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.vision.image_file import open_image
 from penstock.engine.vision.image_tokens import ImageTokens
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation import image_fetch
-from penstock.gateway.generation.image_fetch import ImageFetcher
-from penstock.gateway.generation.images import ImageLoader, ImageSource
-from penstock.gateway.generation.local_images import LocalImages
+from penstock.gateway.generation.images import fetch as image_fetch
+from penstock.gateway.generation.images.fetch import ImageFetcher
+from penstock.gateway.generation.images.loader import ImageLoader, ImageSource
+from penstock.gateway.generation.images.local import LocalImages
 
 TOKENS = ImageTokens(
     placeholder="<image>", token="<image>", token_id=7, expand=lambda *_: "<image>" * 3

@@ -6,7 +6,7 @@ import ipaddress
 
 import pytest
 
-from penstock.gateway.generation.public_addresses import is_public
+from penstock.gateway.generation.images.public_addresses import is_public
 
 # Every row of https://www.iana.org/assignments/iana-ipv4-special-registry and of
 # https://www.iana.org/assignments/iana-ipv6-special-registry: whether it is globally reachable.

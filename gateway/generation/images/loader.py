@@ -19,8 +19,8 @@ from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage, data_of_url, load_image
 from penstock.engine.vision.image_tokens import ImageTokens
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.image_fetch import ImageFetcher
-from penstock.gateway.generation.local_images import LocalImages
+from penstock.gateway.generation.images.fetch import ImageFetcher
+from penstock.gateway.generation.images.local import LocalImages
 
 _MAX_WAITING = 64  # images that wait for the thread; each keeps its file in memory
 _MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
