@@ -4,8 +4,8 @@
         for output in llm.generate(["Once upon a time", "Dear diary,"]):
             print(output.outputs[0].text)
 
-A call steps a core in this process until all its prompts are answered. `llm_prompts` checks and
-normalises prompts, parameters and settings; `llm_outputs` collects outputs.
+A call steps a core in this process until all its prompts are answered. `prompts` checks and
+normalises prompts, parameters and settings; `outputs` collects outputs.
 """
 
 from __future__ import annotations

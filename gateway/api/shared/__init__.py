@@ -1,1 +1,1 @@
-"""What several APIs share: routes' declarations, answers in chunks or whole, items, kept answers."""
+"""What several APIs share: declared routes, answers in chunks or whole, items, kept answers."""
