@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import reduce
 from operator import or_
 from types import GenericAlias, UnionType
@@ -129,8 +130,9 @@ def test_another_layout_is_another_version() -> None:
         [kind.__name__, *(f"{each.name}: {_bare(each.type)}" for each in fields(kind))]
         for kind in kinds
     ]
-    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (20, "fc879fef0bed9e70")
+    without_modules = re.sub(r"\bpenstock(\.\w+)*\.", "", repr(layout))
+    digest = hashlib.sha256(without_modules.encode()).hexdigest()[:16]
+    assert (PROTOCOL_VERSION, digest) == (20, "9f79d0556998517e")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])
