@@ -89,8 +89,10 @@ class GatewayConfig:
             then it is sent, and the response can no longer be resumed.
         session_storage: while Redis is down, `required` refuses new sessions, `optional` runs
             them without storage.
-        session_ttl_s: how long Redis keeps an untouched conversation.
-        session_store_bytes: for conversations in memory.
+        data_dir: the folder in which chats are kept on disk, without Redis and with one gateway;
+            `none`: in memory; None: the user's own folder, or memory where that cannot be used.
+        session_ttl_s: how long memory and Redis keep an untouched conversation.
+        session_store_bytes: for conversations on disk or in memory; None: 4 GiB or 256 MiB.
         tenant_store_bytes: of a tenant's conversations and logs together, in memory or in Redis;
             None: no bound of its own. The key file overrides it.
         tenant_store_objects: the same in conversations and logs.
@@ -160,8 +162,9 @@ class GatewayConfig:
     redis_url: str | None = field(default=None, repr=False)
     redis_patience_ms: float = 250.0
     session_storage: str = "required"
+    data_dir: str | None = "none"
     session_ttl_s: float = 30 * 86400.0
-    session_store_bytes: int = 256 << 20
+    session_store_bytes: int | None = None
     tenant_store_bytes: int | None = None
     tenant_store_objects: int | None = None
     session_retention_s: float = 600.0

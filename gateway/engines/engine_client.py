@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import operator
 import time
@@ -58,6 +59,8 @@ class EngineClient:
 
     Attributes:
         info: of an engine that takes requests; None: there is none.
+        pool: names what the engines have in common, the weights among it: the same after a restart;
+            empty before there was one.
         links: to the engines, in the order in which they were added.
     """
 
@@ -71,6 +74,7 @@ class EngineClient:
         tls: Tls | None = None,
     ) -> None:
         self.info: EngineInfo | None = None
+        self.pool = b""
         self.links: list[EngineLink] = []
         self._tls = tls
         self._router = Router(routing)
@@ -289,6 +293,7 @@ class EngineClient:
         if self.info is None:
             self._has_info.clear()
         else:
+            self.pool = _pool_of(self.info)
             self._has_info.set()
 
     # -- told by the links ------------------------------------------------------------------
@@ -395,6 +400,10 @@ def _start(work: Coroutine[None, None, None], running: set[asyncio.Task[None]]) 
     task = asyncio.create_task(work)
     running.add(task)
     task.add_done_callback(running.discard)
+
+
+def _pool_of(info: EngineInfo) -> bytes:
+    return hashlib.sha256(info.cache_root + f" {info.max_model_len}".encode()).digest()
 
 
 def _root(link: EngineLink) -> tuple[bytes, int]:

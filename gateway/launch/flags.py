@@ -562,10 +562,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              SECONDS),
     ),
     "sessions": (
+        Flag("data-dir", None, "folder in which chats are kept, without Redis; none: they are kept "
+             "in memory, until the server stops; default: penstock in $XDG_DATA_HOME or "
+             "~/.local/share", FILE),
         Flag("session-ttl-s", _GATEWAY.session_ttl_s, "how long an untouched conversation "
-             "is kept", INTERVAL),
-        Flag("session-store-bytes", _GATEWAY.session_store_bytes, "memory for conversations, "
-             "without Redis", SIZE),
+             "is kept in memory or in Redis; on disk it does not expire", INTERVAL),
+        Flag("session-store-bytes", None, "room for conversations, without Redis; the oldest by "
+             "use are dropped for new ones; default: 4G on disk, 256M in memory", SIZE),
         Flag("tenant-store-bytes", None, "how much one tenant may store, conversations and logs of "
              "responses together; beyond it, its own oldest are dropped. The key file's "
              "store_bytes comes first; default: no bound of its own", SIZE),

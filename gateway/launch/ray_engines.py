@@ -31,9 +31,9 @@ from penstock.engine.process.logs import configure_logging
 from penstock.gateway.config import pool_name
 from penstock.gateway.launch.flags import ENGINE_FLAGS
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_engines import EngineRecord, RedisEngines
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.engines import EngineRecord, RedisEngines
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 _PLACED_WITHIN_S = 120.0
 _LOOK_S = 1.0  # as often as engines renew their records

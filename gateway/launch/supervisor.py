@@ -240,7 +240,9 @@ class Supervisor:
         about = self._about_engine() if self._num_local else "on engines elsewhere"
         gateway = self._children[-1].ready or {}
         formats = f"{gateway['formats']}, " if "formats" in gateway else ""
-        return f"model {self._settings['model']}, {several}{about}, {formats}{took_s:.1f} s"
+        place = f"chats are kept {gateway['place']}, " if "place" in gateway else ""
+        model = self._settings["model"]
+        return f"model {model}, {several}{about}, {formats}{place}{took_s:.1f} s"
 
     def _about_engine(self) -> str:
         engine = self._children[0].ready or {}

@@ -160,8 +160,8 @@ class Conversations(_Endpoints):
     )
     async def update(self, request: Request) -> Response:
         asked = parse_fields(ConversationUpdate, await self._body_to_store(request))
-        conversation = await self._store.set_metadata(
-            _tenant(request), request.path_params["conversation_id"], asked.metadata or {}
+        conversation = await self._store.update(
+            _tenant(request), request.path_params["conversation_id"], metadata=asked.metadata or {}
         )
         return json_response(_conversation_object(conversation))
 

@@ -21,7 +21,12 @@ import orjson
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import FinishReason, Retention, SamplingParams
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
-from penstock.gateway.api.responses.response_task import ResponseTask, ResponseTaskSettings, turn_of
+from penstock.gateway.api.responses.response_task import (
+    ResponseInterruptedError,
+    ResponseTask,
+    ResponseTaskSettings,
+    turn_of,
+)
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.auth.callers import Caller
@@ -38,7 +43,7 @@ from penstock.gateway.storage.conversations.store import (
     NotFoundError,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.log import Outage, ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogStore, response_expired
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 from penstock.gateway.telemetry.metrics import Metrics
@@ -88,7 +93,11 @@ class ResponseService:
 
     async def start(self) -> None:
         """From now on this gateway takes over responses of gateways that died."""
-        await self._logs.start(self._take_over, can_run=lambda: self._engine.info is not None)
+        await self._logs.start(
+            self._take_over,
+            can_run=lambda: self._engine.info is not None,
+            pool=lambda: self._engine.pool,
+        )
 
     async def close(self) -> None:
         """Stop the running responses; another gateway, if there is one, takes them over."""
@@ -271,10 +280,13 @@ class ResponseService:
             settings=self._settings.task,
         )
 
-    # -- responses of other gateways ---------------------------------------------------------
+    # -- responses of gateways that ended ----------------------------------------------------
 
     def _take_over(self, log: ResponseLog) -> None:
         """Continue a response whose gateway has died, from the last entry it stored."""
+        after = self._wait_for_engine
+        if log.outage is not None:
+            after = partial(self._wait_to_go_on, log, log.outage)
         generation = self._generator.resume(
             log.header.request,
             output_token_ids=log.token_ids,
@@ -285,7 +297,23 @@ class ResponseService:
         )
         turn = turn_of(log.header) if log.header.is_turn else None
         task = self._task(generation, log, turn=turn, text=None)
-        self._keep(task.start(after=self._wait_for_engine))
+        self._keep(task.start(after=after))
+
+    async def _wait_to_go_on(self, log: ResponseLog, outage: Outage) -> None:
+        """Wait for the engine, however long it takes to start.
+
+        Raises:
+            ResponseInterruptedError: nobody can have waited for the response, or it would become
+                another one.
+        """
+        grace_s = self._settings.task.grace_s
+        if outage.silent_s >= grace_s and not log.header.is_background:
+            raise ResponseInterruptedError(f"the server was stopped for more than {grace_s:.0f} s")
+        if not outage.is_complete:
+            raise ResponseInterruptedError("what was stored of this response is damaged")
+        await self._engine.wait_ready()
+        if outage.pool != self._engine.pool:
+            raise ResponseInterruptedError("the server was started again with another model")
 
     async def _wait_for_engine(self) -> None:
         try:

@@ -64,6 +64,10 @@ class Packed:
     body: bytes
     chunks: dict[bytes, bytes]
 
+    @property
+    def names(self) -> list[bytes]:
+        return list(self.chunks)
+
 
 def pack(turn: StoredTurn) -> Packed:
     """Encode a turn's content, without its tree node."""

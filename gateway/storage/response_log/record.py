@@ -27,6 +27,8 @@ from penstock.gateway.storage.response_log.item_kinds import (
     ItemKind,
 )
 
+INTERRUPTED = FinishReason.ERROR  # the server was stopped, and could not go on with it afterwards
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHeader:
@@ -108,7 +110,7 @@ class ResponseHeader:
         return kind.id_prefix + self.item_number(output_index)
 
 
-class DeltaEntry(Struct, gc=False):
+class DeltaEntry(Struct, gc=False, array_like=True):
     """A delta event, and before it, if it begins an item, the events that close the item before
     and open its own.
 
@@ -142,7 +144,7 @@ class EndEntry:
 
     Attributes:
         number: the first event's sequence number.
-        reason: None if it failed.
+        reason: None if it failed; else as the engine told it, or `INTERRUPTED`.
         usage: prompt tokens, how many of them were cached, output tokens; where thoughts are
             found, how many of those were thoughts; and where there were drafts, how many, and how
             many of them were right.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gateway.storage.disk import Disk, DiskError, NewerSchemaError
+from penstock.gateway.storage.disk import Disk, DiskError, NewerSchemaError, Statement
 
 _SCHEMA = ("CREATE TABLE words (word TEXT PRIMARY KEY)",)
 
@@ -140,3 +140,54 @@ async def test_migrations_run_once_and_a_later_schema_is_refused(tmp_path: Path)
         await disk.close()
     with pytest.raises(NewerSchemaError, match="later version"):
         Disk(tmp_path, _SCHEMA).open()
+
+
+async def test_what_was_deleted_is_in_no_file(disk: Disk, tmp_path: Path) -> None:
+    def is_there() -> bool:
+        return any(b"gooseberry" in path.read_bytes() for path in _files(tmp_path))
+
+    await disk.run(lambda each: _put(each, "gooseberry"))
+    assert is_there()
+    await disk.run(lambda each: each.execute("DELETE FROM words").close())
+    assert await disk.truncate()
+    assert not is_there()
+
+
+async def test_the_log_of_writes_becomes_small_again(disk: Disk, tmp_path: Path) -> None:
+    """Although something is always being written: else each write would look for a checkpoint."""
+    wal = tmp_path / f"{disk.path.name}-wal"
+    sizes = []
+    for number in range(60):
+        put = disk.run(lambda each, word=f"{number} {'x' * 400_000}": _put(each, word))
+        await asyncio.gather(put, disk.look(lambda _: None))
+        sizes.append(wal.stat().st_size)
+    assert max(sizes) > 8_000_000
+    assert min(sizes[sizes.index(max(sizes)) :]) < 4_000_000
+
+
+async def test_a_quick_statement_is_stored_when_it_returns(disk: Disk) -> None:
+    """And in its order, if the writer has something to do."""
+    told: list[str] = []
+
+    def put(word: str, *, held: bool = False) -> None:
+        if held:
+            disk.submit(lambda each: _put(each, word), lambda *_: told.append(word))
+        else:
+            statement = Statement("INSERT INTO words VALUES (?)", (word,))
+            disk.submit_quick(statement, lambda *_: told.append(word))
+
+    put("a")
+    assert told == ["a"]
+    put("b", held=True)
+    put("c")
+    assert told == ["a"]
+    await disk.run(lambda _: None)
+    assert told == ["a", "b", "c"]
+    put("d")
+    assert told[-1] == "d"
+    assert await disk.look(_words) == ["a", "b", "c", "d"]
+    refused: list[Exception | None] = []
+    disk.submit_quick(
+        Statement("INSERT INTO words VALUES ('a')"), lambda _, error: refused.append(error)
+    )
+    assert isinstance(refused[0], sqlite3.IntegrityError)

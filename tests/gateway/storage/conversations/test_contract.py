@@ -25,7 +25,7 @@ async def test_a_conversation_comes_back_as_it_was(store: ConversationStore) -> 
 async def test_metadata_is_replaced(store: ConversationStore) -> None:
     conversation = a_conversation()
     await store.create(conversation)
-    changed = await store.set_metadata(TENANT, conversation.conversation_id, {"a": "b"})
+    changed = await store.update(TENANT, conversation.conversation_id, metadata={"a": "b"})
     assert changed == replace(conversation, metadata={"a": "b"})
     assert await store.get(TENANT, conversation.conversation_id) == changed
 
