@@ -285,7 +285,7 @@ def _apis(
         Rerank(embedder, max_body_bytes=max_bytes),
         Models(engine, generator.model, generator.adapters),
         Conversations(state.conversations, admission, service, max_body_bytes=max_bytes),
-        ConversationItems(state.conversations, admission, max_body_bytes=max_bytes),
+        ConversationItems(state.conversations, admission, service, max_body_bytes=max_bytes),
         Tokens(generator, engine, max_body_bytes=max_bytes),
         *of_adapters,
     ]

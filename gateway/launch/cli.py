@@ -36,7 +36,7 @@ from penstock.engine.config import (
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files.packaged_models import PACKAGED_MODELS
 from penstock.gateway.config import is_any
-from penstock.gateway.launch import data_command, pool_status
+from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
 from penstock.gateway.launch.benches import add_benches
 from penstock.gateway.launch.flags import (
@@ -173,8 +173,6 @@ def _parser(*, has_benches: bool = False) -> argparse.ArgumentParser:
         if flag.key in _MODEL_FLAGS:
             _add_flag(models, flag)
     models.set_defaults(run=_models)
-    data = commands.add_parser("data", description=data_command.DESCRIPTION)
-    data_command.add_arguments(data)
     text = "Measure parts of penstock on this machine."
     bench = commands.add_parser("bench", description=text)
     if has_benches:  # finding them takes a while

@@ -18,23 +18,38 @@ import contextlib
 import os
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from penstock.engine.errors import ConfigError
+from penstock.gateway.launch.arguments import OneLineParser
 from penstock.gateway.storage import data_dir
 
 if TYPE_CHECKING:
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
     from penstock.gateway.storage.conversations.store import ConversationStore
 
-DESCRIPTION = "Show, delete, export or import the chats that servers keep on this machine's disk."
 _VARIABLE = "PENSTOCK_DATA_DIR"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """A command with its options, `data` the first; its exit code."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except ConfigError as error:
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="penstock")
+    text = "Show, delete, export or import the chats that servers keep on this machine's disk."
+    data = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "data", description=text
+    )
+    actions = data.add_subparsers(required=True, metavar="ACTION")
     for name, run, text in (
         ("path", _path, "print the folder"),
         ("stats", _stats, "count what is in it"),
@@ -54,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--redis-url", metavar="URL", help="of conversations in Redis")
             action.add_argument("file", nargs="?", default="-", metavar="FILE",
                                 help="default: -, the standard input or output")  # fmt: skip
+    return parser
 
 
 def _folder(parsed: argparse.Namespace) -> Path:

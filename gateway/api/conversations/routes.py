@@ -6,7 +6,6 @@ The items of a conversation are those from the root of its tree to its head.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -57,10 +56,16 @@ class _Endpoints:
     """Shared by both classes of endpoints: reading bodies, finding a conversation, adding items."""
 
     def __init__(
-        self, store: ConversationStore, admission: Admission, *, max_body_bytes: int
+        self,
+        store: ConversationStore,
+        admission: Admission,
+        service: ResponseService,
+        *,
+        max_body_bytes: int,
     ) -> None:
         self._store = store
         self._admission = admission
+        self._service = service
         self._max_body_bytes = max_body_bytes
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -91,17 +96,6 @@ class _Endpoints:
 
 class Conversations(_Endpoints):
     """Endpoints of conversations."""
-
-    def __init__(
-        self,
-        store: ConversationStore,
-        admission: Admission,
-        service: ResponseService,
-        *,
-        max_body_bytes: int,
-    ) -> None:
-        super().__init__(store, admission, max_body_bytes=max_body_bytes)
-        self._service = service
 
     @operation(
         "POST /v1/conversations",
@@ -252,13 +246,7 @@ class ConversationItems(_Endpoints):
     async def delete(self, request: Request) -> Response:
         conversation = await self._conversation(request)
         turn, item = await self._find(request, conversation)
-        await self._store.replace_items(
-            dataclasses.replace(
-                turn,
-                items=_without(turn.items, item),
-                output=_without(turn.output, item),
-            )
-        )
+        await self._service.delete_item(caller_of(request.scope), turn, item["id"])
         return json_response(_conversation_object(conversation))
 
     async def _path(self, conversation: Conversation) -> Sequence[StoredTurn]:
@@ -283,10 +271,6 @@ class ConversationItems(_Endpoints):
 
 def _tenant(request: Request) -> str:
     return caller_of(request.scope).tenant
-
-
-def _without(items: tuple[Item, ...], item: Item) -> tuple[Item, ...]:
-    return tuple(other for other in items if other["id"] != item["id"])
 
 
 def _shown(item: Item, query: IncludeQuery) -> Item:

@@ -36,7 +36,7 @@ from penstock.gateway.errors import (
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.sources import consume
-from penstock.gateway.storage.conversations.prompt_ids import rendering_of
+from penstock.gateway.storage.conversations.prompt_ids import origin_of, rendering_of
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
@@ -174,7 +174,10 @@ class ResponseTask:
         """Begin once `after` has returned. In every case the log gets its end."""
         self.log.owner = self
         self.readers_changed()
-        self._touch_later()
+        if self._turn is not None and self.log.outage is not None:
+            self._touch_now(self._turn)  # who tells which turns run has forgotten it
+        else:
+            self._touch_later()
         self._task = asyncio.create_task(self._run(after))
         return self._task
 
@@ -370,16 +373,16 @@ class ResponseTask:
             status=status,
             output=tuple(response["output"]),
             output_token_ids=array("I", token_ids),
-            whole=self._whole(token_ids),
+            whole=self._whole(token_ids, origin_of(turn)),
             prefix_id=end.prefix_id,
             response=orjson.dumps(response),
         )
 
-    def _whole(self, output_token_ids: Sequence[int]) -> Rendering | None:
+    def _whole(self, output_token_ids: Sequence[int], origin: bytes) -> Rendering | None:
         if self._prompt_text is None:
             return None
         text = self._tokenizer.decode(output_token_ids, skip_special_tokens=False)
-        return rendering_of(self._prompt_text + text)
+        return rendering_of(self._prompt_text + text, origin)
 
     def _touch_later(self) -> None:
         if self._turn is not None:
@@ -468,7 +471,11 @@ def turn_of(header: ResponseHeader) -> StoredTurn:
         prompt=(
             None
             if header.rendering is None
-            else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
+            else Rendering(
+                num_chars=header.rendering[0],
+                digest=header.rendering[1],
+                origin=b"".join(header.rendering[2:]),
+            )
         ),
         cache_salt=request.cache_salt,
         images={image.digest: image.data for image in request.images},

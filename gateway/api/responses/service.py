@@ -29,6 +29,7 @@ from penstock.gateway.api.responses.response_task import (
 )
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
+from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
@@ -403,6 +404,25 @@ class ResponseService:
         for turn in turns:
             await self._delete_log(caller, turn.turn_id, is_running=turn.status == "in_progress")
 
+    async def delete_item(self, caller: Caller, turn: StoredTurn, item_id: str) -> None:
+        """Delete an item of a turn, and what else tells of it: the KV, the token ids of this turn
+        and of those after it, and their logs, which are only for resuming. Raises: NotFoundError.
+        """
+        turns = await self._conversations.tree(caller.tenant, turn.conversation_id)
+        after = {turn.turn_id}
+        for each in turns:  # parents before children
+            if each.parent_id in after:
+                after.add(each.turn_id)
+        self._drop_prefix_of(turn)
+        await self._conversations.replace_items(without_ids(without_item(turn, item_id)))
+        for each in turns:
+            if each.turn_id not in after or each.status == "in_progress":
+                continue
+            if each.turn_id != turn.turn_id:
+                later = await self._conversations.turn(caller.tenant, each.turn_id)
+                await self._conversations.replace_items(without_ids(later))
+            await self._logs.delete(caller.tenant, each.turn_id)
+
     async def _delete_log(self, caller: Caller, response_id: str, *, is_running: bool) -> None:
         """Delete a response's log: at once if it has ended, otherwise once it has been stopped, so
         that its readers see the end."""
@@ -474,7 +494,7 @@ def _header(
         is_background=request.background,
         continues=request.penstock.continues,
         input_items=prompt.items,
-        rendering=None if rendering is None else (rendering.num_chars, rendering.digest),
+        rendering=(rendering.num_chars, rendering.digest, rendering.origin),
         output_format=generation.output_format,
     )
 

@@ -8,10 +8,13 @@ clients expect: `{"object": "list", "data", "first_id", …}`.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
+import orjson
 from pydantic import ConfigDict, Field
 from starlette.datastructures import QueryParams
 
@@ -262,6 +265,36 @@ def stored_images(items: Iterable[Item], files: Mapping[str, bytes]) -> list[Loa
 def shown_items(turn: StoredTurn) -> tuple[Item, ...]:
     """A turn's input items as they are listed: with their images."""
     return tuple(shown_item(item, turn.images) for item in turn.items)
+
+
+def without_item(turn: StoredTurn, item_id: str) -> StoredTurn:
+    """A turn without an item, in its Response object too."""
+    response = turn.response
+    if response:
+        shown = orjson.loads(response)
+        shown["output"] = [item for item in shown["output"] if item["id"] != item_id]
+        response = orjson.dumps(shown)
+    return dataclasses.replace(
+        turn,
+        items=tuple(item for item in turn.items if item["id"] != item_id),
+        output=tuple(item for item in turn.output if item["id"] != item_id),
+        response=response,
+    )
+
+
+def without_ids(turn: StoredTurn) -> StoredTurn:
+    """A turn without the token ids of the conversation up to it, and without images of others."""
+    own = {image.digest for image in stored_images(turn.items, turn.images)}
+    return dataclasses.replace(
+        turn,
+        prompt_token_ids=array("I"),
+        output_token_ids=array("I"),
+        prompt=None,
+        whole=None,
+        prefix_id=None,
+        images={digest: file for digest, file in turn.images.items() if digest in own},
+        places=(),
+    )
 
 
 def shown_item(item: Item, files: Mapping[str, bytes]) -> Item:

@@ -75,10 +75,16 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """A text's length and digest, which are enough to see whether a longer text begins with it."""
+    """A text's length and digest, which are enough to see whether a longer text begins with it.
+
+    Attributes:
+        digest: SHA-256 of its UTF-8; empty: the text is not known.
+        origin: names the model, adapter and template by which its ids were made; empty: unknown.
+    """
 
     num_chars: int
-    digest: bytes  # SHA-256 of its UTF-8
+    digest: bytes
+    origin: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,7 @@ class RedisConversationStore:
         with self._link.answering(pattern):
             async for key in self._link.client.scan_iter(pattern):
                 found = _TREE_IN_KEY.search(key)
-                tenant = found and await self._link.client.hget(key, "tenant")
+                tenant: Any = found and await self._link.client.hget(key, "tenant")
                 if found and tenant is not None:
                     yield tenant.decode(), f"conv_{found[1].decode()}"
 

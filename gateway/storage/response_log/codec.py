@@ -262,7 +262,7 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
             "nonce": nonce,
             "request": _read_request(named["request"]),
             "input_items": tuple(named["input_items"]),
-            "rendering": None if rendering is None else (rendering[0], rendering[1]),
+            "rendering": None if rendering is None else tuple(rendering),
             "output_format": (
                 None if output_format is None else OutputFormat.from_fields(output_format)
             ),

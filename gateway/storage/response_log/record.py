@@ -50,7 +50,8 @@ class ResponseHeader:
         is_turn: False for the answer to a request with an `Idempotency-Key`, which belongs to no
             conversation; its logprobs are in the format of `logged_generation.packed`.
         continues_prompt: its text continues the prompt's.
-        rendering: length and digest of the text that the prompt was tokenised from, if known.
+        rendering: length and digest of the text that the prompt was tokenised from, if known, and
+            by what that was done (`Rendering`).
     """
 
     response_id: str
@@ -68,7 +69,7 @@ class ResponseHeader:
     is_turn: bool = True
     continues_prompt: bool = False
     input_items: tuple[Mapping[str, Any], ...] = ()
-    rendering: tuple[int, bytes] | None = None
+    rendering: tuple[int, bytes] | tuple[int, bytes, bytes] | None = None
     output_format: OutputFormat | None = None
 
     @property

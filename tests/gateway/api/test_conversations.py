@@ -23,12 +23,12 @@ ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
 URL = "/v1/conversations"
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "disk", pytest.param("redis", marks=pytest.mark.redis)])
 async def served(
-    serve: Serve, request: pytest.FixtureRequest, patient_logs: None
+    serve: Serve, request: pytest.FixtureRequest, patient_logs: None, tmp_path: Path
 ) -> AsyncIterator[Served]:
     """A gateway with each of the stores, empty."""
-    settings = {}
+    settings = {"data_dir": f"{tmp_path}/data" if request.param == "disk" else "none"}
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
         settings["redis_url"] = server.patient_url

@@ -79,7 +79,7 @@ async def test_what_is_not_to_be_stored_is_never_on_the_disk(serve: Serve, data:
         assert files_with(data)
 
 
-@pytest.mark.parametrize("what", ["conversation", "response"])
+@pytest.mark.parametrize("what", ["conversation", "response", "item"])
 async def test_what_is_deleted_is_in_no_file(serve: Serve, data: Path, what: str) -> None:
     async with serve(data_dir=str(data)) as served:
         metadata = {"title": f"A {WORD}"} if what == "conversation" else {}
@@ -105,3 +105,29 @@ async def test_what_is_deleted_is_in_no_file(serve: Serve, data: Path, what: str
             assert shown["output"][0]["content"][0]["text"] == ANSWER
             await post(served, "/v1/responses", body | {"input": "Go on."})
             assert WORD not in served.prompt_of()
+
+
+async def test_a_conversation_goes_on_under_another_model(
+    serve: Serve, data: Path, model_path: Path
+) -> None:
+    """Its token ids are not used again: the other model may have other ones for the same text."""
+    cut = BODY | {"max_output_tokens": 2}
+    async with serve(data_dir=str(data)) as served:
+        first = await post(served, "/v1/responses", cut)
+        assert first["status"] == "incomplete"
+        go_on = {"model": "tiny", "previous_response_id": first["id"]}
+    config = model_path / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({**json.loads(before), "hidden_size": 64}))
+    try:
+        async with serve(data_dir=str(data)) as served:
+            body = go_on | {"input": [], "penstock": {"continue": True}}
+            refused = await served.http.post("/v1/responses", json=body)
+            assert refused.status_code == 409, refused.text
+            assert refused.json()["error"]["code"] == "response_of_another_model"
+            await post(served, "/v1/responses", go_on | {"input": "Go on."})
+            assert WORD in served.prompt_of()
+    finally:
+        config.write_text(before)
+    async with serve(data_dir=str(data)) as served:
+        await post(served, "/v1/responses", body)

@@ -91,7 +91,10 @@ def gateway_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def test_the_gateways_defaults_are_those_of_its_flags() -> None:
     silent = GatewayConfig.from_settings(gateway_settings(resolve_settings({}, {})))
     assert silent == GatewayConfig(
-        engine_address="x", host_name=silent.host_name, model=ModelConfig(model="demo")
+        engine_address="x",
+        host_name=silent.host_name,
+        data_dir=None,  # only the command keeps chats where nobody has said it
+        model=ModelConfig(model="demo"),
     )
 
 
@@ -114,6 +117,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
         worker_index=2,
         num_workers=3,
         host_name="localhost",
+        data_dir=None,
         redis_url="redis://:pw@host/1",
         response_log_bytes=1 << 20,
         response_log_ttl_s=5,

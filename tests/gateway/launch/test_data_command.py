@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.gateway import shared_state
-from penstock.gateway.launch.cli import main
+from penstock.gateway.launch.data_command import main
 from penstock.gateway.storage import data_dir
 from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
 from penstock.gateway.storage.disk import Disk
