@@ -35,6 +35,7 @@ _STATUSES = {
     429: "The tenant's rate limit is reached; Retry-After says when to retry.",
     431: "The request header is too large.",
     500: "The engine failed on this request, or the server has a bug.",
+    501: "This store of conversations cannot do that.",
     503: "The queue is full, or the engine or the session store is unavailable; Retry-After says "
     "when to retry.",
 }
@@ -580,9 +581,27 @@ ANSWERS: dict[str, Schema] = {
     "InputTokens": _object(object=_one_of("response.input_tokens"), input_tokens=INTEGER),
     "Items": _page(ref("Item")),
     "Conversation": _object(
-        id=STRING, object=_one_of("conversation"), created_at=INTEGER, metadata=_map(STRING)
+        {"pinned": _BOOLEAN},
+        id=STRING,
+        object=_one_of("conversation"),
+        created_at=INTEGER,
+        metadata=_map(STRING),
     ),
-    "Conversations": _page(ref("Conversation"), penstock=_object(durable=_BOOLEAN)),
+    "Conversations": _page(
+        ref("Conversation"),
+        penstock=_object(
+            {"num_dropped": INTEGER, "dropped_at": INTEGER},
+            store=_one_of("memory", "disk", "redis"),
+            durable=_BOOLEAN,
+        ),
+    ),
+    "FoundConversations": _object(
+        object=_one_of("list"),
+        data=_list(
+            _object(conversation=ref("Conversation"), turn=nullable(STRING), excerpt=STRING)
+        ),
+        has_more=_BOOLEAN,
+    ),
     "Tree": _object(
         object=_one_of("conversation.tree"),
         conversation_id=STRING,

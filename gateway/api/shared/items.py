@@ -43,7 +43,7 @@ from penstock.gateway.storage.conversations.records import Item, StoredTurn
 from penstock.gateway.storage.response_log.item_kinds import COMPACTION_TRIGGER
 from penstock.gateway.storage.sealed_text import unsealed
 
-_MAX_LISTED = 100  # OpenAI's limit
+MAX_LISTED = 100  # OpenAI's limit
 CALLS = ("function_call", "custom_tool_call")
 _IMAGE_TYPE = "input_image"
 _IMAGE = ImagePart("")  # of a stored item, in a template
@@ -79,7 +79,7 @@ class Query(Model):
 class PageQuery(Query):
     """A page of a list."""
 
-    limit: Annotated[int, Field(ge=1, le=_MAX_LISTED)] = 20
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
 

@@ -41,6 +41,7 @@ class _Text(Struct, omit_defaults=True, forbid_unknown_fields=True):
 
     num_chars: int
     digest: bytes
+    origin: bytes = b""
 
 
 class _Place(Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -143,7 +144,11 @@ def _described(turn: StoredTurn, of_parent: array[int]) -> _Turn:
 
 
 def _text(rendering: Rendering | None) -> _Text | None:
-    return None if rendering is None else _Text(rendering.num_chars, rendering.digest)
+    return (
+        None
+        if rendering is None
+        else _Text(rendering.num_chars, rendering.digest, rendering.origin)
+    )
 
 
 def read_line(line: bytes) -> tuple[Conversation, list[StoredTurn]]:
@@ -225,7 +230,9 @@ def _items(items: Sequence[Mapping[str, Any]]) -> tuple[Item, ...]:
 
 
 def _rendering(text: _Text | None) -> Rendering | None:
-    return None if text is None else Rendering(num_chars=text.num_chars, digest=text.digest)
+    if text is None:
+        return None
+    return Rendering(num_chars=text.num_chars, digest=text.digest, origin=text.origin)
 
 
 async def restore(
