@@ -199,7 +199,7 @@ def create_app(
         any_name = (ANY_NAME,) if model.takes_any_name else ()
         return (*model.names, *any_name, *adapters.of(caller))
 
-    status = Status(engine, metrics, redis=state.trouble)
+    status = Status(engine, metrics, kind=state.conversations.kind, trouble=state.trouble)
     apis += [TicketDesk(state.tickets), status, Description(names, config.root_path or "")]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [

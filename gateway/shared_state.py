@@ -171,6 +171,7 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
         tickets=MemoryTickets(),
         adapters=MemoryChanges(),
         place=f"in {folder.path}",
+        trouble=lambda: database.trouble,
         start=start,
         close=close,
     )

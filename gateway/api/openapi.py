@@ -654,7 +654,9 @@ ANSWERS: dict[str, Schema] = {
         token_strs=nullable(_list(nullable(STRING))),
     ),
     "Text": _object(prompt=STRING),
-    "Status": _object({"redis": _object(state=STRING, message=STRING)}, status=STRING),
+    "Status": _object(
+        {name: _object(state=STRING, message=STRING) for name in ("redis", "disk")}, status=STRING
+    ),
     "Version": _object(version=STRING),
     "Load": _object(server_load=INTEGER),
     "TokenizerInfo": {**_object(tokenizer_class=STRING), "additionalProperties": _ANYTHING},

@@ -43,6 +43,7 @@ _CHECKPOINT_BYTES = 8 << 20  # of the WAL, after which it is written into the da
 _MAX_JOBS = 1024  # of a transaction
 _COMPLAIN_EVERY_S = 60.0
 _ERASE_EVERY_S = 1.0  # at most
+_TROUBLE_S = 5.0  # after a write that failed
 _BUSY_MS = 5000
 _QUICK_S = 0.002  # for which a statement may hold up the event loop
 _NUM_SLOW = 5000  # transactions of the writer after one that took longer
@@ -112,6 +113,8 @@ class Disk:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: list[threading.Thread] = []
         self._complain_s = 0.0
+        self._trouble: tuple[str, str] = ("", "")
+        self._trouble_until_s = 0.0
         self._wal = self.path.with_name(f"{FILE_NAME}-wal")
         self._is_checkpoint_due = False
         self._num_waiting = 0  # jobs whose results were not told yet; the event loop's
@@ -296,8 +299,16 @@ class Disk:
             return [(done, None, refused) for _, done in jobs]
         return replies
 
+    @property
+    def trouble(self) -> tuple[str, str] | None:
+        """Why writes failed lately: a word, and a message; None: they did not."""
+        return self._trouble if time.monotonic() < self._trouble_until_s else None
+
     def _refused(self, error: sqlite3.Error) -> DiskError:
         """What to tell about a transaction that failed; replaces a damaged database."""
+        state = "full" if _code(error) == sqlite3.SQLITE_FULL else "failed"
+        self._trouble = state, describe(error)
+        self._trouble_until_s = time.monotonic() + _TROUBLE_S
         if _code(error) in _DAMAGED:
             if self._writer is not None:
                 self._writer.close()

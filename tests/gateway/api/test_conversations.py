@@ -177,6 +177,7 @@ async def test_what_was_dropped_is_told(serve: Serve, tmp_path: Path) -> None:
     async with serve(data_dir=str(tmp_path), session_store_bytes=20_000) as served:
         for _ in range(5):
             await make(served, "x" * 5000)
+        await served.app.state.conversations.erased()
         listed = (await served.http.get(URL)).json()
         assert listed["penstock"]["num_dropped"] == 5 - len(listed["data"]) > 0
         assert listed["penstock"]["dropped_at"] >= listed["data"][-1]["created_at"]

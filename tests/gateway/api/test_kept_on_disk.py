@@ -131,3 +131,34 @@ async def test_a_conversation_goes_on_under_another_model(
         config.write_text(before)
     async with serve(data_dir=str(data)) as served:
         await post(served, "/v1/responses", body)
+
+
+async def test_a_full_disk_is_said_and_then_it_goes_on(serve: Serve, data: Path) -> None:
+    async with serve(data_dir=str(data)) as served:
+        disk = served.app.state.conversations._disk
+
+        async def limit(num_pages: int) -> None:
+            sql = f"PRAGMA max_page_count = {num_pages}"
+            await disk.run(lambda connection: connection.execute(sql).fetchone())
+
+        await post(served, "/v1/conversations", {})
+        await limit(1)
+        items = [{"role": "user", "content": "x" * 100_000}]
+        refused = await served.http.post("/v1/conversations", json={"items": items})
+        assert refused.status_code == 503
+        error = refused.json()["error"]
+        assert error["code"] == "session_store_unavailable"
+        assert "the disk is full" in error["message"]
+        health = (await served.http.get("/health")).json()
+        assert health["status"] == "degraded"
+        assert health["disk"] == {"state": "full", "message": "the disk is full"}
+        await post(
+            served,
+            "/v1/chat/completions",
+            {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "what is not stored goes on"}],
+            },
+        )
+        await limit(1 << 30)
+        await post(served, "/v1/conversations", {"items": items})

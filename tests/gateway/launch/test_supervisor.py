@@ -23,7 +23,9 @@ def settings() -> dict[str, Any]:
 def test_the_ready_line_names_page_api_and_dashboard(settings: dict[str, Any]) -> None:
     supervisor = Supervisor(settings, engine_config(settings))
     supervisor._children = [Child("the engine", "module", {}, ready={"device": "cpu"})]
-    supervisor._children.append(Child("a gateway", "module", {}, ready={"formats": "calls <c>…"}))
+    supervisor._children.append(
+        Child("a gateway", "module", {}, ready={"formats": "calls <c>…", "place": "in /me"})
+    )
     with _listen(settings) as listener:
         line = supervisor._ready_line(listener, 2.0)
         base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -31,7 +33,7 @@ def test_the_ready_line_names_page_api_and_dashboard(settings: dict[str, Any]) -
     assert line.startswith(f"penstock is ready at {base_url}  (chat page)")
     assert f"API: {base_url}/v1" in line
     assert f"dashboard: {base_url}/dashboard" in line
-    assert "calls <c>…" in line
+    assert "calls <c>…, chats are kept in /me, " in line
     assert "\n" not in line
 
 
