@@ -124,13 +124,12 @@ def _stats(parsed: argparse.Namespace) -> int:
     files = [path for path in folder.iterdir() if path.is_file()]
     print(f"{folder}: {_size(sum(path.stat().st_size for path in files))}")
     for tenant, number, num_listed, num_bytes, num_turns, num_dropped in found:
-        others = f" and {number - num_listed} without a conversation" if number > num_listed else ""
-        dropped = f", {num_dropped} dropped to make room" if num_dropped else ""
         print(
-            f"  {tenant or 'without a key'}: {num_listed} conversations{others}, "
-            f"{num_turns} turns, {_size(num_bytes)}{dropped}"
+            f"  tenant {tenant}: conversations {num_listed}, chains of responses "
+            f"{number - num_listed}, turns {num_turns}, {_size(num_bytes)}, "
+            f"dropped to make room {num_dropped}"
         )
-    print(f"  {num_responses} ended responses can still be streamed again")
+    print(f"  ended responses that can be streamed again: {num_responses}")
     return 0
 
 
@@ -165,7 +164,7 @@ def _own(parsed: argparse.Namespace) -> Iterator[data_dir.DataDir]:
     try:
         folder = data_dir.claim(str(_folder(parsed)))
     except data_dir.DataDirError as error:
-        raise ConfigError(f"--data-dir: {error}") from error
+        raise ConfigError(f"--data-dir: {error}; penstock data needs it for itself") from error
     try:
         yield folder
     finally:

@@ -71,7 +71,7 @@ def test_stats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "stats") == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{folder}: ")
-    assert f"  {TENANT}: 1 conversations, 2 turns, " in out
+    assert f"  tenant {TENANT}: conversations 1, chains of responses 0, turns 2, " in out
 
 
 def test_export_and_import(folder: Path, tmp_path: Path) -> None:
