@@ -58,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window-s", type=float, default=5.0, help="duration of each measurement")
     add("--idle-sockets", type=positive, default=1000,
         help="open WebSockets to measure memory with")  # fmt: skip
-    add("--stores", nargs="+", choices=STORES, default=("memory",),
-        help="where response logs are kept; each is measured in turn")  # fmt: skip
-    add("--redis-url", help="of the store `redis`")
+    add("--stores", nargs="+", choices=STORES,
+        help="where response logs are kept; each is measured in turn (default: memory, or redis "
+        "with --redis-url)")  # fmt: skip
+    add("--redis-url", help="of the store redis")
     add_out(parser)
 
 
@@ -68,15 +69,18 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure; print and write the table; return 1 if a stream broke."""
     if _num_frames(parsed) > MAX_FRAMES:
         raise ConfigError("--frames-per-s times --window-s exceeds the size of the clock file")
+    stores = parsed.stores or ["memory" if parsed.redis_url is None else "redis"]
+    if "redis" in stores and parsed.redis_url is None:
+        raise ConfigError("--stores redis needs --redis-url")
     rows: list[Row] = []
     for interval_ms, wire, num_streams, store in product(
-        parsed.intervals_ms, parsed.wires, parsed.streams, parsed.stores
+        parsed.intervals_ms, parsed.wires, parsed.streams, stores
     ):
-        if wire == "chat" and (interval_ms or store != parsed.stores[0]):
+        if wire == "chat" and (interval_ms or store != stores[0]):
             continue  # it merges events only for slow readers, and stores nothing
         rows.append(_measure(parsed, wire, num_streams, interval_ms=interval_ms, store=store))
         print(" · ".join(text(rows[-1]) for text in _COLUMNS.values()), flush=True)
-    num_bytes = _idle_socket_bytes(parsed) if parsed.idle_sockets else 0.0
+    num_bytes = _idle_socket_bytes(parsed, stores[0])
     report = (
         f"{table_of(rows, _COLUMNS)}\n\n{_NOTES}\n\nAn idle WebSocket takes "
         f"{num_bytes / 1024:.1f} KiB of the gateway's memory (of {parsed.idle_sockets:,})."
@@ -139,9 +143,9 @@ def _measure(
     }
 
 
-def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
+def _idle_socket_bytes(parsed: argparse.Namespace, store: str) -> float:
     """Growth of the gateway's memory per open, silent WebSocket."""
-    with _servers(parsed, 0.0, parsed.stores[0]) as (gateway, settings):
+    with _servers(parsed, 0.0, store) as (gateway, settings):
         before = gateway.memory_info().rss
         num_streams = parsed.idle_sockets
         asked = {"wire": IDLE, "num_streams": num_streams, "num_tokens": 1, "window_s": 1.0}

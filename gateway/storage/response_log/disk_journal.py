@@ -47,7 +47,6 @@ CREATE TABLE log_ended (
     last_row INTEGER NOT NULL,
     log BLOB NOT NULL
 );
-CREATE INDEX log_ended_by_time ON log_ended (ended_s);
 """
 _LOG = logging.getLogger(__name__)
 _APPEND = "INSERT INTO log_journal VALUES (?, ?, ?)"
@@ -55,6 +54,7 @@ _RUN = "INSERT OR REPLACE INTO log_running VALUES (?, ?, ?, ?)"
 _END = "INSERT OR REPLACE INTO log_ended VALUES (?, ?, ?, ?, ?)"
 _LEAVE = "DELETE FROM log_running WHERE key = ?"
 _TRIM = "DELETE FROM log_journal WHERE number <= ?"
+_NEXT_EPOCH = "UPDATE log_running SET epoch = epoch + 1"
 _FORGET = "DELETE FROM log_ended WHERE response_id = ?"
 _CRC_BYTES = 4
 
@@ -109,6 +109,11 @@ def run(row: tuple[int, int, bytes, bytes]) -> Statement:
     return Statement(_RUN, row)
 
 
+def next_epoch() -> Statement:
+    """Begins the next epoch of all that ran."""
+    return Statement(_NEXT_EPOCH)
+
+
 def leave(key: int) -> Statement:
     """Deletes a log that does not run."""
     return Statement(_LEAVE, (key,))
@@ -149,38 +154,38 @@ class Found:
     """What was there at a start.
 
     Attributes:
-        running: logs by key, with the pool that computed each.
+        running: logs by key, in the next epoch.
+        unreadable: keys of those that cannot go on.
         rows: the journal's, of which only the running need any: number, how many deltas.
         ended: response, tenant, when, bytes; oldest first.
     """
 
-    running: dict[int, tuple[ResponseLog, Outage]]
-    rows: list[tuple[int, int]]
-    ended: list[tuple[str, str, float, int]]
+    running: dict[int, ResponseLog] = field(default_factory=dict)
+    unreadable: list[int] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[tuple[str, str, float, int]] = field(default_factory=list)
 
 
 def recover(connection: sqlite3.Connection, *, storage: Storage) -> Found:
-    """Read what a process that has ended left behind, and begin the next epoch of what ran."""
-    connection.execute("UPDATE log_running SET epoch = epoch + 1")
+    """Read what a process that has ended left behind."""
+    found = Found()
     pools, logs = dict[int, bytes](), dict[int, ResponseLog]()
-    for key, epoch, pool, data in connection.execute("SELECT * FROM log_running").fetchall():
+    for key, epoch, pool, data in connection.execute("SELECT * FROM log_running"):
         try:
-            log = logs[key] = unpacked(unchecked(data), storage=storage)
+            logs[key] = unpacked(unchecked(data), storage=storage)
         except UnreadableEntryError as error:
             _LOG.warning("a response that ran cannot be read, and does not go on: %s", error)
-            connection.execute(_LEAVE, (key,))
+            found.unreadable.append(key)
         else:
-            log.epoch, pools[key] = epoch, pool
-    rows, broken, last_s = _replayed(connection, logs)
-    if not logs:
-        connection.execute("DELETE FROM log_journal")
-    running = dict[int, tuple[ResponseLog, Outage]]()
+            logs[key].epoch, pools[key] = epoch + 1, pool
+    found.rows, broken, last_s = _replayed(connection, logs)
     for key, log in logs.items():
         silent_s = max(0.0, time.time() - max(last_s, log.header.created_at))
-        outage = Outage(pool=pools[key], silent_s=silent_s, is_complete=key not in broken)
-        running[key] = log, outage
+        log.outage = Outage(pool=pools[key], silent_s=silent_s, is_complete=key not in broken)
+        found.running[key] = log
     query = "SELECT response_id, tenant, ended_s, length(log) FROM log_ended ORDER BY ended_s"
-    return Found(running, rows, connection.execute(query).fetchall())
+    found.ended = connection.execute(query).fetchall()
+    return found
 
 
 def _replayed(

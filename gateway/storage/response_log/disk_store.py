@@ -28,12 +28,14 @@ from penstock.gateway.storage.conversations.store import store_unavailable
 from penstock.gateway.storage.disk import Disk, DiskError, Statement
 from penstock.gateway.storage.response_log.codec import encode_log
 from penstock.gateway.storage.response_log.disk_journal import (
+    Found,
     Write,
     checked,
     ended_log,
     forget,
     last_row,
     leave,
+    next_epoch,
     recover,
     run,
     running_row,
@@ -142,24 +144,33 @@ class DiskLogStore(InMemory):
             found = await self._disk.run(partial(recover, storage=self))
         except DiskError as error:
             _LOG.warning("cannot go on with what ran before: %s", error)
-            return
+            found = Found()
         self._rows.extend(found.rows)
         self._num_deltas = sum(num for _, num in found.rows)
         if found.rows:
             self._next_row = found.rows[-1][0] + 1
         for response_id, tenant, ended_s, num_bytes in found.ended:
             self._ended.add(tenant, response_id, num_bytes, ended_s=ended_s)
-        self._keys = itertools.count(max(found.running, default=0) + 1)
-        if found.running:
-            _LOG.info("%d responses ran when this server stopped", len(found.running))
+        self._keys = itertools.count(max((*found.running, *found.unreadable), default=0) + 1)
+        self._clean_up(found)
         first_row = found.rows[0][0] if found.rows else self._next_row
-        for key, (log, outage) in found.running.items():
-            each = _Running(log, key, first_row, len(log.entries), len(log.entries))
-            self._num_live += len(log.entries)
-            self._running[each.response_id] = each
-            log.outage = outage
+        for key, log in found.running.items():
+            num = len(log.entries)
+            self._running[log.header.response_id] = _Running(log, key, first_row, num, num)
+            self._num_live += num
             take_over(log)
         self._beat_later()
+
+    def _clean_up(self, found: Found) -> None:
+        for key in found.unreadable:
+            self._disk.submit(leave(key), _ignore)
+        if found.running:
+            _LOG.info("%d responses ran when this server stopped", len(found.running))
+            self._disk.submit(next_epoch(), _ignore)
+        elif found.rows:
+            self._disk.submit(trim(found.rows[-1][0]), _ignore)
+            self._rows.clear()
+            self._num_deltas = 0
 
     async def hand_over(self) -> None:
         """What runs goes on when the server starts again. An unlogged log is not left: it would go
@@ -236,10 +247,7 @@ class DiskLogStore(InMemory):
         (await self.find(tenant, response_id)).cancel()
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        while (each := self._running.get(response_id)) is not None and each.has_end:
-            if each in self._unlogged:
-                self._store_unlogged()
-            await self._next_write()  # then it has ended
+        await self._end_stored(response_id)
         if not self._ended.has(tenant, response_id):
             return
         try:
@@ -251,6 +259,22 @@ class DiskLogStore(InMemory):
             self._disk.erase_soon()
         except DiskError as error:
             raise store_unavailable(str(error)) from error
+
+    async def _end_stored(self, response_id: str) -> None:
+        """If a response has ended, wait until that is stored.
+
+        Raises:
+            StoreUnavailableError: it cannot be.
+        """
+        each = self._running.get(response_id)
+        if each is None or not each.has_end:
+            return
+        if each in self._unlogged:
+            self._store_again(each)
+        while response_id in self._running:
+            await self._next_write()
+            if each in self._unlogged:
+                raise store_unavailable("its log could not be stored either")
 
     async def _trim(self, row: int) -> None:
         """Delete the journal's rows up to this one; running logs that need them are stored whole.
@@ -441,9 +465,12 @@ class DiskLogStore(InMemory):
     def _store_unlogged(self) -> None:
         self._retry = None
         for each in list(itertools.islice(self._unlogged, _NUM_RETRIED)):
-            del self._unlogged[each]
-            each.wants_whole = True
-            self._mark(each)
+            self._store_again(each)
+
+    def _store_again(self, each: _Running) -> None:
+        del self._unlogged[each]
+        each.wants_whole = True
+        self._mark(each)
 
 
 def _ignore(_: None, error: Exception | None) -> None:

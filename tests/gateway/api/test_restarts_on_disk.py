@@ -141,6 +141,7 @@ async def test_a_keyed_answer_outlives_the_server(
         first = events_of(text)[0]["id"]
     info = {} if goes_on else {"cache_root": b"another"}
     async with serve(data_dir=data_dir, info=info) as served:
+        await until(lambda: not served.app.state.log_store._running)  # else it gets the failure
         again = await _asked(served, body)
         assert _text(again) == ANSWER
         (request,) = served.engine.submitted.values()

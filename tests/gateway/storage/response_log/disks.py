@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,25 @@ class Process:
         ((num,),) = await self.disk.run(self.execute(f"SELECT count(*) FROM {table}"))
         return int(num)
 
+    def killed(self, name: str) -> Path:
+        """What it leaves if it is killed now, in a folder of this name."""
+        folder = self.disk.path.parent
+        left = folder.with_name(f"{folder.name} {name}")
+        gate = threading.Event()
+        with contextlib.ExitStack() as stack:
+            stack.callback(gate.set)
+            for queue in (self.disk._writes, self.disk._reads):  # else the files change meanwhile
+                entered = threading.Event()
+                queue.put((partial(_wait, entered, gate), lambda *_: None))
+                assert entered.wait(60.0)
+            shutil.copytree(folder, left)
+        return left
+
+
+def _wait(entered: threading.Event, gate: threading.Event, _: Any) -> None:
+    entered.set()
+    gate.wait()
+
 
 @asynccontextmanager
 async def process(folder: Path, *, pool: bytes = POOL, **options: Any) -> AsyncIterator[Process]:
@@ -62,10 +84,3 @@ async def process(folder: Path, *, pool: bytes = POOL, **options: Any) -> AsyncI
     finally:
         await store.close()
         await disk.close()
-
-
-def killed(folder: Path, name: str) -> Path:
-    """What a process would leave there if it were killed now, in a folder of this name."""
-    left = folder.with_name(f"{folder.name} {name}")
-    shutil.copytree(folder, left)
-    return left
