@@ -333,6 +333,8 @@ class Disk:
                 if connection is not None:  # it may be of a database that was set aside
                     connection.close()
                     connection = None
+                if _code(error) in _DAMAGED:  # the writer decides, and replaces it
+                    self._call(partial(self.submit, _verify, _ignore))
                 reply = (done, None, DiskError(describe(error)))
             except Exception as error:  # the job's, for whom it is
                 reply = (done, None, error)
@@ -464,6 +466,15 @@ def _tried(connection: sqlite3.Connection, job: Job[Any]) -> tuple[Any, Exceptio
         return None, error
     connection.execute("RELEASE job")
     return result, None
+
+
+def _verify(connection: sqlite3.Connection) -> None:
+    """Raises: sqlite3.DatabaseError: the database is damaged."""
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        error = sqlite3.DatabaseError(found)
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
 
 
 def _checkpoint(connection: sqlite3.Connection) -> None:

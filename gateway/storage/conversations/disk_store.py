@@ -51,6 +51,7 @@ _T = TypeVar("_T")
 DEFAULT_MAX_BYTES = 4 << 30
 _MAX_UNSTORED_USES = 64
 _CLOSE_S = 5.0  # for which the end of a server waits for erasing
+_MAX_MENDED = 8  # shards, in a search
 _NO_USES: Uses = {}
 _Operation = Callable[[Tree, int, Uses], "Change | None"]
 
@@ -181,7 +182,15 @@ class DiskConversationStore:
         wanted = partial(
             self._search, tenant=tenant, phrases=phrases, limit=limit + 1, offset=offset
         )
-        hits = await self._look(wanted)
+        for _ in range(_MAX_MENDED):
+            try:
+                hits = await self._look(wanted)
+                break
+            except disk_texts.DamagedIndexError as error:
+                _LOG.warning("%s; making it again", error)
+                await self._run(partial(disk_texts.rebuild, shard=error.shard))
+        else:
+            raise store_unavailable("the index of texts is damaged")
         return hits[:limit], len(hits) > limit
 
     async def holdings(self, tenant: str) -> Holdings:

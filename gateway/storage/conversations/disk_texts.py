@@ -35,6 +35,14 @@ _MERGED_PAGES = 16
 _TOKENIZE = "unicode61 remove_diacritics 2"
 
 
+class DamagedIndexError(Exception):
+    """The index of a shard is damaged, but not the texts in it."""
+
+    def __init__(self, shard: int) -> None:
+        super().__init__(f"the index of shard {shard} is damaged")
+        self.shard = shard
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     conversation: int
@@ -55,7 +63,9 @@ def put(
         "INSERT INTO documents (conversation, turn, shard) VALUES (?, ?, ?)",
         (conversation, turn, shard),
     )
-    connection.execute(
+    _execute(
+        connection,
+        shard,
         f"INSERT INTO texts_{shard} (rowid, scope, text) VALUES (?, ?, ?)",
         (cursor.lastrowid, _scope(tenant), spaced(text)),
     )
@@ -69,7 +79,7 @@ def remove(connection: sqlite3.Connection, conversation: int, turn: str | None =
         condition, values = "conversation = ? AND turn = ?", (conversation, turn)
     found = connection.execute(f"SELECT id, shard FROM documents WHERE {condition}", values)
     for number, shard in found.fetchall():
-        connection.execute(f"DELETE FROM texts_{shard} WHERE rowid = ?", (number,))
+        _execute(connection, shard, f"DELETE FROM texts_{shard} WHERE rowid = ?", (number,))
         connection.execute("DELETE FROM documents WHERE id = ?", (number,))
         connection.execute(
             "UPDATE shards SET num_documents = num_documents - 1 WHERE id = ?", (shard,)
@@ -80,19 +90,31 @@ def remove(connection: sqlite3.Connection, conversation: int, turn: str | None =
 def search(
     connection: sqlite3.Connection, phrases: Sequence[Sequence[str]], *, tenant: int
 ) -> Iterator[Document]:
-    """Documents that have all phrases, the newest first."""
+    """Documents that have all phrases, the newest first.
+
+    Raises:
+        DamagedIndexError: `rebuild` mends it.
+    """
     words = " AND ".join(_matching(phrase) for phrase in phrases)
     query = f"scope:{_scope(tenant)} AND text:({words})"
     for (shard,) in connection.execute("SELECT id FROM shards ORDER BY id DESC").fetchall():
-        # As in the text of the query only numbers and quoted letters are from outside.
-        for (number,) in connection.execute(
-            f"SELECT rowid FROM texts_{shard} WHERE texts_{shard} MATCH ? ORDER BY rowid DESC",
-            (query,),
-        ):
-            found = connection.execute(
-                "SELECT conversation, turn FROM documents WHERE id = ?", (number,)
-            ).fetchone()
-            yield Document(found[0], found[1], shard, number)
+        try:
+            yield from _matches(connection, shard, query)
+        except sqlite3.DatabaseError as error:
+            if _is_of_index(error):
+                raise DamagedIndexError(shard) from error
+            raise
+
+
+def _matches(connection: sqlite3.Connection, shard: int, query: str) -> Iterator[Document]:
+    for (number,) in connection.execute(
+        f"SELECT rowid FROM texts_{shard} WHERE texts_{shard} MATCH ? ORDER BY rowid DESC",
+        (query,),
+    ):
+        conversation, turn = connection.execute(
+            "SELECT conversation, turn FROM documents WHERE id = ?", (number,)
+        ).fetchone()
+        yield Document(conversation, turn, shard, number)
 
 
 def text_of(connection: sqlite3.Connection, document: Document) -> str:
@@ -134,7 +156,9 @@ def _merge(connection: sqlite3.Connection, shard: int, *, until_s: float) -> boo
     while True:
         before = connection.total_changes
         # A negative number also merges few segments: https://sqlite.org/fts5.html#the_merge_command
-        connection.execute(
+        _execute(
+            connection,
+            shard,
             f"INSERT INTO texts_{shard} (texts_{shard}, rank) VALUES ('merge', ?)",
             (-_MERGED_PAGES,),
         )
@@ -142,6 +166,32 @@ def _merge(connection: sqlite3.Connection, shard: int, *, until_s: float) -> boo
             return True
         if time.perf_counter() > until_s:
             return False
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+def rebuild(connection: sqlite3.Connection, *, shard: int) -> None:
+    """Make a shard's index again from its texts."""
+    connection.execute(f"INSERT INTO texts_{shard} (texts_{shard}) VALUES ('rebuild')")
+
+
+def _execute(
+    connection: sqlite3.Connection, shard: int, statement: str, values: Sequence[object]
+) -> None:
+    """Execute a statement on a shard whose index may be damaged."""
+    try:
+        connection.execute(statement, values)
+    except sqlite3.DatabaseError as error:
+        if not _is_of_index(error):
+            raise
+        rebuild(connection, shard=shard)
+        connection.execute(statement, values)
+
+
+def _is_of_index(error: sqlite3.DatabaseError) -> bool:
+    """Whether the full-text index is damaged, and not the database."""
+    return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CORRUPT_VTAB
 
 
 # -- parts -------------------------------------------------------------------------------------

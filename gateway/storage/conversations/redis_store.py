@@ -1,9 +1,6 @@
 """Conversations in Redis, shared by all gateways and kept when they end.
 
-    penstock:{<tree>}:conversation           hash: tenant, created_at, metadata, head, running, …
-    penstock:{<tree>}:links                  hash: turn → order|parent|status|created at|lease (ms)
-    penstock:{<tree>}:turns                  hash: turn → `turn_codec`
-    penstock:{<tree>}:token_ids              hash: its chunks of token ids
+    penstock:{<tree>}:…                      see `redis_format`
     penstock:{<tenant's digest>}:conversations   sorted set: listed conversation → last turn
     penstock:{<tenant's digest>}:pinned          the same of those that are pinned
 
@@ -28,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgpack
@@ -41,9 +38,9 @@ from penstock.gateway.storage.conversations.records import (
     Holdings,
     SearchHit,
     StoredTurn,
-    TurnStatus,
     TurnSummary,
 )
+from penstock.gateway.storage.conversations.redis_format import keys_of, read_tree, writes_of
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
@@ -58,7 +55,7 @@ from penstock.gateway.storage.conversations.store import (
     search_not_supported,
     store_unavailable,
 )
-from penstock.gateway.storage.conversations.tree import Change, Node, Tree, Uses
+from penstock.gateway.storage.conversations.tree import Change, Tree, Uses
 from penstock.gateway.storage.conversations.turn_codec import chunk_names, pack, unpack
 from penstock.gateway.storage.redis.link import RedisLink, Script
 from penstock.gateway.storage.redis.shares import RedisShares
@@ -67,8 +64,6 @@ _FOLDER = files("penstock.gateway.storage.conversations")
 _CONVERSATION = Script(_FOLDER.joinpath("conversation.lua").read_text("utf-8"))
 _LISTING = Script(_FOLDER.joinpath("listing.lua").read_text("utf-8"))
 _TREE_IN_KEY = re.compile(rb"\{([0-9a-f]{24})\}")
-_KEYS = ("conversation", "links", "turns", "token_ids")
-_FIELDS, _LINKS, _BODIES, _CHUNKS, _EVERYTHING = 1, 2, 3, 4, 0  # as `conversation.lua` counts them
 _NEW, _UNSEEN = b"new", b""  # states
 _MAX_TRIES = 64  # of an operation; each other one was another gateway's success
 _MAX_CACHED = 100_000  # turns and chunks of the trees that are kept, about 40 MB
@@ -150,8 +145,8 @@ class RedisConversationStore:
 
     async def create(self, conversation: Conversation) -> None:
         made = tree.create(conversation)
-        writes = _writes(None, Change(tree=made))
-        found = await self._call(made.tenant, made.conversation_id, _NEW, writes, made=made)
+        writes = writes_of(None, Change(tree=made))
+        found = await self._call(made.tenant, made.conversation_id, _NEW, writes, after=made)
         if found is not None:
             self._tell(made.tenant, made.conversation_id, found.seen.tree)
         await self._list(conversation)
@@ -384,10 +379,9 @@ class RedisConversationStore:
                     return seen, False
                 found = await self._read(tenant, conversation_id, what)
                 continue
-            writes = _writes(seen.tree, change)
-            found = await self._call(
-                tenant, conversation_id, seen.state, writes, what, made=change.tree
-            )
+            writes = writes_of(seen.tree, change)
+            after = change.tree or seen.tree
+            found = await self._call(tenant, conversation_id, seen.state, writes, what, after=after)
             if found is None:
                 raise no_conversation(conversation_id)
             if found.is_done:
@@ -401,8 +395,8 @@ class RedisConversationStore:
     ) -> _Found:
         """The tree as it is now. Raises: NotFoundError."""
         known = self._cache.get(conversation_id)
-        state = _UNSEEN if known is None else known.state
-        found = await self._call(tenant, conversation_id, state, (), what, turn_id)
+        state, after = (_UNSEEN, None) if known is None else (known.state, known.tree)
+        found = await self._call(tenant, conversation_id, state, (), what, turn_id, after=after)
         if found is None:
             self._forget(conversation_id)
             raise no_conversation(conversation_id)
@@ -417,33 +411,31 @@ class RedisConversationStore:
         what: str = "",
         turn_id: str = "",
         *,
-        made: Tree | None = None,
+        after: Tree | None,
     ) -> _Found | None:
         """Run `conversation.lua`; None: there is no such conversation of this tenant.
 
         Args:
-            made: the tree after the writes; None: as it is cached, or deleted.
+            after: the tree after the writes, if the state is still the one seen.
         """
         tree_id = tree_of(conversation_id)
         if tree_id is None:
             raise no_conversation(conversation_id)
-        keys = [f"penstock:{{{tree_id}}}:{name}" for name in _KEYS]
-        known = self._cache.get(conversation_id)
+        keys = keys_of(tree_id)
         arguments = [state, tenant, self._ttl_ms, what, turn_id, *writes]
         reply = await self._run_or_make_room(tenant, keys, arguments)
         if not reply:
             return None
         is_done, now_state, now_ms, bodies, *rest = reply
         with self._reading(conversation_id):
-            found = rest and _tree_of(conversation_id, *rest)
-            now = found or made or (known and known.tree)
+            found = rest and read_tree(conversation_id, *rest)
+            now = found or after
             assert now
             seen = _Seen(now_state, now, int(now_ms) - _monotonic_ms())
             by_turn = {
                 name.decode(): body for name, body in zip(bodies[::2], bodies[1::2], strict=True)
             }
-        if found or made or not writes:
-            self._keep(seen)
+        self._keep(seen)
         return _Found(bool(is_done), seen, by_turn)
 
     async def _run_or_make_room(
@@ -583,17 +575,15 @@ class RedisConversationStore:
 
         async def peek(conversation_id: str) -> Conversation | None:
             tree_id = tree_of(conversation_id)
-            keys = [f"penstock:{{{tree_id}}}:{name}" for name in _KEYS]
             if tree_id is None:
                 return None
             try:
-                reply = await self._link.run(
-                    _CONVERSATION, keys, [_UNSEEN, tenant, "", "brief", ""]
-                )
+                arguments = [_UNSEEN, tenant, "", "brief", ""]
+                reply = await self._link.run(_CONVERSATION, keys_of(tree_id), arguments)
                 if not reply:
                     return None
                 with self._reading(conversation_id):
-                    found = _tree_of(conversation_id, *reply[4:])
+                    found = read_tree(conversation_id, *reply[4:])
                     found = tree.with_use(found, used_at[conversation_id])
                     return found.conversation(int(reply[2]))
             except UnreadableDataError:
@@ -613,88 +603,3 @@ def _index_key(tenant: str, index: str) -> str:
 
 def _monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
-
-
-# -- formats -----------------------------------------------------------------------------------
-
-
-def _fields(now: Tree) -> dict[str, Any]:
-    """`num_bytes` is for gateways that know of no version."""
-    return {
-        "tenant": now.tenant,
-        "created_at": now.created_at,
-        "is_listed": int(now.is_listed),
-        "metadata": now.metadata,
-        "is_pinned": int(now.is_pinned),
-        "used_at": now.used_at,
-        "head": now.head or "",
-        "running": now.running or "",
-        "num_turns": now.num_turns,
-        "num_bytes": now.num_bytes,
-    }
-
-
-def _link_of(node: Node) -> str:
-    parts = (node.order, node.parent or "", node.status, node.created_at, node.lease_ms)
-    return "|".join(map(str, parts))
-
-
-def _writes(before: Tree | None, change: Change) -> list[Any]:
-    """Arguments for `conversation.lua`: number of the key, name and value, each."""
-    now = change.tree
-    if now is None:
-        return [_EVERYTHING, "", ""]
-    known = {} if before is None else _fields(before)
-    writes: list[Any] = []
-    for name, value in _fields(now).items():
-        if known.get(name) != value:
-            writes += (_FIELDS, name, value)
-    nodes = now.nodes if before is None else tree.changed_nodes(before, now)
-    for turn_id, node in nodes.items():
-        writes += (_LINKS, turn_id, _link_of(node))
-    if change.body is not None:
-        writes += (_BODIES, *change.body)
-    for name_and_chunk in change.chunks.items():
-        writes += (_CHUNKS, *name_and_chunk)
-    for turn_id in change.dropped:
-        writes += (-_LINKS, turn_id, "", -_BODIES, turn_id, "")
-    for chunk in change.dropped_chunks:
-        writes += (-_CHUNKS, chunk, "")
-    return writes
-
-
-def _tree_of(
-    conversation_id: str, fields: Sequence[bytes], links: Sequence[Any], chunks: Sequence[Any]
-) -> Tree:
-    """A tree from Redis. Gateways that know of no version leave some fields out."""
-    known = dict(zip(fields[::2], fields[1::2], strict=True))
-    created_at = int(known[b"created_at"])
-    return Tree(
-        conversation_id=conversation_id,
-        tenant=known[b"tenant"].decode(),
-        created_at=created_at,
-        is_listed=known[b"is_listed"] == b"1",
-        metadata=known[b"metadata"],
-        is_pinned=known.get(b"is_pinned") == b"1",
-        used_at=int(known.get(b"used_at", created_at)),
-        head=known[b"head"].decode() or None,
-        running=known[b"running"].decode() or None,
-        num_turns=int(known[b"num_turns"]),
-        nodes={
-            turn_id.decode(): _node_of(link, num_bytes)
-            for turn_id, link, num_bytes in zip(links[::3], links[1::3], links[2::3], strict=True)
-        },
-        chunks=dict(zip(chunks[::2], chunks[1::2], strict=True)),
-    )
-
-
-def _node_of(link: bytes, num_bytes: int) -> Node:
-    order, parent, status, created_at, lease_ms = link.decode().split("|")
-    return Node(
-        parent=parent or None,
-        status=cast("TurnStatus", status),
-        created_at=int(created_at),
-        order=int(order),
-        num_bytes=num_bytes,
-        lease_ms=int(lease_ms),
-    )

@@ -312,3 +312,26 @@ async def test_a_search_goes_through_all_shards(
     assert has_more
     (hit,), _ = await store.search(TENANT, "apple number4", limit=5)
     assert hit.conversation.conversation_id == ids[4]
+
+
+async def test_a_damaged_index_is_made_again(disk_bed: DiskBed) -> None:
+    """What it is made of is not lost."""
+
+    def damage(connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM texts_1_data WHERE id > 10")
+
+    store, conversation = disk_bed.store(), a_conversation()
+    await store.create(conversation)
+    for text in ("apple", "pear"):
+        head = await head_of(store, conversation)
+        turn = a_turn(conversation, items=(message(text),), parent_id=head)
+        await store.begin_turn(turn, takes_head=True)
+        await store.finish_turn(finished(turn))
+    await disk_bed.disk.run(damage)
+    (hit,), _ = await store.search(TENANT, "pear", limit=5)
+    assert hit.turn_id == turn.turn_id
+    await disk_bed.disk.run(damage)
+    await store.delete_turn(TENANT, turn.turn_id)
+    await store.erased()
+    assert (await store.search(TENANT, "pear", limit=5)) == ([], False)
+    assert len((await store.search(TENANT, "apple", limit=5))[0]) == 1
