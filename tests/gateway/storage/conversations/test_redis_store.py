@@ -137,6 +137,7 @@ async def test_an_operation_is_one_round_trip(
 ) -> None:
     store, conversation = redis_bed.store(), a_conversation(is_listed=False)
     turn = a_turn(conversation)
+    await store.create(a_conversation(is_listed=False))  # then Redis has the script
     with shared_server.client() as client:
         client.config_resetstat()
         await store.create(conversation)
