@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
-from penstock.engine.blocks.prefix_cache import root_key
+from penstock.engine.blocks.block_keys import root_key
 from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.engine.engine_core import BlockBytes, EngineCore, Executor
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError

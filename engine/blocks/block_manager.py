@@ -19,7 +19,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
 from penstock.engine.batch import BlockMoves
-from penstock.engine.blocks.prefix_cache import CachedBlock, block_key, pack
+from penstock.engine.blocks.block_keys import block_key, pack
+from penstock.engine.blocks.prefix_cache import CachedBlock
 from penstock.engine.blocks.prefixes import BlockTable, Prefixes, Tail
 from penstock.engine.blocks.tiers import BlockCounters, Tiers
 from penstock.engine.request import ImageInput, Retention, Sequence

@@ -10,14 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-from penstock.engine.blocks.prefix_cache import (
-    CachedBlock,
-    Tag,
-    block_key,
-    chain_root,
-    pack,
-    with_images,
-)
+from penstock.engine.blocks.block_keys import block_key, chain_root, pack, with_images
+from penstock.engine.blocks.prefix_cache import CachedBlock, Tag
 from penstock.engine.blocks.tiers import Tiers
 from penstock.engine.request import ImageInput, Retention, Sequence, SequenceStatus
 
