@@ -35,7 +35,8 @@ class Handle(Protocol):
 class Grammars(Protocol):
     """Compiled grammars; thread-safe."""
 
-    def __len__(self) -> int: ...
+    @property
+    def num_kept(self) -> int: ...
 
     def __contains__(self, grammar: StructuredOutputs) -> bool: ...
 

@@ -210,8 +210,9 @@ class RankGrammars:
     def __init__(self, own: GrammarCompiler, tell: Callable[[bytes], None]) -> None:
         self._own, self._tell = own, tell
 
-    def __len__(self) -> int:
-        return len(self._own)
+    @property
+    def num_kept(self) -> int:
+        return self._own.num_kept
 
     def __contains__(self, grammar: StructuredOutputs) -> bool:
         return grammar in self._own

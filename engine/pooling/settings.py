@@ -117,16 +117,12 @@ class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a vector depends on hidden states that a prefix hit would skip."""
         return self.kind != "last"
 
-    def require(self, task: Task) -> None:
-        """
-        Raises:
-            InvalidRequestError: the model cannot do this.
-        """
-        if task not in self.tasks:
-            others = " and ".join(_DOES[each] for each in self.tasks)
-            raise InvalidRequestError(
-                f"this server's model {others}: it has no support for this request", param="model"
-            )
+    def refusal(self) -> InvalidRequestError:
+        """Of what is not among `tasks`."""
+        others = " and ".join(_DOES[each] for each in self.tasks)
+        return InvalidRequestError(
+            f"this server's model {others}: it has no support for this request", param="model"
+        )
 
 
 def numbers_of(vector: bytes) -> array[float]:

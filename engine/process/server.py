@@ -359,7 +359,7 @@ class EngineServer:
             self._core.scheduler,
             bytes_per_block=self._bytes_per_block,
             num_awaiting=len(self._core.adapters) + len(self._core.images),
-            num_grammars=len(self._core.grammars),
+            num_grammars=self._core.grammars.num_kept,
             transfers=self._transfers,
         )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S

@@ -458,8 +458,8 @@ class InputBatch:
         if entry.pooling is not None:
             self._num_pooled += not self._is_pooled[row]
             self._is_pooled[row] = True
-        limits = limits_of(entry.params, self._grammars.vocab_size)
-        if entry.params.structured_outputs is not None or limits is not None:
+        if entry.params.is_masked:
+            limits = limits_of(entry.params, self._grammars.vocab_size)
             sequence.grammar = self._grammar_of(sequence, entry, limits, left)
         self._sampling.enter(
             row,

@@ -462,7 +462,9 @@ class RequestLimits:
     def check(self, request: Request) -> None:
         """Raise `InvalidRequestError`, with the numbers, if a request can never be served."""
         params = request.sampling_params
-        self.pooling.require("generate" if request.pooling is None else request.pooling.task)
+        task = "generate" if request.pooling is None else request.pooling.task
+        if task not in self.pooling.tasks:
+            raise self.pooling.refusal()
         if request.pooling is not None and params.max_tokens:
             raise InvalidRequestError("must be 0 with pooling", param="max_tokens")
         if not request.prompt_token_ids:
