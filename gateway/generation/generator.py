@@ -28,7 +28,7 @@ from penstock.engine.chat_formats import (
     Piece,
     TemplateFacts,
     template_messages,
-    template_variables,
+    with_known_effort,
 )
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.protocol.messages import EngineInfo
@@ -274,12 +274,14 @@ class Generator:
         if not is_plain:
             messages = with_parts(messages, self.model.message_parts, self.model.images)
             messages = template_messages(messages, own)
-        variables = {**self.model.template_defaults, **prompt.kwargs}
+        variables: Mapping[str, Any] = {**self.model.template_defaults, **prompt.kwargs}
+        if "reasoning_effort" in variables:
+            variables = with_known_effort(variables, own.calls)
         return {
             "messages": messages,
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": tools, **template_variables(variables, own.calls)},
+            "kwargs": {"tools": tools, **variables},
         }
 
     @cached_property
