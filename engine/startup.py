@@ -27,7 +27,7 @@ from penstock.engine.pooling.encoder_runner import EncoderRunner
 from penstock.engine.pooling.settings import read_pooling
 from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Adapter
-from penstock.engine.runner.device import NUM_CHEAP_ROWS
+from penstock.engine.runner.device import NUM_VERIFY_ROWS
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.kernels.cpu.build import BuildError, cache_dir
@@ -83,7 +83,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
-        num_cheap_rows=NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
+        num_verify_rows=NUM_VERIFY_ROWS["cuda" if device.overlaps_steps else "cpu"],
         pooling=pooling,
         keeps_images_whole=images is not None and images.is_whole,
         num_microbatches=max_steps_in_flight if device.sends_on else 1,

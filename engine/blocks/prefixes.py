@@ -27,7 +27,7 @@ class BlockTable:
         images: those of its prompt, in order.
         keys: keys of its full blocks, as far as they were needed.
         is_swapped: the ids are the host tier's.
-        is_tail_borrowed: the last block is partly filled and belongs to another sequence, which
+        has_shared_partial_block: the last block is partly filled and belongs to another sequence, which
             may still write behind the shared part; this sequence must copy it before writing.
     """
 
@@ -37,7 +37,7 @@ class BlockTable:
     block_ids: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     is_swapped: bool = False
-    is_tail_borrowed: bool = False
+    has_shared_partial_block: bool = False
 
     @property
     def capacity_tokens(self) -> int:
@@ -224,7 +224,7 @@ class Prefixes:
             return  # another sequence holds it too
         self._forget_tail(device_id)
         if device.contents[device_id] is not None:
-            return  # a borrowed block that its owner has filled
+            return  # a shared partial block that its owner has filled
         parent = self._parent(table, number)
         known = self._tiers.cache.longest_tail(parent, tokens, is_usable=lambda _: True)
         if known is None or known[1] < num_known - number * self._block_size:

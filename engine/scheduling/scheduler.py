@@ -53,7 +53,7 @@ class Scheduler:
         eos_token_ids: ids that end a text.
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         block_move_s: seconds to move a block between the tiers, as measured at start.
-        num_cheap_rows: tokens that a step computes in about the time of one: the room for drafts.
+        num_verify_rows: tokens that a step computes in about the time of one: the room for drafts.
         pooling: what the model can do.
         num_microbatches: steps that stages of the model compute at once, each for other sequences
             (Huang et al., "GPipe", 2019): a sequence's next token is planned when the last is
@@ -69,7 +69,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         block_move_s: float = 0.0,
-        num_cheap_rows: int = 8,
+        num_verify_rows: int = 8,
         pooling: ModelPooling | None = None,
         keeps_images_whole: bool = False,
         num_microbatches: int = 1,
@@ -106,7 +106,7 @@ class Scheduler:
             config,
             blocks,
             self._stop_rule.num_tokens_left,
-            num_cheap_rows=num_cheap_rows,
+            num_verify_rows=num_verify_rows,
         )
         self._output_processor = OutputProcessor(
             self._requests,
