@@ -66,7 +66,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
     else:
         runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
         device, images = runner.info, runner.images
-        overlaps = device.overlaps_steps
+        overlaps = device.async_scheduling
         executor = OverlappedExecutor(runner) if overlaps else InProcessExecutor(runner)
     cache_root = _cache_root(config, path, device)
     max_steps_in_flight = _max_steps_in_flight(config, device)
@@ -83,7 +83,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
-        num_verify_rows=NUM_VERIFY_ROWS["cuda" if device.overlaps_steps else "cpu"],
+        num_verify_rows=NUM_VERIFY_ROWS["cuda" if device.async_scheduling else "cpu"],
         pooling=pooling,
         keeps_images_whole=images is not None and images.is_whole,
         num_microbatches=max_steps_in_flight if device.sends_on else 1,
@@ -144,7 +144,7 @@ def _max_steps_in_flight(config: EngineConfig, device: RunnerInfo) -> int:
         return config.scheduler.max_steps_in_flight
     if device.sends_on:
         return config.device.pipeline_parallel_size
-    return 1 + device.overlaps_steps
+    return 1 + device.async_scheduling
 
 
 def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:

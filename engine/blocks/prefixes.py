@@ -27,8 +27,8 @@ class BlockTable:
         images: those of its prompt, in order.
         keys: keys of its full blocks, as far as they were needed.
         is_swapped: the ids are the host tier's.
-        has_shared_partial_block: the last block is partly filled and belongs to another sequence, which
-            may still write behind the shared part; this sequence must copy it before writing.
+        has_shared_partial_block: the last block is partly filled and belongs to another sequence,
+            which may still write behind the shared part; this sequence must copy it before writing.
     """
 
     block_size: int

@@ -58,7 +58,7 @@ from penstock.engine.process.launch import EXIT_STUCK, PULSE_FD, die_with_parent
 from penstock.engine.process.sandbox import give_way
 from penstock.engine.request import Adapter, StructuredOutputs
 from penstock.engine.runner.kv_swap import NoBlockBytes
-from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight, StepSentOn
+from penstock.engine.runner.model_runner import ModelRunner, PendingStage, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.cores import pin_rank
 
@@ -300,7 +300,9 @@ class RanksExecutor:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._runner = runner
         self._executor: InProcessExecutor | OverlappedExecutor = (
-            OverlappedExecutor(runner) if runner.info.overlaps_steps else InProcessExecutor(runner)
+            OverlappedExecutor(runner)
+            if runner.info.async_scheduling
+            else InProcessExecutor(runner)
         )
         self._adapters = RankAdapters(self._executor.adapters, self._tell)
         self._grammars = RankGrammars(self._executor.grammars, self._tell)
@@ -484,7 +486,7 @@ def _make_ranks(
 class _CheckedHandle:
     """A step whose result is worthless if a rank has ended meanwhile."""
 
-    handle: DoneHandle | StepInFlight | StepSentOn
+    handle: DoneHandle | StepInFlight | PendingStage
     check: Callable[[], None]
 
     def result(self) -> BatchResult:
@@ -498,7 +500,7 @@ class _SentOnHandle:
     """A step of which this process has done the first stage."""
 
     batch: Batch
-    handle: DoneHandle | StepInFlight | StepSentOn
+    handle: DoneHandle | StepInFlight | PendingStage
     finish: Callable[[Batch, BatchResult], BatchResult]
 
     def result(self) -> BatchResult:
@@ -590,7 +592,7 @@ def main(status: int) -> int:
     gc.freeze()
     life.num_parts_done = runner.progress.num_parts_done
     rank = _OtherRank(
-        runner, max_steps_in_flight=1 + runner.info.overlaps_steps, result_fd=start.result_fd
+        runner, max_steps_in_flight=1 + runner.info.async_scheduling, result_fd=start.result_fd
     )
     while True:
         try:
@@ -608,7 +610,7 @@ class _OtherRank:
     ) -> None:
         self._runner, self._max_steps_in_flight = runner, max_steps_in_flight
         self._result_fd = result_fd
-        self._in_flight: deque[StepInFlight | StepSentOn] = deque()
+        self._in_flight: deque[StepInFlight | PendingStage] = deque()
         self._compiling = ThreadPoolExecutor(1)
         self._steps = msgspec.msgpack.Decoder(_Step)
         self._adapters = msgspec.msgpack.Decoder(Adapter)

@@ -34,7 +34,7 @@ from penstock.engine.models.language_model import TorchModel
 from penstock.engine.models.names import (
     EACH_HEAD,
     LLAMA_NAMES,
-    Names,
+    WeightNames,
     is_ignorable,
     row_orders,
 )
@@ -206,7 +206,7 @@ def load_decoder(
     return model.eval()
 
 
-def _absent_modules(model: Decoder, names: Names) -> tuple[str, ...]:
+def _absent_modules(model: Decoder, names: WeightNames) -> tuple[str, ...]:
     """With what the checkpoint's names of tensors begin that other stages have."""
     config = model.whole_config
     others = set(range(config.num_layers)) - set(model.config.layer_numbers)
@@ -558,7 +558,7 @@ def _resolve_dtype(config: ModelConfig, own: str, path: Path) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _check_layers(checkpoint: Checkpoint, names: Names, config: DecoderConfig) -> None:
+def _check_layers(checkpoint: Checkpoint, names: WeightNames, config: DecoderConfig) -> None:
     """Refuse more layers than the checkpoint has, before they are built. Reading each tensor checks
     the other sizes."""
     for prefix in names(f"layers.{config.num_layers - 1}.input_layernorm"):
@@ -599,7 +599,7 @@ def _check_room(model: nn.Module, path: Path, device: torch.device) -> None:
 
 
 def _expert_readers(
-    model: Decoder, weights: _Weights, module_names: Names, *, seed: int, is_transposed: bool
+    model: Decoder, weights: _Weights, module_names: WeightNames, *, seed: int, is_transposed: bool
 ) -> Iterator[ExpertMatrices]:
     """The experts' matrices, each with a way to be read."""
     checkpoint, quantize, like = weights.checkpoint, weights.quantize, weights.like
@@ -648,7 +648,7 @@ def _expert_readers(
         yield module
 
 
-def _with_fused_experts(architecture: Architecture, checkpoint: Checkpoint) -> Names:
+def _with_fused_experts(architecture: Architecture, checkpoint: Checkpoint) -> WeightNames:
     """Where one tensor has all experts of a layer, Mixtral's modules too have Llama's names; in a
     GGUF file, each projection of the experts has."""
     if checkpoint.stacks_experts:
@@ -752,7 +752,7 @@ def _read_parts(
     orders: Sequence[Tensor | None],
 ) -> list[Matrix]:
     """The matrices of which that of the module `name` is made, in the checkpoint's names."""
-    is_transposed = isinstance(module_names, Names) and module_names.is_transposed
+    is_transposed = isinstance(module_names, WeightNames) and module_names.is_transposed
     is_turned = is_transposed and isinstance(module, Linear)
     prefixes, parts = module_names(name), []
     for prefix, size, order in zip(prefixes, _sizes(module, prefixes), orders, strict=False):

@@ -60,7 +60,7 @@ class EncoderRunner:
             kv_layout="none",
             quantization="none",
             weight_bytes=encoder.weight_bytes,
-            overlaps_steps=False,
+            async_scheduling=False,
             device=str(device),
             num_threads=torch.get_num_threads(),
         )

@@ -71,7 +71,7 @@ class RunnerInfo:
         kv_layout: what the bytes of a block mean: its shape, and whose order they have.
         quantization: of the weights, as in `EngineInfo`.
         weight_bytes: size of the weights in memory.
-        overlaps_steps: a step can be launched while another runs.
+        async_scheduling: a step can be launched while another runs.
         sends_on: a later stage draws the tokens, while this one works on another step.
     """
 
@@ -88,7 +88,7 @@ class RunnerInfo:
     kv_layout: str
     quantization: str
     weight_bytes: int
-    overlaps_steps: bool
+    async_scheduling: bool
     device: str
     num_threads: int
     sends_on: bool = False
@@ -203,7 +203,7 @@ class ModelRunner:
             kv_layout=f"{shape} {_order_of(self._model, library)}",
             quantization=quantization,
             weight_bytes=self._model.weight_bytes + num_draft_weight_bytes,
-            overlaps_steps=self._tokens.overlaps_steps,
+            async_scheduling=self._tokens.async_scheduling,
             device=str(self._device),
             num_threads=self._model.num_threads,
             sends_on=sends_on,
@@ -214,7 +214,7 @@ class ModelRunner:
         return self.launch(batch).result()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepInFlight | StepSentOn:
+    def launch(self, batch: Batch) -> StepInFlight | PendingStage:
         """The same without waiting for a GPU, so the next step may be launched at once."""
         self._batch.update(batch)
         if batch.moves:
@@ -238,7 +238,7 @@ class ModelRunner:
             return self._send_on(batch, inputs, stopwatch)
         sampling = inputs.sampling
         masks = sampling.masks
-        if masks is not None and not self._tokens.overlaps_steps:
+        if masks is not None and not self._tokens.async_scheduling:
             masks.fill()
         if self.adapters is not NO_ADAPTERS:
             self.adapters.prepare(batch, inputs.sampled_seq_ids)
@@ -272,7 +272,7 @@ class ModelRunner:
             vectors,
         )
 
-    def _send_on(self, batch: Batch, inputs: StepInputs, stopwatch: Stopwatch) -> StepSentOn:
+    def _send_on(self, batch: Batch, inputs: StepInputs, stopwatch: Stopwatch) -> PendingStage:
         """The part of a step of a stage that is not the last."""
         if self.adapters is not NO_ADAPTERS:
             self.adapters.prepare(batch, ())
@@ -280,7 +280,7 @@ class ModelRunner:
         output = run_step(self._model, input_ids, inputs.context, None, None, None)
         if self._draft_model is not None:
             self._draft_model.follow(batch, inputs, output)
-        return StepSentOn(batch.step, stopwatch, self._host_tier)
+        return PendingStage(batch.step, stopwatch, self._host_tier)
 
     def receive(self, tokens: Mapping[int, tuple[int, Sequence[int]]]) -> None:
         """Append tokens that the last stage drew, if that is another one.
@@ -304,7 +304,7 @@ class ModelRunner:
         if sampling.changed or sampling.masks is not None:
             # Penalties and grammars need the tokens so far; the forward pass runs meanwhile.
             self._tokens.wait_for_tokens()
-        if sampling.masks is not None and self._tokens.overlaps_steps:
+        if sampling.masks is not None and self._tokens.async_scheduling:
             sampling.masks.fill()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
@@ -450,7 +450,7 @@ class StepInFlight:
         }
 
 
-class StepSentOn:
+class PendingStage:
     """A launched step whose tokens a later stage draws.
 
     Args: as of `StepInFlight`.
