@@ -78,14 +78,14 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
             num_host_blocks=device.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             cache_root=cache_root,
-            is_length_bound=device.needs_prompt_lens,
+            kv_depends_on_prompt_len=device.needs_prompt_lens,
         ),
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
         num_verify_rows=NUM_VERIFY_ROWS["cuda" if device.async_scheduling else "cpu"],
         pooling=pooling,
-        keeps_images_whole=images is not None and images.is_whole,
+        has_bidirectional_images=images is not None and images.has_bidirectional_images,
         num_microbatches=max_steps_in_flight if device.sends_on else 1,
     )
     core = EngineCore(
@@ -120,7 +120,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         adapters=adapters,
         max_adapter_bytes=max_adapter_bytes,
         cache_root=cache_root,
-        is_length_bound=device.needs_prompt_lens,
+        kv_depends_on_prompt_len=device.needs_prompt_lens,
         kv_root=_kv_root(config, cache_root, device, executor.block_bytes),
         num_block_bytes=executor.block_bytes.num_block_bytes,
     )

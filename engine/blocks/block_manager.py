@@ -32,7 +32,7 @@ class BlockManager:
     Args:
         num_host_blocks: size of the host tier; 0 for none.
         cache_root: everything that KV depends on besides tokens (weights, dtypes, block size).
-        is_length_bound: KV depends on the prompt's length too (dynamic NTK rope), so only
+        kv_depends_on_prompt_len: KV depends on the prompt's length too (dynamic NTK rope), so only
             prompts of equal length share it.
         clock: seconds, for retention.
     """
@@ -45,7 +45,7 @@ class BlockManager:
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
         cache_root: bytes = b"",
-        is_length_bound: bool = False,
+        kv_depends_on_prompt_len: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
@@ -55,7 +55,7 @@ class BlockManager:
             block_size,
             is_on=enable_prefix_caching,
             cache_root=cache_root,
-            is_length_bound=is_length_bound,
+            kv_depends_on_prompt_len=kv_depends_on_prompt_len,
             clock=clock,
         )
         self._tables: dict[int, BlockTable] = {}

@@ -64,14 +64,14 @@ class Prefixes:
         *,
         is_on: bool,
         cache_root: bytes,
-        is_length_bound: bool,
+        kv_depends_on_prompt_len: bool,
         clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
         self._block_size = block_size
         self._is_on = is_on
         self._cache_root = cache_root
-        self._is_length_bound = is_length_bound
+        self._kv_depends_on_prompt_len = kv_depends_on_prompt_len
         self._clock = clock
 
     # -- finding ----------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Prefixes:
             self._cache_root,
             cache_salt=cache_salt,
             adapter=adapter,
-            num_prompt_tokens=num_prompt_tokens if self._is_length_bound else 0,
+            num_prompt_tokens=num_prompt_tokens if self._kv_depends_on_prompt_len else 0,
         )
 
     def _key(self, table: BlockTable, token_ids: Ordered[int], number: int) -> bytes:

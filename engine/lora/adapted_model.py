@@ -88,7 +88,7 @@ class AdaptedModel:
 HEAD, TABLE = "lm_head", "embed_tokens"
 
 
-def make_room(
+def attach_lora_slots(
     model: TorchModel,
     names: WeightNames,
     *,

@@ -23,7 +23,7 @@ from penstock.kernels.reference.lora import LoraRows
 
 
 class CpuRows(StepRows):
-    """The same for the operations of a program."""
+    """Which rows of a step have adapters, as a record that the operations of a program read."""
 
     def __init__(self, library: CpuLibrary) -> None:
         super().__init__()

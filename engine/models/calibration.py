@@ -181,7 +181,7 @@ def _sequences(path: Path, config: DecoderConfig) -> list[Tensor]:
 
 
 def _context(model: Decoder, num_tokens: int) -> ForwardContext:
-    """Of one sequence at once."""
+    """The context of one sequence that is computed at once."""
     spec, num_layers = model.kv_spec[0], len(model.kv_spec)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     shape = (num_layers, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)

@@ -68,7 +68,7 @@ class WeightNames:
         return tuple(f"{above}.{each}" if above else each for each in _FUSED.get(name, (name,)))
 
     def found_in(self, checkpoint: Checkpoint) -> WeightNames:
-        """As this checkpoint has them: some lack a part of the root, as the bare model's do."""
+        """The names in this checkpoint: some lack a part of the root, as the bare model's do."""
         short = replace(self, root=self.root.partition(".")[2])
         has_root, lacks_root = (
             f"{each('embed_tokens')[0]}.weight" in checkpoint for each in (self, short)
@@ -85,7 +85,7 @@ LLAMA_NAMES = WeightNames()
 
 
 def row_orders(names: WeightNames, config: DecoderConfig, module: str) -> tuple[Tensor | None, ...]:
-    """Of each of the checkpoint's modules that make up `module`: which of its rows is each row
+    """For each of the checkpoint's modules that make up `module`: which of its rows is each row
     here, int64; None: they are in order.
 
     Adapters of these modules have their rows in the checkpoint's order, too.
@@ -118,7 +118,7 @@ def _of_heads(order: Tensor, num_heads: int) -> Tensor:
 def _of_fused(
     names: WeightNames, config: DecoderConfig, queries: Tensor | None, keys: Tensor | None
 ) -> Tensor | None:
-    """Of one module that has all of queries, keys and values."""
+    """The order of rows of one module that has all of queries, keys and values."""
     num_kv_heads, size = config.num_kv_heads, config.head_dim
     group = config.num_heads // num_kv_heads
     rows = torch.arange((config.num_heads + 2 * num_kv_heads) * size)

@@ -109,7 +109,7 @@ class Watchdog(threading.Thread):
         _LOG.critical("CPU pool: %s", self._watched.describe())
 
 
-def life_line(fd: int) -> Callable[[], None]:
+def heartbeat(fd: int) -> Callable[[], None]:
     """Writes a byte to a pipe, and never waits for its reader."""
     os.set_blocking(fd, False)
 

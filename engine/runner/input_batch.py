@@ -565,7 +565,7 @@ def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -
 
 
 def _prompt_lens(sequences: Sequence[DeviceSequence], query_lens: Integers) -> Integers:
-    """Of each token's sequence."""
+    """For each token, the length of its sequence's prompt."""
     return np.array([sequence.num_prompt for sequence in sequences]).repeat(query_lens)
 
 
@@ -750,7 +750,7 @@ class SteadyDecode:
         self._num_steps_in_blocks = self._block_size - 1 - int(offsets.max())
 
     def _with_margin(self, inputs: StepInputs) -> StepInputs:
-        """The same tensors with a larger declared maximum length."""
+        """Inputs that declare a larger maximum length, with the tensors of these."""
         self._num_steps_left = _MARGIN_TOKENS // max(self._query_lens)
         max_seq_len = int(self._seq_lens.max()) + _MARGIN_TOKENS
         layout = replace(inputs.context.layout, max_seq_len=max_seq_len)
@@ -758,7 +758,8 @@ class SteadyDecode:
 
 
 class SteadyVerify(SteadyDecode):
-    """The same with drafts: each sequence has as many in every step."""
+    """Successive steps in which the same sequences compute their last known token and drafts, of
+    which each sequence has as many in every step."""
 
     def advance(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
         """The inputs of the next step; their context is the same object, unless the lengths have

@@ -17,7 +17,7 @@ import torch
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.layers.attention import Attention
-from penstock.engine.lora.adapted_model import make_room
+from penstock.engine.lora.adapted_model import attach_lora_slots
 from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
 from penstock.engine.models.backends import (
     check_deterministic,
@@ -215,7 +215,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepInFlight | PendingStage:
-        """The same without waiting for a GPU, so the next step may be launched at once."""
+        """Begin a step without waiting for a GPU, so that the next one may be launched at once."""
         self._batch.update(batch)
         if batch.moves:
             self._host_tier.execute(batch.moves)
@@ -323,7 +323,7 @@ def adapter_slots(
     if not lora.enable_lora:
         return NO_ADAPTERS
     architecture, _ = read_model_config(model_path)
-    room = make_room(
+    room = attach_lora_slots(
         model,
         architecture.names,
         num_slots=lora.num_at_once,

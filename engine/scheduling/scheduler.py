@@ -71,7 +71,7 @@ class Scheduler:
         block_move_s: float = 0.0,
         num_verify_rows: int = 8,
         pooling: ModelPooling | None = None,
-        keeps_images_whole: bool = False,
+        has_bidirectional_images: bool = False,
         num_microbatches: int = 1,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -86,9 +86,9 @@ class Scheduler:
             num_blocks=blocks.num_blocks,
             block_size=blocks.block_size,
             pooling=self._pooling,
-            keeps_images_whole=keeps_images_whole,
+            has_bidirectional_images=has_bidirectional_images,
         )
-        self._keeps_images_whole = keeps_images_whole
+        self._has_bidirectional_images = has_bidirectional_images
         self._stop_rule = StopRule(eos_token_ids=eos_token_ids, max_model_len=max_model_len)
         self._costs = PreemptionCosts(config.preemption, block_move_s=block_move_s)
         order = ServiceOrder(config.scheduling_policy, aging_s=config.priority_aging_s, clock=clock)
@@ -314,7 +314,7 @@ class Scheduler:
     def _uncut(self, sequence: Sequence, num_new: int, *, room: int) -> int:
         """How many tokens to compute, `num_new` or else, so that the step ends in no image whose
         tokens see all of it; 0: the image must wait for a step with more room."""
-        if not self._keeps_images_whole or num_new <= 0:
+        if not self._has_bidirectional_images or num_new <= 0:
             return num_new
         begin = sequence.num_computed_tokens
         end = begin + num_new
@@ -431,7 +431,7 @@ class RequestLimits:
     Attributes:
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         pooling: what the model can do.
-        keeps_images_whole: a step computes all of an image's tokens, as these see each other.
+        has_bidirectional_images: a step computes all of an image's tokens, as these see each other.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -442,7 +442,7 @@ class RequestLimits:
     num_blocks: int
     block_size: int
     pooling: ModelPooling
-    keeps_images_whole: bool
+    has_bidirectional_images: bool
 
     def __post_init__(self) -> None:
         config = self.config
@@ -486,7 +486,7 @@ class RequestLimits:
         if not 1e-3 <= request.weight <= 1e3:
             raise InvalidRequestError("weight must be between 0.001 and 1000", param="weight")
         most = self.config.max_num_batched_tokens - self.config.max_num_seqs + 1
-        if self.keeps_images_whole and any(each.num_tokens > most for each in request.images):
+        if self.has_bidirectional_images and any(each.num_tokens > most for each in request.images):
             raise InvalidRequestError(
                 f"an image of this model must fit into one step, beside "
                 f"{self.config.max_num_seqs - 1} sequences (--max-num-batched-tokens, "

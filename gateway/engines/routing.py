@@ -274,7 +274,7 @@ class BlockKeys:
             info.cache_root,
             cache_salt=request.cache_salt,
             adapter=None if request.adapter is None else request.adapter.digest,
-            num_prompt_tokens=len(request.prompt_token_ids) if info.is_length_bound else 0,
+            num_prompt_tokens=len(request.prompt_token_ids) if info.kv_depends_on_prompt_len else 0,
         )
         self._keys: list[bytes] = []
 

@@ -137,7 +137,8 @@ Drafter: TypeAlias = DraftModel | Eagle3Drafter
 
 
 def draft_kv_specs(model: DraftingModel | None, kv_dtype: torch.dtype) -> KVSpecs:
-    """Of a drafter's pools, with keys and values in this dtype; an EAGLE-3 head's have its own."""
+    """What a drafter's pools hold, with keys and values in this dtype; an EAGLE-3 head's have its
+    own."""
     if model is None:
         return ()
     if isinstance(model, Eagle3Head):
