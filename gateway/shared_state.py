@@ -90,10 +90,11 @@ def shared_state(
     if config.redis_url is not None:
         return redis(config, config.redis_url, quota_of=quota_of, log_settings=log_settings)
     from penstock.gateway.storage import data_dir
-    from penstock.gateway.storage.disk import DiskError, NewerSchemaError
 
     if config.data_dir == data_dir.NOWHERE or config.num_workers > 1:
         return memory(config, quota_of=quota_of)
+    from penstock.gateway.storage.disk import DiskError, NewerSchemaError
+
     try:
         return disk(config, data_dir.claim(config.data_dir), quota_of=quota_of)
     except (data_dir.DataDirError, DiskError, NewerSchemaError) as error:

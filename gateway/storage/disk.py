@@ -39,7 +39,7 @@ _Reply = tuple[Done, Any, Exception | None]
 _Queue = SimpleQueue[tuple[Job[Any], Done] | None]
 
 FILE_NAME = "penstock.db"
-_CHECKPOINT_BYTES = 8 << 20  # of the WAL, after which it is written into the database
+_CHECKPOINT_BYTES = 32 << 20  # of the WAL, after which it is emptied, and writes wait some ms
 _MAX_JOBS = 1024  # of a transaction
 _COMPLAIN_EVERY_S = 60.0
 _ERASE_EVERY_S = 1.0  # at most

@@ -15,7 +15,7 @@ from penstock.gateway.storage.conversations import disk_texts, tree
 from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.conversations.store import no_conversation
 from penstock.gateway.storage.conversations.tree import Change, Node, Tree, Uses
-from penstock.gateway.storage.conversations.turn_codec import Packed, chunk_names, unpack
+from penstock.gateway.storage.conversations.turn_codec import chunk_names, unpack
 
 SCHEMA = f"""
     CREATE TABLE tenants (
@@ -276,22 +276,28 @@ def drop(connection: sqlite3.Connection, *, conversation_id: str) -> None:
         )
 
 
-def packed(connection: sqlite3.Connection, number: int, turn_id: str) -> Packed:
-    (body,) = connection.execute(
-        "SELECT body FROM turns WHERE conversation = ? AND name = ?", (number, turn_id)
-    ).fetchone()
+def content(
+    connection: sqlite3.Connection, number: int, turn_ids: Sequence[str]
+) -> tuple[list[bytes], dict[bytes, bytes]]:
+    """The bodies of turns, and the chunks that they share."""
+    bodies = []
+    for turn_id in turn_ids:
+        (body,) = connection.execute(
+            "SELECT body FROM turns WHERE conversation = ? AND name = ?", (number, turn_id)
+        ).fetchone()
+        bodies.append(body)
     chunks = {}
-    for name in chunk_names(body):
+    for name in {name for body in bodies for name in chunk_names(body)}:
         (chunks[name],) = connection.execute(
             "SELECT content FROM chunks WHERE conversation = ? AND name = ?", (number, name)
         ).fetchone()
-    return Packed(body, chunks)
+    return bodies, chunks
 
 
 def turn(connection: sqlite3.Connection, row: Row, turn_id: str) -> StoredTurn:
     """A turn as it is stored: one that runs is `in_progress`."""
-    found = packed(connection, row.number, turn_id)
-    return unpack(row.tree.info(turn_id, 0), found.body, found.chunks)
+    (body,), chunks = contents(connection, row.number, [turn_id])
+    return unpack(row.tree.info(turn_id, 0), body, chunks)
 
 
 def uses(connection: sqlite3.Connection, number: int) -> Uses:

@@ -42,7 +42,7 @@ from penstock.gateway.storage.conversations.store import (
     store_unavailable,
 )
 from penstock.gateway.storage.conversations.tree import Change, Node, Tree, Uses
-from penstock.gateway.storage.conversations.turn_codec import Packed, pack, unpack
+from penstock.gateway.storage.conversations.turn_codec import pack, unpack
 from penstock.gateway.storage.disk import Disk, DiskError
 from penstock.gateway.storage.tenant_shares import TenantShares
 
@@ -413,21 +413,22 @@ class DiskConversationStore:
         if conversation_id is None:
             raise no_turn(turn_id)
 
-        def read(connection: sqlite3.Connection) -> tuple[Tree, list[Packed]]:
+        def read(
+            connection: sqlite3.Connection,
+        ) -> tuple[Tree, Sequence[str], list[bytes], dict[bytes, bytes]]:
             row = self._row(connection, tenant, conversation_id)
             row.tree.node(turn_id)
-            return row.tree, [
-                rows.packed(connection, row.number, each) for each in path_of(row.tree)
-            ]
+            path = path_of(row.tree)
+            return row.tree, path, *rows.content(connection, row.number, path)
 
         try:
-            now, packed = await self._run(read)
+            now, path, bodies, chunks = await self._run(read)
         except NotFoundError:
             raise no_turn(turn_id) from None
         self._note_use(now)
-        infos = [now.info(each, self._now_ms) for each in path_of(now)]
         return [
-            unpack(info, each.body, each.chunks) for info, each in zip(infos, packed, strict=True)
+            unpack(now.info(each, self._now_ms), body, chunks)
+            for each, body in zip(path, bodies, strict=True)
         ]
 
     def _row(self, connection: sqlite3.Connection, tenant: str, conversation_id: str) -> rows.Row:

@@ -51,7 +51,7 @@ from penstock.gateway.storage.response_log.log_store import (
 )
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 from penstock.gateway.storage.tenant_shares import TenantShares
-from penstock.gateway.wake_ups import WRITES
+from penstock.gateway.wake_ups import ENDS, WRITES
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0  # after the disk took nothing
@@ -319,7 +319,7 @@ class DiskLogStore(InMemory):
         self._dirty[each] = None
         if not (self._is_due or self._is_writing):
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._write_dirty)
+            ENDS.add(self._write_dirty)
 
     def _write_dirty(self) -> None:
         """Store all that is new, unless a transaction runs: then, after it."""

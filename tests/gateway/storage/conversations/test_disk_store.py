@@ -186,6 +186,26 @@ async def test_what_is_dropped_to_make_room_is_in_no_file(
     assert (await store.holdings(TENANT)).num_dropped == 1
 
 
+async def test_a_flood_of_one_tenant_costs_another_nothing(disk_bed: DiskBed) -> None:
+    store = disk_bed.store(max_bytes=40_000)
+    mine = a_conversation()
+    await store.create(mine)
+    await say(store, mine)
+    for _ in range(12):
+        flood = a_conversation(tenant="flood")
+        await store.create(flood)
+        long = a_turn(flood, items=(message("x" * 4000),))
+        await store.begin_turn(long, takes_head=True)
+        await store.finish_turn(finished(long))
+    assert (await store.get(TENANT, mine.conversation_id)).head is not None
+    assert (await store.holdings(TENANT)).num_dropped == 0
+    held = await store.holdings("flood")
+    assert held.num_dropped is not None
+    assert held.num_dropped > 0
+    assert held.num_conversations == 12 - held.num_dropped
+    assert store.num_bytes <= 40_000
+
+
 async def test_reading_keeps_a_conversation(disk_bed: DiskBed, tmp_path: Path) -> None:
     """The order of use outlives the server."""
     store = disk_bed.store()

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import pytest
@@ -147,6 +148,43 @@ async def test_an_operation_is_one_round_trip(
         await store.finish_turn(finished(turn))
         await store.path(TENANT, turn.turn_id)
         assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 6
+
+
+async def test_what_redis_was_told_twice_is_done_once(
+    redis_bed: RedisBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client repeats a command whose reply was lost."""
+    store, conversation = redis_bed.store(), a_conversation()
+    key, run, lost = (TENANT, conversation.conversation_id), redis_bed.link.run, []
+
+    async def run_losing_a_reply(*args: Any) -> Any:
+        if lost:
+            lost.pop()
+            await run(*args)
+        return await run(*args)
+
+    monkeypatch.setattr(redis_bed.link, "run", run_losing_a_reply)
+
+    async def told_twice(operation: Awaitable[Any]) -> Any:
+        lost.append(True)
+        found = await operation
+        assert not lost
+        return found
+
+    await told_twice(store.create(conversation))
+    first = a_turn(conversation)
+    await told_twice(store.begin_turn(first, takes_head=True))
+    await told_twice(store.touch_turn(TENANT, first.turn_id))
+    first = finished(first)
+    await told_twice(store.finish_turn(first))
+    added = a_turn(conversation, first, status="completed")
+    await told_twice(store.add_items(added))
+    changed = await told_twice(store.update(*key, metadata={"a": "b"}, is_pinned=True))
+    assert (changed.metadata, changed.is_pinned) == ({"a": "b"}, True)
+    await told_twice(store.replace_items(replace(first, items=())))
+    assert await store.path(TENANT, added.turn_id) == [replace(first, items=()), added]
+    assert len(await store.tree(*key)) == 2
+    assert (await store.get(*key)).head == added.turn_id
 
 
 async def test_scripts_survive_their_loss(redis_bed: RedisBed, shared_server: RedisServer) -> None:
