@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import ImageInput, Request, RequestOutput
+from penstock.engine.settings import default_of
 from penstock.engine.transport.messages import (
     DropPrefix,
     EngineInfo,
@@ -29,7 +30,7 @@ from penstock.engine.transport.messages import (
     Message,
     UnloadAdapter,
 )
-from penstock.gateway.config import KVTransfer, Routing
+from penstock.gateway.config import GatewayConfig, KVTransfer, Routing
 from penstock.gateway.engines.engine_link import EngineLink, Tls, is_remote
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.kv_transfer import Handover
@@ -37,7 +38,7 @@ from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.engines.routing import Router
 
 MAX_ENGINE_LIVES = 5
-ENGINE_WAIT_S = 60.0
+ENGINE_WAIT_S: float = default_of(GatewayConfig, "engine_wait_s")
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _FIND_AGAIN_S = 1.5  # how long after a loss new requests wait for the engine

@@ -19,7 +19,7 @@ from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.model_files import DEMO_MODEL_PATH, read_generation_defaults, resolve_model
 from penstock.engine.model_summary import listed, summarise
 from penstock.engine.packaged_models import PACKAGED_MODELS, PackagedModel
-from penstock.gateway.launch.cli import resolve_settings
+from penstock.gateway.launch.settings import resolve_settings
 from tests.support.fetched import python_packages
 
 from .stub_hub import stub_hub

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from penstock.engine.settings import default_of
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.response_log.codec import decode_log, encode_log
 from penstock.gateway.storage.response_log.log import InMemory, ResponseLog
 from penstock.gateway.storage.response_log.record import ResponseHeader
 from penstock.gateway.storage.tenant_shares import TenantShares
 
-DEFAULT_TTL_S = 3600.0
+DEFAULT_TTL_S: float = default_of(GatewayConfig, "response_log_ttl_s")
 _LOG_BYTES = 512  # an ended log's objects and dictionary slots, without its content
 TakeOver = Callable[[ResponseLog], None]
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import re
 import socket
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.engine.config import SECTIONS
 from penstock.engine.errors import ConfigError
+from penstock.engine.settings import others_of, settings_of
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.child import Child
-from penstock.gateway.launch.cli import engine_config, resolve_settings
+from penstock.gateway.launch.settings import engine_config, resolve_settings
 from penstock.gateway.launch.supervisor import Supervisor, _listen, _listen_fault
 
 
@@ -62,3 +67,14 @@ def test_a_host_that_is_none(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="cannot listen on no such host:0: ") as error:
         _listen({**settings, "host": "no such host"})
     assert "Errno" not in str(error.value)
+
+
+def test_each_process_gets_what_it_needs(settings: dict[str, Any], tmp_path: Path) -> None:
+    supervisor = Supervisor(settings, engine_config(settings))
+    with _listen(settings) as listener:
+        engine, gateway = supervisor._plan(tmp_path, listener)
+    own = {each.key for each in settings_of(GatewayConfig)}
+    assert set(gateway.values) == own | {*others_of(GatewayConfig)}
+    assert set(engine.values["engine"]) == set(SECTIONS)
+    for section, values in engine.values["engine"].items():
+        assert set(values) == {item.name for item in fields(SECTIONS[section])}

@@ -1,0 +1,566 @@
+"""How a setting is declared: once, at its field of a configuration.
+
+    max_num_seqs: int = setting(128, Group.SCHEDULING, "sequences running at once", whole(1, 10**6))
+
+From this come the option of the command line (`--max-num-seqs`), the environment variable
+(`PENSTOCK_MAX_NUM_SEQS`), the key of the configuration file (`max-num-seqs`), the help, the row in
+`gateway/OPTIONS.md`, and the check of its values, wherever they come from: a `Section` refuses
+others. `gateway.launch.settings` says which configurations a command has, and reads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar, cast, get_args
+
+from penstock.engine.errors import ConfigError
+
+T = TypeVar("T")
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "ms": 0.001}
+_MAX_DURATION_S = 100 * 365 * 86400.0  # more overflows the integers of Redis
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class Group(StrEnum):
+    """The groups of settings, in the order in which `--help` shows them."""
+
+    MODEL = "model"
+    LISTEN = "listen"
+    SECURITY = "security"
+    MEMORY = "memory"
+    SCHEDULING = "scheduling"
+    ADAPTERS = "adapters"
+    ENGINES = "several engines"
+    SESSIONS = "sessions"
+    REDIS = "Redis"
+    LOGGING = "logging"
+
+
+# -- kinds of values ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        metavar: stands for the value in `--help`.
+        expected: what a value must be, for the message about one that is wrong.
+        convert: a text to a value, or a list of several; raises ValueError.
+        accepts: whether a value is right; may raise TypeError, ValueError or AttributeError for
+            one that is not.
+        show: a default as `--help` shows it; a text that `parse` reads.
+        choices: all values, if they are few.
+        is_object: a JSON object, which a file may have as such, and a command line key by key.
+    """
+
+    metavar: str
+    expected: str
+    convert: Callable[[str], Any] = str
+    accepts: Callable[[Any], bool] = lambda _: True
+    show: Callable[[Any], str] = str
+    choices: tuple[str, ...] = ()
+    is_object: bool = False
+
+    def parse(self, text: str) -> Any:
+        """
+        Raises:
+            ValueError: the text is no value of this kind.
+        """
+        found = self.convert(text)
+        if not all(map(self.is_right, found if isinstance(found, list) else [found])):
+            raise ValueError(f"{text!r} is not {self.expected}")
+        return found
+
+    def is_right(self, value: Any) -> bool:
+        """Whether `value` is of this kind."""
+        try:
+            return self.accepts(value)
+        except (TypeError, ValueError, AttributeError):
+            return False
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes, as `512M`, `2GiB` or `1000`; units are binary multiples.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    digits = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = digits[-1:] if digits[-1:] in _SIZES else ""
+    size = float(digits.removesuffix(unit)) * _SIZES[unit]
+    if not 1 <= size < math.inf:
+        raise ValueError(f"{text!r} is not a size")
+    return int(size)
+
+
+def parse_gib(text: str) -> float:
+    """A size in GiB: a plain number, or a size with its unit, as `512M`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return parse_bytes(text) / _SIZES["g"]
+
+
+def parse_duration(text: str, *, unit_s: float = 1.0) -> float:
+    """A duration, as `30`, `250ms`, `90s`, `10m`, `1.5h` or `30d`: from 0 to 100 years.
+
+    Args:
+        unit_s: what a plain number counts, in seconds; the result is in it too.
+
+    Raises:
+        ValueError: it is no duration.
+    """
+    digits = text.strip().lower()
+    number = digits.rstrip("dhmins")
+    unit = digits[len(number) :]
+    if unit and unit not in _DURATIONS:
+        raise ValueError(f"{text!r} has an unknown unit")
+    value = float(number)
+    if unit:
+        value *= _DURATIONS[unit] / unit_s
+    if not 0 <= value * unit_s <= _MAX_DURATION_S:
+        raise ValueError(f"{text!r} is not a duration")
+    return value
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, 1 or more, as vLLM reads it: `2k` is 2,000 and `2K` 2,048; so with m, g
+    and t.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    digits, unit = text.strip(), 1
+    if (power := "kmgt".find(digits[-1:].lower())) >= 0 and digits:
+        unit = (1000 if digits[-1].islower() else 1024) ** (power + 1)
+        digits = digits[:-1]
+    number = float(digits) if unit % 10 == 0 else int(digits)
+    if not 1 <= number * unit < math.inf or number * unit != int(number * unit):
+        raise ValueError(f"{text!r} is no number of tokens")
+    return int(number * unit)
+
+
+def show_bytes(size: int) -> str:
+    """A size in the largest unit that divides it, as `256M`."""
+    unit = max((name for name in _SIZES if size % _SIZES[name] == 0), key=_SIZES.__getitem__)
+    return f"{size // _SIZES[unit]}{unit.upper()}"
+
+
+def show_duration(value: float, *, unit_s: float = 1.0) -> str:
+    """A duration in the largest unit that divides it, as `30d`; 0 has none."""
+    ms = round(value * unit_s * 1000)
+    for unit in ("d", "h", "m", "s"):
+        count, rest = divmod(ms, round(_DURATIONS[unit] * 1000))
+        if count and not rest:
+            return f"{count}{unit}"
+    return f"{ms}ms" if ms else "0"
+
+
+def parse_bool(value: object) -> bool:
+    """Whether a text or value of a file says yes.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    text = str(value).lower()
+    if text not in (*_ON, *_OFF):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return text in _ON
+
+
+def whole(lowest: float = -math.inf, highest: float = math.inf) -> Kind:
+    """Whole numbers."""
+    bounds = f" from {lowest} to {highest}" if highest < math.inf else f", {lowest} or more"
+    return Kind(
+        "N",
+        f"a whole number{bounds * (lowest > -math.inf)}",
+        int,
+        lambda value: lowest <= value <= highest,
+    )
+
+
+def one_of(literal: Any, metavar: str | None = None) -> Kind:
+    """The values of a `Literal`, or of a sequence."""
+    choices = tuple(get_args(literal) or literal)
+    return Kind(
+        metavar or f"{{{','.join(choices)}}}",
+        f"one of {', '.join(choices)}",
+        accepts=lambda value: value in choices,
+        choices=choices,
+    )
+
+
+def _json_object(text: str) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError(f"{text!r} is no object")
+    return text
+
+
+def _milliseconds(text: str) -> float:
+    return parse_duration(text, unit_s=0.001)
+
+
+def _show_milliseconds(value: float) -> str:
+    return show_duration(value, unit_s=0.001)
+
+
+def _endpoint(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and 0 <= int(port) <= 65535
+
+
+def _durations(metavar: str, unit: str, examples: str, *, lowest: str, unit_s: float = 1.0) -> Kind:
+
+    def accepts(value: float) -> bool:
+        is_enough = value > 0 if lowest == "more than 0" else value >= 0
+        return is_enough and value * unit_s <= _MAX_DURATION_S
+
+    return Kind(
+        metavar,
+        f"a number of {unit}, or a duration such as {examples}, {lowest}",
+        _milliseconds if unit_s == 0.001 else parse_duration,
+        accepts,
+        _show_milliseconds if unit_s == 0.001 else show_duration,
+    )
+
+
+TEXT = Kind("TEXT", "a text")
+NAME = Kind("NAME", "a name", accepts=lambda text: bool(text.strip()))
+FILE = Kind("FILE", "a path")
+HOST = Kind("HOST", "an address")
+URL = Kind("URL", "a URL")
+JSON = Kind("JSON", "a JSON object", _json_object, is_object=True)
+ENDPOINT = Kind("HOST:PORT", "an address and a port, such as 10.0.0.1:7000", accepts=_endpoint)
+PORT = Kind("PORT", "between 0 and 65535", int, lambda value: 0 <= value <= 65535)
+NUMBER = Kind("X", "a number", float)
+COUNT = whole(1)
+SIZE = Kind("SIZE", "a size such as 4M or 2GiB", parse_bytes, lambda size: size >= 1, show_bytes)
+SECONDS = _durations("SECONDS", "seconds", "30s, 10m, 12h or 30d", lowest="0 or more")
+INTERVAL = _durations("SECONDS", "seconds", "30s or 10m", lowest="more than 0")
+MILLISECONDS = _durations("MS", "milliseconds", "250ms or 2s", lowest="0 or more", unit_s=0.001)
+POSITIVE_MILLISECONDS = _durations(
+    "MS", "milliseconds", "250ms or 2s", lowest="more than 0", unit_s=0.001
+)
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
+class Need(NamedTuple):
+    """What a setting needs beside it, unless it has its default.
+
+    Attributes:
+        keys: of the settings that must be there.
+        why: for the message.
+    """
+
+    keys: tuple[str, ...]
+    why: str = ""
+
+    def check(self, what: str, values: Mapping[str, Any]) -> None:
+        """
+        Args:
+            what: needs them, for the message.
+
+        Raises:
+            ConfigError: some are not there.
+        """
+        if missing := [flag_of(key) for key in self.keys if not values[key]]:
+            why = f": {self.why}" if self.why else ""
+            raise ConfigError(f"{what} needs {' and '.join(missing)}{why}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A declared setting.
+
+    Attributes:
+        field: of the configuration.
+        name: of the option, without its hyphens, and in the configuration file.
+        aliases: other options that mean the same, with their hyphens: vLLM's names.
+        spellings: other texts for a value.
+        switches: options without a value, each of which stands for a value of this one.
+        is_daily: `--help` shows it; the others are shown by `--help=all`.
+        is_secret: its text is in no message, and in no list of processes.
+    """
+
+    default: Any
+    group: Group
+    help: str
+    kind: Kind
+    field: str = ""
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    spellings: Mapping[str, str]
+    switches: Mapping[str, Any]
+    needs: tuple[Need, ...] = ()
+    is_daily: bool = False
+    is_secret: bool = False
+
+    @property
+    def key(self) -> str:
+        return key_of(self.name)
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return variable_of(self.key)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether several values may follow the option, and it may be repeated."""
+        return isinstance(self.default, tuple)
+
+    @property
+    def is_switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+    @property
+    def shown_default(self) -> str:
+        """As `--help` shows it, and a user may write it; empty if there is none."""
+        if self.default in (None, ()):
+            return ""
+        return str(self.default).lower() if self.is_switch else self.kind.show(self.default)
+
+    def fault(self, value: object, expected: str | None = None) -> str:
+        """What is wrong with a value; a secret's is not shown."""
+        text = f"must be {expected or ('true or false' if self.is_switch else self.kind.expected)}"
+        return text if self.is_secret else f"{text}, not {value!r}"
+
+    def parse(self, text: str) -> Any:
+        """
+        Raises:
+            ValueError: the text is no value of this setting.
+        """
+        return self.kind.parse(self.spellings.get(text, text))
+
+    def read(self, value: Any, source: str) -> Any:
+        """A value from the environment or a file.
+
+        Args:
+            source: where it is from, for the message.
+
+        Raises:
+            ConfigError: it is no value of this setting.
+        """
+        try:
+            if self.is_switch:
+                return parse_bool(value)
+            if self.is_list:
+                return self._read_list(value, source)
+            if isinstance(value, dict) and self.kind.is_object:
+                value = json.dumps(value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not isinstance(value, str) and (self.kind.convert is str or not is_number):
+                raise ValueError(value)
+            return self.parse(str(value))
+        except ValueError as error:
+            raise ConfigError(f"{source} {self.fault(value)}") from error
+
+    def _read_list(self, value: Any, source: str) -> list[Any]:
+        """From a list, a text with commas or, of some kinds, JSON."""
+        items = [value]
+        if isinstance(value, list):
+            items = value
+        elif isinstance(value, str) and not value.startswith(("{", "[")):
+            items = value.split(",")
+        if self.kind.convert is not str:
+            items = [json.dumps(item) if isinstance(item, dict) else item for item in items]
+        if not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{source} {self.fault(value, 'a list of texts')}")
+        found = [self.parse(item.strip()) for item in items]
+        return [*itertools.chain.from_iterable(each if isinstance(each, list) else [each]
+                                               for each in found)]  # fmt: skip
+
+    def check(self, value: Any) -> None:
+        """
+        Raises:
+            ConfigError: it is no value of this setting.
+        """
+        if value is None and self.default is None:
+            return
+        for each in value if self.is_list else (value,):
+            if not (isinstance(each, bool) if self.is_switch else self.kind.is_right(each)):
+                raise ConfigError(f"{self.flag} {self.fault(each)}")
+
+    def check_needs(self, values: Mapping[str, Any]) -> None:
+        """
+        Args:
+            values: of all settings by key, this one included. A need of others is not checked.
+
+        Raises:
+            ConfigError: this one is set, and one that it needs is not.
+        """
+        value = values[self.key]
+        if value == self.default or value in (None, (), []):
+            return
+        is_number = isinstance(self.default, int | float) and not self.is_switch
+        for need in self.needs:
+            if values.keys() >= set(need.keys):
+                need.check(f"{self.flag} {value}" if is_number else self.flag, values)
+
+
+def key_of(name: str) -> str:
+    """`--max-model-len` → `max_model_len`"""
+    return name.lstrip("-").replace("-", "_")
+
+
+def flag_of(key: str) -> str:
+    """`max_model_len` → `--max-model-len`"""
+    return f"--{key.replace('_', '-')}"
+
+
+def variable_of(key: str) -> str:
+    """`max_model_len` → `PENSTOCK_MAX_MODEL_LEN`"""
+    return f"PENSTOCK_{key.upper()}"
+
+
+def setting(
+    default: T,
+    group: Group,
+    help: str,  # noqa: A002  # as argparse calls it
+    kind: Kind = TEXT,
+    *,
+    name: str = "",
+    aliases: tuple[str, ...] = (),
+    spellings: Mapping[str, str] = _NONE,
+    switches: Mapping[str, Any] = _NONE,
+    needs: tuple[Need, ...] = (),
+    is_daily: bool = False,
+    is_secret: bool = False,
+) -> T:
+    """A field of a `Section` that is a setting; the arguments are those of `Setting`.
+
+    Args:
+        default: a bool makes a switch, a tuple a list.
+        name: of the option, if it is not the field's.
+    """
+    declared = Setting(
+        default=default, group=group, help=help, kind=kind, name=name, aliases=aliases,
+        spellings=spellings, switches=switches, needs=needs, is_daily=is_daily, is_secret=is_secret,
+    )  # fmt: skip
+    return cast("T", _field(declared))
+
+
+def same_as(section: type[Section], name: str) -> Any:
+    """A field that is a setting which another section declares."""
+    return _field(replace(_find(section, name), field=""))
+
+
+def default_of(section: type[Section], name: str) -> Any:
+    """The default of a section's setting, for what may be made without the section."""
+    return _find(section, name).default
+
+
+def _find(section: type[Section], name: str) -> Setting:
+    [found] = [each for each in settings_of(section) if each.field == name]
+    return found
+
+
+def _field(declared: Setting) -> Any:
+    return field(
+        default=declared.default, repr=not declared.is_secret, metadata={"setting": declared}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A configuration whose fields are settings, or described in its docstring.
+
+    Raises:
+        ConfigError: a value is not as it is declared.
+    """
+
+    def __post_init__(self) -> None:
+        declared = settings_of(type(self))
+        values = {each.key: getattr(self, each.field) for each in declared}
+        for each in declared:
+            each.check(values[each.key])
+            each.check_needs(values)
+
+    @classmethod
+    def of(cls: type[S], settings: Mapping[str, Any], **others: Any) -> S:
+        """The section from settings by key; those of other sections are ignored.
+
+        Args:
+            others: fields that are no settings.
+        """
+        found = {
+            each.field: tuple(value) if each.is_list else value
+            for each in settings_of(cls)
+            if (value := settings.get(each.key, each.default)) is not None
+        }
+        return cls(**found, **others)
+
+
+S = TypeVar("S", bound=Section)
+
+
+def settings_of(*sections: type[Section]) -> tuple[Setting, ...]:
+    """All that the sections declare, each once."""
+    return _settings_of(cast("tuple[Any, ...]", sections))
+
+
+@cache
+def _settings_of(sections: tuple[Any, ...]) -> tuple[Setting, ...]:
+    found: dict[str, Setting] = {}
+    for section in sections:
+        for item in fields(section):
+            if "setting" in item.metadata:
+                declared: Setting = item.metadata["setting"]
+                name = declared.name or item.name.replace("_", "-")
+                found.setdefault(key_of(name), replace(declared, field=item.name, name=name))
+    return tuple(found.values())
+
+
+def others_of(section: type[Section]) -> tuple[str, ...]:
+    """The fields of a section that are no settings."""
+    return tuple(item.name for item in fields(section) if "setting" not in item.metadata)
+
+
+def grouped(settings: Iterable[Setting]) -> dict[Group, tuple[Setting, ...]]:
+    """Settings by their groups, in order; those of daily use first."""
+    found = sorted(settings, key=lambda each: not each.is_daily)
+    groups = {group: tuple(each for each in found if each.group is group) for group in Group}
+    return {group: them for group, them in groups.items() if them}
+
+
+def take_switches(settings: Iterable[Setting], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key in which switches are the values that they stand for.
+
+    Raises:
+        ConfigError: one is no bool, or a setting has another value, too.
+    """
+    found = dict(values)
+    for each in settings:
+        for switch, value in each.switches.items():
+            is_on = found.pop(key_of(switch), False)
+            if not isinstance(is_on, bool):
+                raise ConfigError(f"{key_of(switch)} must be bool, not {is_on!r}")
+            if not is_on:
+                continue
+            other = found.get(each.key, each.default)
+            if other not in (each.default, value):
+                raise ConfigError(
+                    f"--{switch} means {each.flag} {value}: it cannot be used with "
+                    f"{each.flag} {other}"
+                )
+            found[each.key] = value
+    return found
