@@ -324,7 +324,8 @@ class SchedulerConfig(Section):
         'draft several tokens a step, which changes no token: {"method": "ngram"} where the text '
         'repeats itself, {"model": DIRECTORY_OR_ID} by a smaller model, {"method": "eagle3", '
         '"model": …} by an EAGLE-3 head (CPU only); "num_speculative_tokens": at most so many',
-        JSON, is_daily=True)
+        JSON, parts={"--spec-method": "method", "--spec-model": "model",
+        "--spec-tokens": "num_speculative_tokens"}, is_daily=True)
     scheduling_policy: SchedulingPolicy = setting("fcfs", Group.SCHEDULING, "fcfs: by arrival; "
         "priority: by the requests' priority first", one_of(SchedulingPolicy))
     priority_aging_s: float = setting(30.0, Group.SCHEDULING, "waiting time that raises a request "

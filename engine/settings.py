@@ -294,6 +294,7 @@ class Setting:
         aliases: other options that mean the same, with their hyphens: vLLM's names.
         spellings: other texts for a value.
         switches: options without a value, each of which stands for a value of this one.
+        parts: of an object: other options, with their hyphens, and the keys that they set.
         is_daily: `--help` shows it; the others are shown by `--help=all`.
         is_secret: its text is in no message, and in no list of processes.
     """
@@ -307,6 +308,7 @@ class Setting:
     aliases: tuple[str, ...] = ()
     spellings: Mapping[str, str]
     switches: Mapping[str, Any]
+    parts: Mapping[str, str]
     needs: tuple[Need, ...] = ()
     is_daily: bool = False
     is_secret: bool = False
@@ -318,6 +320,12 @@ class Setting:
     @property
     def flag(self) -> str:
         return f"--{self.name}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All that the command line has for it."""
+        switches = (f"--{switch}" for switch in self.switches)
+        return (self.flag, *self.aliases, *switches, *self.parts)
 
     @property
     def variable(self) -> str:
@@ -442,6 +450,7 @@ def setting(
     aliases: tuple[str, ...] = (),
     spellings: Mapping[str, str] = _NONE,
     switches: Mapping[str, Any] = _NONE,
+    parts: Mapping[str, str] = _NONE,
     needs: tuple[Need, ...] = (),
     is_daily: bool = False,
     is_secret: bool = False,
@@ -454,7 +463,8 @@ def setting(
     """
     declared = Setting(
         default=default, group=group, help=help, kind=kind, name=name, aliases=aliases,
-        spellings=spellings, switches=switches, needs=needs, is_daily=is_daily, is_secret=is_secret,
+        spellings=spellings, switches=switches, parts=parts, needs=needs, is_daily=is_daily,
+        is_secret=is_secret,
     )  # fmt: skip
     return cast("T", _field(declared))
 

@@ -228,9 +228,9 @@ class GatewayConfig(SharedConfig):
 
     # -- scheduling
     max_queue_requests: int = setting(4096, Group.SCHEDULING, "requests that may wait; further "
-        "ones get 503", COUNT, is_daily=True)
+        "ones get 503", COUNT, aliases=("--max-num-queued-reqs",), is_daily=True)
     max_queue_tokens: int = setting(16 << 20, Group.SCHEDULING, "prompt tokens that may wait",
-        COUNT)
+        COUNT, aliases=("--max-num-queued-tokens",))
     request_deadline_ms: float | None = setting(None, Group.SCHEDULING, "refuse a request whose "
         "first token is predicted later than this; a request's header x-request-deadline-ms "
         "overrides it", MILLISECONDS)

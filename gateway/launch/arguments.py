@@ -52,7 +52,8 @@ class OneLineParser(argparse.ArgumentParser):
     them, with underscores."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.object_options: frozenset[str] = frozenset()  # whose value is a JSON object
+        self.object_options: set[str] = set()  # whose value is a JSON object
+        self.part_options: dict[str, str] = {}  # and `--option.key` for others of them
         self.options_elsewhere: frozenset[str] = frozenset()  # of vLLM, and not here
         # Otherwise vLLM's `--model X` would be `--model-impl X`.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -73,17 +74,18 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _joined(self, arguments: Sequence[str]) -> list[str]:
-        """With `--option.key.other value`, as vLLM also writes JSON objects, made one object."""
+        """With `--option.key.other value`, as vLLM also writes JSON objects, made one object, which
+        has what another `--option` says, too."""
         rest, objects = list[str](), dict[str, dict[str, Any]]()
         left = iter(arguments)
         for argument in left:
             name, equals, value = argument.partition("=")
-            option, *keys = name.split(".")
+            option, *keys = self.part_options.get(name, name).split(".")
             is_part = keys and option in self.object_options
             if not is_part:
                 rest.append(argument)
                 continue
-            where = objects.setdefault(option, {})
+            where = objects.setdefault(option, _given_object(option, arguments))
             for key in keys[:-1]:
                 where = where.setdefault(key, {})
             where[keys[-1]] = _value(value if equals else next(left, ""))
@@ -102,7 +104,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
 
     def _names(self) -> list[str]:
-        return [name for name in self._option_string_actions if name.startswith("--")]
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        return [*names, *self.part_options]
 
 
 class SettingsParser(OneLineParser):
@@ -136,6 +139,9 @@ class SettingsParser(OneLineParser):
                 add_setting(group, each)
         self._rare |= {each.key for each in settings if not each.is_daily}
         self.object_options |= {each.flag for each in settings if each.kind.is_object}
+        self.part_options |= {
+            part: f"{each.flag}.{key}" for each in settings for part, key in each.parts.items()
+        }
 
     def print_help_about(self, word: str) -> None:
         """Print the help that `--help=WORD` asks for."""
@@ -260,6 +266,16 @@ def _hyphenated(argument: str) -> str:
     if not name.startswith("--"):
         return argument
     return f"{name.replace('_', '-')}{dot}{keys}{equals}{value}"
+
+
+def _given_object(option: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The JSON object that an option has in a command line; empty if there is none."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        found = _value(value if equals else following) if name == option else None
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _value(text: str) -> Any:

@@ -127,9 +127,8 @@ def _benches() -> set[str]:
 @cache
 def options() -> set[str]:
     """Options of all commands, without their hyphens: of `serve`, and what other parsers add."""
-    names = {name for each in SERVE_SETTINGS for name in (each.flag, *each.aliases)}
+    names = {name for each in SERVE_SETTINGS for name in each.options}
     names |= {f"--no-{each.name}" for each in SERVE_SETTINGS if each.is_switch}
-    names |= {f"--{switch}" for each in SERVE_SETTINGS for switch in each.switches}
     names |= {name for each in WITHOUT_EFFECT for name in each.names}
     added = re.findall(r"\"--([a-z][a-z0-9-]+)\"", _sources(with_tests=False).text)
     return {name.removeprefix("--") for name in names} | set(added)

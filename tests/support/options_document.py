@@ -40,8 +40,8 @@ def table(settings: Iterable[Setting], of_engine: Collection[str]) -> str:
 
 def _names(each: Setting) -> str:
     mark = "**" * each.is_daily
-    others = [*each.aliases, *(f"--{switch}" for switch in each.switches)]
-    return ", ".join([f"{mark}`{each.flag}`{mark}", *(f"`{name}`" for name in others)])
+    first, *others = each.options
+    return ", ".join([f"{mark}`{first}`{mark}", *(f"`{name}`" for name in others)])
 
 
 def _default(each: Setting) -> str:

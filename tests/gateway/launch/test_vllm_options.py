@@ -19,7 +19,7 @@ from penstock.gateway.launch.settings import (
     ignored_in_file,
     resolve_settings,
 )
-from penstock.gateway.launch.vllm_options import WITHOUT_EFFECT, without_effect
+from penstock.gateway.launch.vllm_options import NOT_HERE, WITHOUT_EFFECT, without_effect
 
 from ...support import options_document
 from .test_cli import error_line, gateway_settings
@@ -188,6 +188,15 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
         [],
     ),
     (
+        "meta-llama/Meta-Llama-3-8B-Instruct --spec-method ngram --spec-tokens=2 "
+        """--speculative-config '{"prompt_lookup_max": 4}' --max-num-queued-reqs 216 """
+        "--max_num_queued_tokens 5000",
+        {"speculative_config":
+         '{"prompt_lookup_max": 4, "method": "ngram", "num_speculative_tokens": 2}',
+         "max_queue_requests": 216, "max_queue_tokens": 5000},
+        [],
+    ),
+    (
         "meta-llama/Llama-3.2-1B -cc.dynamic_shapes_config.type=backed -cc.mode=0 "
         "--eplb-config.window_size 1000 --logging-config.log_level DEBUG "
         "--limit-mm-per-prompt.image 2 "
@@ -239,8 +248,8 @@ def test_an_option_without_effect_takes_no_model_for_its_value(name: str) -> Non
 
 
 def test_no_option_has_two_meanings() -> None:
-    ours = [name for flag in SERVE_SETTINGS for name in (f"--{flag.name}", *flag.aliases)]
-    theirs = [name for each in WITHOUT_EFFECT for name in each.names]
+    ours = [name for each in SERVE_SETTINGS for name in each.options]
+    theirs = [*NOT_HERE, *(name for each in WITHOUT_EFFECT for name in each.names)]
     assert len({*ours, *theirs}) == len(ours) + len(theirs)
 
 
