@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.settings import (
+from penstock.engine.settings.declaration import Group, Need, Section, setting
+from penstock.engine.settings.kinds import (
     COUNT,
     FILE,
     INTERVAL,
@@ -21,14 +22,10 @@ from penstock.engine.settings import (
     NUMBER,
     POSITIVE_MILLISECONDS,
     SIZE,
-    Group,
     Kind,
-    Need,
-    Section,
     one_of,
     parse_gib,
     parse_tokens,
-    setting,
     whole,
 )
 

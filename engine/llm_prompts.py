@@ -17,7 +17,7 @@ from penstock.engine.chat_formats import OfferedTools, Tool, ToolMode
 from penstock.engine.config import SECTIONS, EngineConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.request import SEED_MASK, ImageInput, SamplingParams
-from penstock.engine.settings import settings_of, take_switches
+from penstock.engine.settings.declaration import settings_of, take_switches
 from penstock.engine.text import Tokenizer
 from penstock.engine.type_checks import misfits
 from penstock.engine.vision.image_file import LoadedImage, data_of_url, load_image

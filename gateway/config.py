@@ -13,7 +13,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from penstock.engine.config import LoraConfig, ModelConfig, TlsFiles
-from penstock.engine.settings import (
+from penstock.engine.settings.declaration import Group, Need, Section, others_of, same_as, setting
+from penstock.engine.settings.kinds import (
     COUNT,
     ENDPOINT,
     FILE,
@@ -25,14 +26,8 @@ from penstock.engine.settings import (
     SECONDS,
     SIZE,
     URL,
-    Group,
     Kind,
-    Need,
-    Section,
     one_of,
-    others_of,
-    same_as,
-    setting,
 )
 
 Routing = Literal["prefix", "least-loaded", "round-robin"]

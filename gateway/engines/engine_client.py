@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import ImageInput, Request, RequestOutput
-from penstock.engine.settings import default_of
+from penstock.engine.settings.declaration import default_of
 from penstock.engine.transport.messages import (
     DropPrefix,
     EngineInfo,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.engine.settings import Setting, grouped
+from penstock.engine.settings.declaration import Setting, grouped
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 _MESSAGES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
@@ -232,7 +232,7 @@ def add_setting(group: argparse._ArgumentGroup | argparse.ArgumentParser, each: 
     """Add a setting's option, its aliases and its switches."""
     twins = "".join(f"; --{switch}: {value}" for switch, value in each.switches.items())
     shown = each.shown_default
-    text = f"{each.help}{twins}{f' (default: {shown})' * bool(shown)}"
+    text = f"{each.help}{twins}{f' (default: {shown})' * bool(shown)}".replace("%", "%%")
     names = (each.flag, *each.aliases)
     if each.is_switch:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, help=text)

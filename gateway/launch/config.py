@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.settings import (
+from penstock.engine.settings.declaration import Group, Need, Section, setting
+from penstock.engine.settings.kinds import (
     COUNT,
     ENDPOINT,
     FILE,
@@ -15,11 +16,7 @@ from penstock.engine.settings import (
     PORT,
     POSITIVE_MILLISECONDS,
     SECONDS,
-    Group,
     Kind,
-    Need,
-    Section,
-    setting,
     whole,
 )
 from penstock.engine.watchdog import DEFAULT_STEP_TIMEOUT_S

@@ -3,7 +3,7 @@
 (`max-model-len = 4096`), or as with vLLM the YAML file.
 
 The command line overrides the environment, and the environment overrides the file.
-`engine.settings` says how a setting is declared.
+`engine.settings.declaration` says how a setting is declared.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.engine import config
 from penstock.engine.config import DEMO_MODEL, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.packaged_models import PACKAGED_MODELS
-from penstock.engine.settings import (
+from penstock.engine.settings.declaration import (
     Setting,
     key_of,
-    parse_bool,
     settings_of,
     take_switches,
     variable_of,
 )
+from penstock.engine.settings.kinds import parse_bool
 from penstock.gateway.config import GatewayConfig, SharedConfig
 from penstock.gateway.launch.arguments import nearest
 from penstock.gateway.launch.config import EngineLaunchConfig, ServeConfig, check_replicas

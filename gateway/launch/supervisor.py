@@ -35,7 +35,7 @@ from typing import Any
 from penstock.engine.config import MAX_LOGPROBS, CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.logs import configure_logging
-from penstock.engine.settings import Section, settings_of
+from penstock.engine.settings.declaration import Section, settings_of
 from penstock.gateway.config import GatewayConfig, pool_name
 from penstock.gateway.launch.child import LOOK_INTERVAL_S, MAX_FAILED_STARTS, Child
 from penstock.gateway.launch.config import ServeConfig

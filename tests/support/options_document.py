@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from penstock.engine.settings import Setting, grouped
+from penstock.engine.settings.declaration import Setting, grouped
 from penstock.gateway.launch.settings import ENGINE_SETTINGS, SERVE_SETTINGS
 from penstock.gateway.launch.vllm_options import WITHOUT_EFFECT
 

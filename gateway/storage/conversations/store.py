@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from penstock.engine.settings import default_of
+from penstock.engine.settings.declaration import default_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn, TurnSummary

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from penstock.engine.settings import default_of
+from penstock.engine.settings.declaration import default_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.response_log.codec import decode_log, encode_log

@@ -13,12 +13,11 @@ import pytest
 
 from penstock.engine.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.settings import (
+from penstock.engine.settings.declaration import Group, Setting
+from penstock.engine.settings.kinds import (
     INTERVAL,
     MILLISECONDS,
     SECONDS,
-    Group,
-    Setting,
     parse_bytes,
     parse_duration,
     show_bytes,

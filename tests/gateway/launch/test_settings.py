@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.settings import (
+from penstock.engine.settings.declaration import (
     Group,
     Need,
     Section,
@@ -19,8 +19,8 @@ from penstock.engine.settings import (
     others_of,
     setting,
     settings_of,
-    whole,
 )
+from penstock.engine.settings.kinds import whole
 from penstock.gateway.app import _engine_client, _service_settings
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.arguments import SettingsParser

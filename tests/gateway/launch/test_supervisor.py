@@ -13,7 +13,7 @@ import pytest
 
 from penstock.engine.config import SECTIONS
 from penstock.engine.errors import ConfigError
-from penstock.engine.settings import others_of, settings_of
+from penstock.engine.settings.declaration import others_of, settings_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.child import Child
 from penstock.gateway.launch.settings import engine_config, resolve_settings

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.config import CONTEXT, FITTING_LEN, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.settings import parse_tokens
+from penstock.engine.settings.kinds import parse_tokens
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.cli import _parser
 from penstock.gateway.launch.settings import (
