@@ -121,8 +121,8 @@ class SettingsParser(OneLineParser):
         self._rare: set[str] = set()
         self._about = ""  # what `--help` was asked for
         self.add_argument("-h", "--help", nargs="?", const="", action=_Help, metavar="all",
-                          help="show the options of daily use, or all of them, or those of a "
-                          "group, or with a word in their names")  # fmt: skip
+                          help="show the options of daily use; =all: all of them; =WORD: those of "
+                          "a group, or with this word in their names")  # fmt: skip
 
     def add_settings(self, settings: Sequence[Setting], *, model: str) -> None:
         """Add settings by their groups, the model as an argument, too, and a file of them.

@@ -17,8 +17,8 @@ import setproctitle
 from penstock.engine.config import DEMO_MODEL, CacheConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.packaged_models import PACKAGED_MODELS
+from penstock.engine.settings.declaration import Group, settings_of
 from penstock.gateway.config import MUTUAL_TLS, is_any
-from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, SettingsParser, add_setting
 from penstock.gateway.launch.benches import add_benches
 from penstock.gateway.launch.settings import (
@@ -30,11 +30,6 @@ from penstock.gateway.launch.settings import (
 )
 from penstock.gateway.launch.vllm_options import NOT_HERE, WITHOUT_EFFECT, without_effect
 
-_MODEL_SETTINGS = (
-    "tokenizer", "tokenizer_revision", "chat_template", "revision", "download_dir", "hf_overrides",
-    "rope_scaling", "rope_theta", "model_impl", "trust_remote_code", "dtype", "quantization",
-    "max_model_len", "kv_cache_dtype",
-)  # fmt: skip
 _USAGE = "%(prog)s [MODEL] [OPTION ...]"
 _EPILOG = (
     "Each option is also an environment variable (--max-model-len: PENSTOCK_MAX_MODEL_LEN) and a "
@@ -115,8 +110,8 @@ def _parser(*, has_benches: bool = False) -> argparse.ArgumentParser:
         "model", nargs="?", metavar="MODEL",
         help=f"{', '.join(PACKAGED_MODELS)}, a directory, a GGUF file or a Hub id",
     )  # fmt: skip
-    for each in SERVE_SETTINGS:
-        if each.key in _MODEL_SETTINGS:
+    for each in settings_of(ModelConfig, CacheConfig):
+        if (each.group is Group.MODEL and each.key != "model") or each.key == "kv_cache_dtype":
             add_setting(models, each)
     models.set_defaults(run=_models)
     text = "Measure parts of penstock on this machine."
@@ -174,6 +169,8 @@ def _engine(parsed: argparse.Namespace) -> int:
 
 
 def _status(parsed: argparse.Namespace) -> int:
+    from penstock.gateway.launch import pool_status  # loads an HTTP client
+
     return pool_status.show(parsed.base_url)
 
 
