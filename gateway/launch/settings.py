@@ -65,7 +65,7 @@ def resolve_settings(
     Raises:
         ConfigError: the file has an unknown key, a value is wrong, or settings do not go together.
     """
-    file = _read_file(given, environment)
+    file = _read_file(given, environment, settings)
     _refuse_unknown(file, settings)
 
     def find(key: str) -> _Found | None:
@@ -108,7 +108,8 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 def ignored_in_file(given: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
     """Options of the config file that have no effect; the arguments are those of
     `resolve_settings`."""
-    return [_NOT_SETTINGS[key] for key in _read_file(given, environment) if key in _NOT_SETTINGS]
+    file = _read_file(given, environment, SERVE_SETTINGS)
+    return [_NOT_SETTINGS[key] for key in file if key in _NOT_SETTINGS]
 
 
 def _read_switch(found: _Found) -> bool:
@@ -154,7 +155,9 @@ def _looks_like_a_model(text: str) -> bool:
     return text in PACKAGED_MODELS and text != DEMO_MODEL  # which would be served anyway
 
 
-def _read_file(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def _read_file(
+    given: Mapping[str, Any], environment: Mapping[str, str], settings: Sequence[Setting]
+) -> dict[str, Any]:
     """The configuration file's values by key; without a file none.
 
     Raises:
@@ -164,7 +167,7 @@ def _read_file(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict
     if path is None:
         return {}
     read = _read_yaml if Path(path).suffix in (".yaml", ".yml") else _read_toml
-    aliases = {key_of(alias): each.key for each in SERVE_SETTINGS for alias in each.aliases}
+    aliases = {key_of(alias): each.key for each in settings for alias in each.aliases}
     return {aliases.get(key_of(name), key_of(name)): value for name, value in read(path).items()}
 
 

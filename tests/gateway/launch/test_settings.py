@@ -62,7 +62,7 @@ def test_a_field_is_option_variable_key_help_row_and_check(
     assert read("--max_barrels=3")["max_barrels"] == read("--casks", "3")["max_barrels"] == 3
     assert read(PENSTOCK_MAX_BARRELS="4")["max_barrels"] == 4
     file = tmp_path / "cellar.toml"
-    for key in ("max-barrels", "max_barrels"):
+    for key in ("max-barrels", "max_barrels", "casks"):
         file.write_text(f"{key} = 5")
         assert read("--config", str(file))["max_barrels"] == 5
     assert Cellar.of(read("--max-barrels", "3")) == Cellar(max_barrels=3)
