@@ -16,7 +16,7 @@ import setproctitle
 
 from penstock.engine.config import DEMO_MODEL, CacheConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.packaged_models import PACKAGED_MODELS
+from penstock.engine.model_files.packaged_models import PACKAGED_MODELS
 from penstock.engine.settings.declaration import Group, settings_of
 from penstock.gateway.config import MUTUAL_TLS, is_any
 from penstock.gateway.launch.arguments import OneLineParser, SettingsParser, add_setting
@@ -196,5 +196,10 @@ def _models(parsed: argparse.Namespace) -> int:
         "model": {name: getattr(model, name) for name in given if hasattr(model, name)},
         "cache": {"kv_cache_dtype": cache.kv_cache_dtype},
     }
-    command = [sys.executable, "-m", "penstock.engine.model_summary", json.dumps(settings)]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.engine.model_files.model_summary",
+        json.dumps(settings),
+    ]
     return subprocess.run(command, check=False).returncode  # noqa: S603

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.errors import ConfigError
+from penstock.engine.process.watchdog import DEFAULT_STEP_TIMEOUT_S
 from penstock.engine.settings.declaration import Group, Need, Section, setting
 from penstock.engine.settings.kinds import (
     COUNT,
@@ -19,7 +20,6 @@ from penstock.engine.settings.kinds import (
     Kind,
     whole,
 )
-from penstock.engine.watchdog import DEFAULT_STEP_TIMEOUT_S
 
 REPLICAS = whole(0, 1024)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from penstock.engine import config
 from penstock.engine.config import DEMO_MODEL, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.packaged_models import PACKAGED_MODELS
+from penstock.engine.model_files.packaged_models import PACKAGED_MODELS
 from penstock.engine.settings.declaration import (
     Setting,
     key_of,
