@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.settings.declaration import Group, Need, Section, setting
+from penstock.engine.settings.declaration import Group, Need, Part, Section, setting
 from penstock.engine.settings.kinds import (
     COUNT,
     FILE,
@@ -116,12 +116,10 @@ class ModelConfig(Section):
     download_dir: str | None = setting(None, Group.MODEL, "directory for models of the Hub; "
         "default: the Hub's own cache", FILE)
     hf_overrides: str | None = setting(None, Group.MODEL, "fields that replace those of the "
-        "model's config.json", JSON)
-    rope_scaling: str | None = setting(None, Group.MODEL, "scaling of positions instead of the "
-        'model\'s, such as {"rope_type": "yarn", "factor": 4.0, '
-        '"original_max_position_embeddings": 32768}', JSON)
-    rope_theta: float | None = setting(None, Group.MODEL, "base of the rotary frequencies instead "
-        "of the model's", NUMBER)
+        'model\'s config.json, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, '
+        '"original_max_position_embeddings": 32768}}', JSON,
+        parts={"rope-scaling": Part("rope_scaling", JSON),
+        "rope-theta": Part("rope_theta", NUMBER)})
     model_impl: ModelImpl = setting("auto", Group.MODEL, "native: one of our own families; "
         "transformers: the library's code over our cache and matrix products; auto: native where "
         "there is one that has the model's options", one_of(ModelImpl))
@@ -165,16 +163,11 @@ class ModelConfig(Section):
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        found = _object("--hf-overrides", self.hf_overrides)
-        if self.rope_scaling is not None:
-            found["rope_scaling"] = _object("--rope-scaling", self.rope_scaling)
-        if self.rope_theta is not None:
-            found["rope_theta"] = self.rope_theta
-        return found
+        return _object(self.hf_overrides)
 
     @property
     def generation_overrides(self) -> dict[str, Any]:
-        return _object("--override-generation-config", self.override_generation_config)
+        return _object(self.override_generation_config)
 
     @property
     def quantization_rules(self) -> dict[str, Quantization]:
@@ -240,21 +233,14 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, value: str | Mapping[str, str | int] | None) -> SpeculativeConfig | None:
-        """From a JSON object or a mapping; None: no speculation.
+        """From a JSON object, as text or mapping; None: no speculation.
 
         Raises:
             ConfigError: names the key at fault.
         """
         if value is None:
             return None
-        found: Any = value
-        if isinstance(value, str):
-            try:
-                found = json.loads(value)
-            except ValueError as error:
-                raise ConfigError(f"--speculative-config is not JSON: {error}") from error
-        if not isinstance(found, Mapping):
-            raise ConfigError("--speculative-config must be a JSON object")
+        found: Mapping[str, Any] = json.loads(value) if isinstance(value, str) else value
         known = [item.name for item in fields(cls)]
         for name in found:
             _check(
@@ -321,8 +307,8 @@ class SchedulerConfig(Section):
         'draft several tokens a step, which changes no token: {"method": "ngram"} where the text '
         'repeats itself, {"model": DIRECTORY_OR_ID} by a smaller model, {"method": "eagle3", '
         '"model": …} by an EAGLE-3 head (CPU only); "num_speculative_tokens": at most so many',
-        JSON, parts={"--spec-method": "method", "--spec-model": "model",
-        "--spec-tokens": "num_speculative_tokens"}, is_daily=True)
+        JSON, parts={"spec-method": Part("method"), "spec-model": Part("model"),
+        "spec-tokens": Part("num_speculative_tokens", COUNT)}, is_daily=True)
     scheduling_policy: SchedulingPolicy = setting("fcfs", Group.SCHEDULING, "fcfs: by arrival; "
         "priority: by the requests' priority first", one_of(SchedulingPolicy))
     priority_aging_s: float = setting(30.0, Group.SCHEDULING, "waiting time that raises a request "
@@ -457,14 +443,8 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
-def _object(flag: str, text: str | None) -> dict[str, Any]:
-    """The JSON object that a flag gave."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"{flag} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{flag} must be a JSON object, not {text!r}")
+def _object(text: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text or "{}")
     return found
 
 

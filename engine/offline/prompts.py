@@ -17,7 +17,7 @@ from penstock.engine.chat_formats import OfferedTools, Tool, ToolMode
 from penstock.engine.config import SECTIONS, EngineConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.request import SEED_MASK, ImageInput, SamplingParams
-from penstock.engine.settings.declaration import settings_of, take_switches
+from penstock.engine.settings.declaration import settings_of, take_twins
 from penstock.engine.text import Tokenizer
 from penstock.engine.type_checks import misfits
 from penstock.engine.vision.image_file import LoadedImage, data_of_url, load_image
@@ -79,7 +79,7 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an unknown name, or a value that cannot work.
     """
-    settings = {"model": model, **take_switches(settings_of(*SECTIONS.values()), settings)}
+    settings = {"model": model, **take_twins(settings_of(*SECTIONS.values()), settings)}
     names = {name: [item.name for item in fields(kind)] for name, kind in SECTIONS.items()}
     known = [name for section in names.values() for name in section]
     for name in settings:

@@ -65,6 +65,13 @@ class Need(NamedTuple):
             raise ConfigError(f"{what} needs {' and '.join(missing)}{why}")
 
 
+class Part(NamedTuple):
+    """A key of a JSON object, and the kind of its value."""
+
+    key: str
+    kind: Kind = TEXT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A declared setting.
@@ -74,8 +81,8 @@ class Setting:
         name: of the option, without its hyphens, and in the configuration file.
         aliases: other options that mean the same, with their hyphens: vLLM's names.
         spellings: other texts for a value.
-        switches: options without a value, each of which stands for a value of this one.
-        parts: of an object: other options, with their hyphens, and the keys that they set.
+        switches: names of options without a value, and the values of this one that they stand for.
+        parts: of an object: names of options, and the keys that they set.
         is_daily: `--help` shows it; the others are shown by `--help=all`.
         is_secret: its text is in no message, and in no list of processes.
     """
@@ -89,7 +96,7 @@ class Setting:
     aliases: tuple[str, ...] = ()
     spellings: Mapping[str, str]
     switches: Mapping[str, Any]
-    parts: Mapping[str, str]
+    parts: Mapping[str, Part]
     needs: tuple[Need, ...] = ()
     is_daily: bool = False
     is_secret: bool = False
@@ -105,8 +112,18 @@ class Setting:
     @property
     def options(self) -> tuple[str, ...]:
         """All that the command line has for it."""
-        switches = (f"--{switch}" for switch in self.switches)
-        return (self.flag, *self.aliases, *switches, *self.parts)
+        return (self.flag, *self.aliases, *(twin.flag for twin in self.twins))
+
+    @property
+    def twins(self) -> tuple[Setting, ...]:
+        """Settings that `take_twins` makes values of this one."""
+        kinds: dict[str, tuple[Any, Kind]] = dict.fromkeys(self.switches, (False, TEXT))
+        kinds |= {name: (None, part.kind) for name, part in self.parts.items()}
+        plain = replace(self, aliases=(), spellings=_NONE, switches=_NONE, parts=_NONE, needs=())
+        return tuple(
+            replace(plain, name=name, default=default, kind=kind)
+            for name, (default, kind) in kinds.items()
+        )
 
     @property
     def variable(self) -> str:
@@ -127,6 +144,12 @@ class Setting:
         if self.default in (None, ()):
             return ""
         return str(self.default).lower() if self.is_switch else self.kind.show(self.default)
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """Of its twins' options: the value or the key of an object that each stands for."""
+        switches = {f"--{name}": str(value) for name, value in self.switches.items()}
+        return switches | {f"--{name}": part.key for name, part in self.parts.items()}
 
     def fault(self, value: object, expected: str | None = None) -> str:
         """What is wrong with a value; a secret's is not shown."""
@@ -231,7 +254,7 @@ def setting(
     aliases: tuple[str, ...] = (),
     spellings: Mapping[str, str] = _NONE,
     switches: Mapping[str, Any] = _NONE,
-    parts: Mapping[str, str] = _NONE,
+    parts: Mapping[str, Part] = _NONE,
     needs: tuple[Need, ...] = (),
     is_daily: bool = False,
     is_secret: bool = False,
@@ -333,25 +356,37 @@ def grouped(settings: Iterable[Setting]) -> dict[Group, tuple[Setting, ...]]:
     return {group: them for group, them in groups.items() if them}
 
 
-def take_switches(settings: Iterable[Setting], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by key in which switches are the values that they stand for.
+def take_twins(settings: Iterable[Setting], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key in which switches and parts are the values that they stand for.
 
     Raises:
-        ConfigError: one is no bool, or a setting has another value, too.
+        ConfigError: one has a wrong value, or a setting has another one, too.
     """
     found = dict(values)
     for each in settings:
-        for switch, value in each.switches.items():
-            is_on = found.pop(key_of(switch), False)
-            if not isinstance(is_on, bool):
-                raise ConfigError(f"{key_of(switch)} must be bool, not {is_on!r}")
-            if not is_on:
-                continue
-            other = found.get(each.key, each.default)
-            if other not in (each.default, value):
-                raise ConfigError(
-                    f"--{switch} means {each.flag} {value}: it cannot be used with "
-                    f"{each.flag} {other}"
-                )
-            found[each.key] = value
+        for twin in each.twins:
+            twin.check(found.get(twin.key, twin.default))
+        for name, value in each.switches.items():
+            if found.pop(key_of(name), False):
+                _take_switch(each, name, value, found)
+        parts = {}
+        for name, part in each.parts.items():
+            if (value := found.pop(key_of(name), None)) is not None:
+                parts[part.key] = _object(value) if part.kind.is_object else value
+        if parts:
+            each.check(found.get(each.key))
+            found[each.key] = json.dumps({**_object(found.get(each.key)), **parts})
     return found
+
+
+def _take_switch(each: Setting, name: str, value: Any, found: dict[str, Any]) -> None:
+    other = found.get(each.key, each.default)
+    if other not in (each.default, value):
+        raise ConfigError(
+            f"--{name} means {each.flag} {value}: it cannot be used with {each.flag} {other}"
+        )
+    found[each.key] = value
+
+
+def _object(value: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return json.loads(value) if isinstance(value, str) else value or {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -171,10 +171,8 @@ def one_of(literal: Any) -> Kind:
     )
 
 
-def _json_object(text: str) -> str:
-    if not isinstance(json.loads(text), dict):
-        raise ValueError(f"{text!r} is no object")
-    return text
+def _is_object(value: Any) -> bool:
+    return isinstance(json.loads(value) if isinstance(value, str) else value, Mapping)
 
 
 def _endpoint(text: str) -> bool:
@@ -203,7 +201,7 @@ NAME = Kind("NAME", "a name", accepts=lambda text: bool(text.strip()))
 FILE = Kind("FILE", "a path")
 HOST = Kind("HOST", "an address")
 URL = Kind("URL", "a URL")
-JSON = Kind("JSON", "a JSON object", _json_object, is_object=True)
+JSON = Kind("JSON", "a JSON object", accepts=_is_object, is_object=True)
 ENDPOINT = Kind("HOST:PORT", "an address and a port, such as 10.0.0.1:7000", accepts=_endpoint)
 PORT = Kind("PORT", "between 0 and 65535", int, lambda value: 0 <= value <= 65535)
 NUMBER = Kind("X", "a number", float)

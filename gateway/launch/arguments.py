@@ -53,7 +53,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.object_options: set[str] = set()  # whose value is a JSON object
-        self.part_options: dict[str, str] = {}  # and `--option.key` for others of them
         self.options_elsewhere: frozenset[str] = frozenset()  # of vLLM, and not here
         # Otherwise vLLM's `--model X` would be `--model-impl X`.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -74,18 +73,17 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _joined(self, arguments: Sequence[str]) -> list[str]:
-        """With `--option.key.other value`, as vLLM also writes JSON objects, made one object, which
-        has what another `--option` says, too."""
+        """With `--option.key.other value`, as vLLM also writes JSON objects, made one object."""
         rest, objects = list[str](), dict[str, dict[str, Any]]()
         left = iter(arguments)
         for argument in left:
             name, equals, value = argument.partition("=")
-            option, *keys = self.part_options.get(name, name).split(".")
+            option, *keys = name.split(".")
             is_part = keys and option in self.object_options
             if not is_part:
                 rest.append(argument)
                 continue
-            where = objects.setdefault(option, _given_object(option, arguments))
+            where = objects.setdefault(option, {})
             for key in keys[:-1]:
                 where = where.setdefault(key, {})
             where[keys[-1]] = _value(value if equals else next(left, ""))
@@ -104,8 +102,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
 
     def _names(self) -> list[str]:
-        names = [name for name in self._option_string_actions if name.startswith("--")]
-        return [*names, *self.part_options]
+        return [name for name in self._option_string_actions if name.startswith("--")]
 
 
 class SettingsParser(OneLineParser):
@@ -119,6 +116,7 @@ class SettingsParser(OneLineParser):
         own = {"argument_default": argparse.SUPPRESS, "formatter_class": _Formatter}
         super().__init__(*args, **{**own, **kwargs}, add_help=False)
         self._rare: set[str] = set()
+        self._names_of: dict[str, tuple[str, ...]] = {}  # all options that are shown as one
         self._about = ""  # what `--help` was asked for
         self.add_argument("-h", "--help", nargs="?", const="", action=_Help, metavar="all",
                           help="show the options of daily use; =all: all of them; =WORD: those of "
@@ -138,10 +136,9 @@ class SettingsParser(OneLineParser):
             for each in them:
                 add_setting(group, each)
         self._rare |= {each.key for each in settings if not each.is_daily}
-        self.object_options |= {each.flag for each in settings if each.kind.is_object}
-        self.part_options |= {
-            part: f"{each.flag}.{key}" for each in settings for part, key in each.parts.items()
-        }
+        self._names_of |= {each.key: each.options for each in settings}
+        with_twins = (twin for each in settings for twin in (each, *each.twins))
+        self.object_options |= {each.flag for each in with_twins if each.kind.is_object}
 
     def print_help_about(self, word: str) -> None:
         """Print the help that `--help=WORD` asks for."""
@@ -176,7 +173,8 @@ class SettingsParser(OneLineParser):
     def _is_shown(self, action: argparse.Action, title: str) -> bool:
         if not self._about:
             return action.dest not in self._rare
-        is_named = any(self._about in name for name in action.option_strings)
+        names = self._names_of.get(action.dest, action.option_strings)
+        is_named = any(self._about in name for name in names)
         is_hidden = action.help == argparse.SUPPRESS
         return not is_hidden and (is_named or self._about in ("all", title))
 
@@ -228,25 +226,28 @@ class _Extend(argparse.Action):
         setattr(found, self.dest, [*before, *itertools.chain.from_iterable(items)])
 
 
-def add_setting(group: argparse._ArgumentGroup | argparse.ArgumentParser, each: Setting) -> None:
-    """Add a setting's option, its aliases and its switches."""
-    twins = "".join(f"; --{switch}: {value}" for switch, value in each.switches.items())
+def add_setting(
+    group: argparse._ArgumentGroup | argparse.ArgumentParser,
+    each: Setting,
+    *,
+    is_hidden: bool = False,
+) -> None:
+    """Add a setting's option, its aliases and, without help, its twins."""
+    twins = "".join(f"; {flag}: {meaning}" for flag, meaning in each.meanings.items())
     shown = each.shown_default
     text = f"{each.help}{twins}{f' (default: {shown})' * bool(shown)}".replace("%", "%%")
     names = (each.flag, *each.aliases)
+    more: dict[str, Any] = {"dest": each.key, "help": argparse.SUPPRESS if is_hidden else text}
     if each.is_switch:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, help=text)
-        return
-    more: dict[str, Any] = {"action": _Extend, "nargs": "+"} if each.is_list else {}
-    if each.key == "model":
-        more = {"action": _OneModel}
-    group.add_argument(
-        *names, dest=each.key, type=_reader(each), metavar=each.kind.metavar, help=text, **more
-    )
-    for switch in each.switches:
-        group.add_argument(
-            f"--{switch}", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS
-        )
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **more)
+    elif each.is_list:
+        more |= {"action": _Extend, "nargs": "+"}
+    elif each.key == "model":
+        more |= {"action": _OneModel}
+    if not each.is_switch:
+        group.add_argument(*names, type=_reader(each), metavar=each.kind.metavar, **more)
+    for twin in each.twins:
+        add_setting(group, twin, is_hidden=True)
 
 
 def _reader(each: Setting) -> Callable[[str], Any]:
@@ -266,16 +267,6 @@ def _hyphenated(argument: str) -> str:
     if not name.startswith("--"):
         return argument
     return f"{name.replace('_', '-')}{dot}{keys}{equals}{value}"
-
-
-def _given_object(option: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """The JSON object that an option has in a command line; empty if there is none."""
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        name, equals, value = argument.partition("=")
-        found = _value(value if equals else following) if name == option else None
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 def _value(text: str) -> Any:

@@ -17,7 +17,7 @@ import setproctitle
 from penstock.engine.config import DEMO_MODEL, CacheConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files.packaged_models import PACKAGED_MODELS
-from penstock.engine.settings.declaration import Group, settings_of
+from penstock.engine.settings.declaration import Group, settings_of, take_twins
 from penstock.gateway.config import MUTUAL_TLS, is_any
 from penstock.gateway.launch.arguments import OneLineParser, SettingsParser, add_setting
 from penstock.gateway.launch.benches import add_benches
@@ -190,7 +190,7 @@ def _hide_secrets(given: Mapping[str, Any], *, model: str) -> None:
 
 def _models(parsed: argparse.Namespace) -> int:
     """In a process of its own, which may import torch."""
-    given = {name: value for name, value in vars(parsed).items() if name != "run"}
+    given = take_twins(settings_of(ModelConfig), vars(parsed))
     model, cache = ModelConfig.of(given), CacheConfig.of(given)
     settings = {
         "model": {name: getattr(model, name) for name in given if hasattr(model, name)},

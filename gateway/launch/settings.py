@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,9 @@ from penstock.engine.settings.declaration import (
     Setting,
     key_of,
     settings_of,
-    take_switches,
+    take_twins,
     variable_of,
 )
-from penstock.engine.settings.kinds import parse_bool
 from penstock.gateway.config import GatewayConfig, SharedConfig
 from penstock.gateway.launch.arguments import nearest
 from penstock.gateway.launch.config import EngineLaunchConfig, ServeConfig, check_replicas
@@ -80,7 +79,7 @@ def resolve_settings(
     if find("model") is None:
         _check_lists(given, settings)
     values: dict[str, Any] = {}
-    for each in settings:
+    for each in _with_twins(settings):
         found = find(each.key)
         if found is None:
             values[each.key] = each.default
@@ -88,10 +87,7 @@ def resolve_settings(
             values[each.key] = found.value
         else:
             values[each.key] = each.read(found.value, found.source)
-        for switch in map(key_of, each.switches):
-            if (found := find(switch)) is not None:
-                values[switch] = _read_switch(found)
-    values = take_switches(settings, values)
+    values = take_twins(settings, values)
     if "replicas" in values:
         check_replicas(values)
     for each in settings:
@@ -112,25 +108,17 @@ def ignored_in_file(given: Mapping[str, Any], environment: Mapping[str, str]) ->
     return [_NOT_SETTINGS[key] for key in file if key in _NOT_SETTINGS]
 
 
-def _read_switch(found: _Found) -> bool:
-    try:
-        return parse_bool(found.value)
-    except ValueError as error:
-        raise ConfigError(f"{found.source} must be true or false, not {found.value!r}") from error
-
-
 def _refuse_unknown(file: Mapping[str, Any], settings: Sequence[Setting]) -> None:
-    names = list(_names(settings))
+    names = [each.name for each in _with_twins(settings)]
     unknown = sorted(file.keys() - set(map(key_of, names)) - _NOT_SETTINGS.keys())
     if unknown:
         hint = nearest(unknown[0].replace("_", "-"), names)
         raise ConfigError(f"unknown in the config file: {', '.join(unknown)}{hint}")
 
 
-def _names(settings: Sequence[Setting]) -> Iterator[str]:
+def _with_twins(settings: Iterable[Setting]) -> Iterator[Setting]:
     for each in settings:
-        yield each.name
-        yield from each.switches
+        yield from (each, *each.twins)
 
 
 def _check_lists(given: Mapping[str, Any], settings: Sequence[Setting]) -> None:

@@ -49,10 +49,10 @@ def _default(each: Setting) -> str:
 
 
 def _values(each: Setting) -> str:
-    """The values that there are, and switches that stand for them."""
+    """The values that there are, and what its twins stand for."""
     values = ", ".join(f"`{choice}`" for choice in each.kind.choices)
-    twins = "".join(f"; `--{name}`: `{value}`" for name, value in each.switches.items())
-    return f" ({values}{twins})" if values else twins
+    twins = "".join(f"; `{flag}`: `{meaning}`" for flag, meaning in each.meanings.items())
+    return f" ({values}){twins}" if values else twins
 
 
 def _cell(text: str) -> str:

@@ -99,5 +99,5 @@ def test_enforce_eager_is_refused_with_graphs(mode: str) -> None:
         _served(f"--enforce-eager --cudagraph-mode {mode}")
     with pytest.raises(ConfigError, match=said):
         llm_config("demo", {"enforce_eager": True, "cudagraph_mode": mode})
-    with pytest.raises(ConfigError, match="enforce_eager must be bool, not 'yes'"):
+    with pytest.raises(ConfigError, match="--enforce-eager must be true or false, not 'yes'"):
         llm_config("demo", {"enforce_eager": "yes"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,14 +14,16 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.settings.declaration import (
     Group,
     Need,
+    Part,
     Section,
     Setting,
     default_of,
     others_of,
     setting,
     settings_of,
+    take_twins,
 )
-from penstock.engine.settings.kinds import whole
+from penstock.engine.settings.kinds import COUNT, JSON, whole
 from penstock.gateway.app import _engine_client, _service_settings
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.arguments import SettingsParser
@@ -43,6 +46,10 @@ class Cellar(Section):
         switches={"dry": 1}, needs=(Need(("has_door",), "barrels are wide"),),
     )  # fmt: skip
     has_door: bool = setting(True, Group.MEMORY, "a door", is_daily=True)
+    wines: str | None = setting(
+        None, Group.MEMORY, "which", JSON,
+        parts={"red-wines": Part("red", COUNT), "white-wines": Part("white", JSON)},
+    )  # fmt: skip
 
 
 CELLAR = settings_of(Cellar)
@@ -95,10 +102,26 @@ def test_what_goes_together_is_checked() -> None:
 
 
 def test_a_switch_stands_for_a_value() -> None:
-    assert read("--dry") == {"max_barrels": 1, "has_door": True}
+    assert read("--dry") == {"max_barrels": 1, "has_door": True, "wines": None}
     assert read("--no-dry", PENSTOCK_DRY="yes")["max_barrels"] == 12
     with pytest.raises(ConfigError, match="--dry means --max-barrels 1: it cannot be used with"):
         read("--dry", PENSTOCK_MAX_BARRELS="2")
+
+
+def test_a_part_stands_for_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cellar.yaml"
+    file.write_text("wines: {rose: 1, red: 2}\nwhite-wines: {dry: 3}")
+    found = read("--config", str(file), "--red-wines", "4")["wines"]
+    assert json.loads(found) == {"rose": 1, "red": 4, "white": {"dry": 3}}
+    assert json.loads(read("--white-wines.dry", "5")["wines"]) == {"white": {"dry": 5}}
+    assert json.loads(read(PENSTOCK_RED_WINES="6")["wines"]) == {"red": 6}
+    with pytest.raises(ConfigError, match=r"^PENSTOCK_RED_WINES must be a whole number, 1 or more"):
+        read(PENSTOCK_RED_WINES="none")
+    with pytest.raises(SystemExit):
+        read("--red-wines", "0")
+    assert "--red-wines must be a whole number, 1 or more, not '0'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--wines must be a JSON object"):
+        take_twins(CELLAR, {"wines": "[]", "red_wines": 3})
 
 
 @pytest.mark.parametrize("section", _SECTIONS, ids=lambda section: section.__name__)
@@ -148,11 +171,13 @@ def test_help_shows_what_is_of_daily_use(capsys: pytest.CaptureFixture[str]) -> 
     assert len(shown_by(capsys, "engine", "--help")) < len(shown_by(capsys, "engine", "-h", "all"))
 
 
-@pytest.mark.parametrize("word", ["Redis", "redis", "--redis-url"])
+@pytest.mark.parametrize("word", ["Redis", "redis", "--redis-url", "redis-u"])
 def test_help_about_a_word(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = shown_by(capsys, "serve", f"--help={word}")
     assert any(line.startswith("--redis-url") for line in shown)
     assert 0 < len(shown) <= 3
+    [line] = shown_by(capsys, "serve", "--help=rope-theta")
+    assert line.startswith("--hf-overrides")
     with pytest.raises(SystemExit) as ending:
         main(["serve", "--help=nonsense"])
     assert ending.value.code == 2

@@ -176,7 +176,8 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         """Qwen/Qwen2.5-7B-Instruct --rope-scaling '{"rope_type": "yarn", "factor": 4.0}' """
         "--max-model-len 131072 --hf-token secret --response-role assistant",
-        {"rope_scaling": '{"rope_type": "yarn", "factor": 4.0}', "max_model_len": 131072,
+        {"hf_overrides": '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}',
+         "max_model_len": 131072,
          "hf_token": "secret"},
         ["--response-role"],
     ),
