@@ -92,6 +92,7 @@ def _images(text: str) -> int | None:
 
 KEY = Kind("KEY", "a key that is not empty: every caller would match an empty one",
            accepts=lambda text: bool(text.strip()))  # fmt: skip
+SERVED_NAME = Kind("NAME", "a name that is not empty", accepts=lambda text: bool(text.strip()))
 ORIGIN = Kind("ORIGIN", "an origin such as https://example.org", _origins,
               lambda text: _origin(text) == text)  # fmt: skip
 PREFIX = Kind("PATH", "a path that begins with /", lambda text: text.rstrip("/"),
@@ -109,8 +110,8 @@ class SharedConfig(Section):
 
     # fmt: off
     served_model_names: tuple[str, ...] = setting((), Group.LISTEN, "name of the model in the API; "
-        "may be repeated; *: any name; default: MODEL as given", NAME, name="served-model-name",
-        is_daily=True)
+        "may be repeated; *: any name; default: MODEL as given", SERVED_NAME,
+        name="served-model-name", is_daily=True)
     shutdown_grace_s: float = setting(30.0, Group.LISTEN, "how long streams may continue after "
         "SIGTERM", SECONDS, is_daily=True)
     tls_cert: str | None = setting(None, Group.ENGINES, "PEM file with this process's certificate, "
@@ -244,8 +245,8 @@ class GatewayConfig(SharedConfig):
         needs=(Need(("redis_url",), "engines register in Redis"), MUTUAL_TLS), is_daily=True)
     tls_server_name: str | None = setting(None, Group.ENGINES, "the name in the engines' "
         "certificates; default: the host of their address", NAME)
-    engine_wait_s: float = setting(60.0, Group.ENGINES, "how long requests and streams wait while "
-        "there is no engine", SECONDS)
+    engine_wait_s: float = setting(60.0, Group.ENGINES, "how long open streams and stored "
+        "responses wait for an engine while there is none", SECONDS)
 
     # -- sessions
     session_ttl_s: float = setting(30 * 86400.0, Group.SESSIONS, "how long an untouched "

@@ -197,7 +197,7 @@ def _durations(metavar: str, unit: str, examples: str, lowest: str, unit_s: floa
 
 
 TEXT = Kind("TEXT", "a text")
-NAME = Kind("NAME", "a name", accepts=lambda text: bool(text.strip()))
+NAME = Kind("NAME", "a name")
 FILE = Kind("FILE", "a path")
 HOST = Kind("HOST", "an address")
 URL = Kind("URL", "a URL")

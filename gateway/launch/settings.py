@@ -70,8 +70,9 @@ def resolve_settings(
     def find(key: str) -> _Found | None:
         if key in given:
             return _Found(given[key], None)
-        if variable_of(key) in environment:
-            return _Found(environment[variable_of(key)], variable_of(key))
+        variable = variable_of(key)  # an empty one of the model counts as none
+        if environment.get(variable) or (variable in environment and key != "model"):
+            return _Found(environment[variable], variable)
         if key in file:
             return _Found(file[key], f"{key.replace('_', '-')} in the config file")
         return None

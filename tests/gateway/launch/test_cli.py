@@ -60,6 +60,13 @@ def test_lists_and_switches_from_the_environment() -> None:
     assert config.cache.kv_cache_memory_bytes == 2 << 30
 
 
+def test_a_variable_that_is_empty() -> None:
+    """As files for containers leave them."""
+    settings = resolve_settings({}, {"PENSTOCK_MODEL": "", "PENSTOCK_ALLOWED_MEDIA_DOMAINS": ""})
+    assert settings["model"] == "demo"
+    assert GatewayConfig.from_settings(gateway_settings(settings)).allowed_media_domains == ("",)
+
+
 def test_kv_memory_and_scheduling() -> None:
     given = [
         "serve", "--no-enable-prefix-caching", "--swap-space", "0.5", "--num-host-blocks", "0",
@@ -377,7 +384,7 @@ def test_a_value_is_checked_wherever_it_comes_from(key: str, text: str, tmp_path
         ("host = 5", "must be an address, not 5"),
         ("host = {a = 1}", "must be an address"),
         ("port = true", "must be between 0 and 65535, not True"),
-        ("served-model-name = ['']", "served-model-name in the config file must be a name"),
+        ("served-model-name = ['']", "served-model-name in the config file must be a name that"),
         ("api-key = [1]", "must be a list of texts"),
         ("enforce-eager = 2", "enforce-eager in the config file must be true or false, not 2"),
         ("colour = 1", "unknown in the config file: colour$"),
