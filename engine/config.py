@@ -81,7 +81,7 @@ def _adapters(text: str) -> list[str]:
     return [f"{each['name']}={each['path']}" for each in found]
 
 
-MODEL = Kind("MODEL", "a text that is not empty", accepts=bool)
+MODEL = Kind("MODEL", "a text")
 CONTEXT = Kind(
     "N", "a number of tokens such as 4096, 32k or 32K, or auto",
     lambda text: FITTING_LEN if text in ("auto", "-1") else parse_tokens(text),

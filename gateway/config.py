@@ -54,14 +54,14 @@ _REASONING_SPELLINGS = {
 def _origins(text: str) -> list[str]:
     """An origin, or those of a JSON list, as browsers write them."""
     found = json.loads(text) if text.startswith("[") else [text]
-    return [_origin(each) for each in found]
+    return [_origin(str(each)) for each in found]
 
 
 def _origin(text: str) -> str:
     """An origin as browsers write it: `scheme://host[:port]`, lower case, no path.
 
     Raises:
-        ValueError, AttributeError: it is not an origin.
+        ValueError: it is not an origin.
     """
     if text == "*":
         return text

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.process.watchdog import DEFAULT_STEP_TIMEOUT_S
 from penstock.engine.settings.declaration import Group, Need, Section, setting
 from penstock.engine.settings.kinds import (
     COUNT,
@@ -32,7 +31,7 @@ class LaunchConfig(Section):
     # The children's environment has it, as the Hub's client reads it.
     hf_token: str | None = setting(None, Group.MODEL, "token for the Hub; default: HF_TOKEN",
         Kind("KEY", "a key"), is_secret=True, is_daily=True)
-    step_timeout_s: float = setting(DEFAULT_STEP_TIMEOUT_S, Group.SCHEDULING, "log the engine's "
+    step_timeout_s: float = setting(300.0, Group.SCHEDULING, "log the engine's "
         "stacks and restart it when a step makes no progress for so long; 0: never", SECONDS)
     # fmt: on
 

@@ -68,13 +68,14 @@ def resolve_settings(
     _refuse_unknown(file, settings)
 
     def find(key: str) -> _Found | None:
-        if key in given:
-            return _Found(given[key], None)
-        variable = variable_of(key)  # an empty one of the model counts as none
-        if environment.get(variable) or (variable in environment and key != "model"):
-            return _Found(environment[variable], variable)
-        if key in file:
-            return _Found(file[key], f"{key.replace('_', '-')} in the config file")
+        places = (
+            (given, key, None),
+            (environment, variable_of(key), variable_of(key)),
+            (file, key, f"{key.replace('_', '-')} in the config file"),
+        )
+        for values, name, source in places:
+            if name in values and (values[name] != "" or key != "model"):  # nor is "" a model
+                return _Found(values[name], source)
         return None
 
     if find("model") is None:

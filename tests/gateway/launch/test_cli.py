@@ -63,7 +63,7 @@ def test_lists_and_switches_from_the_environment() -> None:
 def test_a_variable_that_is_empty() -> None:
     """As files for containers leave them."""
     settings = resolve_settings({}, {"PENSTOCK_MODEL": "", "PENSTOCK_ALLOWED_MEDIA_DOMAINS": ""})
-    assert settings["model"] == "demo"
+    assert settings["model"] == resolve_settings({"model": ""}, {})["model"] == "demo"
     assert GatewayConfig.from_settings(gateway_settings(settings)).allowed_media_domains == ("",)
 
 
@@ -336,6 +336,7 @@ def test_a_default_is_shown_as_it_can_be_given(each: Setting) -> None:
         ({"PENSTOCK_API_KEY": ""}, "PENSTOCK_API_KEY must be a key that is not empty"),
         ({"PENSTOCK_API_KEY": "a,,b"}, "PENSTOCK_API_KEY must be a key that is not empty"),
         ({"PENSTOCK_ENFORCE_EAGER": "perhaps"}, "PENSTOCK_ENFORCE_EAGER must be true or false"),
+        ({"PENSTOCK_ALLOWED_ORIGINS": "[1]"}, "_ALLOWED_ORIGINS must be an origin such as"),
         ({"PENSTOCK_ALLOWED_ORIGINS": "a.example"}, "_ORIGINS must be an origin such as https://"),
         ({"PENSTOCK_LIMIT_MM_PER_PROMPT": "cats=3"}, "_PROMPT must be image=N with N from 0 to"),
         ({"PENSTOCK_KV_CACHE_MEMORY_BYTES": "inf"}, "must be a size such as 4M or 2GiB"),
