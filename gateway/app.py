@@ -299,6 +299,7 @@ def _service_settings(config: GatewayConfig) -> ResponseServiceSettings:
             store_patience_s=config.redis_patience_ms / 1e3,
         ),
         retention_s=config.session_retention_s,
+        engine_wait_s=config.engine_wait_s,
         needs_storage=config.session_storage == "required",
     )
 

@@ -65,7 +65,7 @@ class ResponseServiceSettings:
 
     task: ResponseTaskSettings = field(default_factory=ResponseTaskSettings)
     retention_s: float = 0.0
-    engine_wait_s: float = 60.0
+    engine_wait_s: float
     needs_storage: bool = True
 
 

@@ -296,7 +296,7 @@ def content(
 
 def turn(connection: sqlite3.Connection, row: Row, turn_id: str) -> StoredTurn:
     """A turn as it is stored: one that runs is `in_progress`."""
-    (body,), chunks = contents(connection, row.number, [turn_id])
+    (body,), chunks = content(connection, row.number, [turn_id])
     return unpack(row.tree.info(turn_id, 0), body, chunks)
 
 
