@@ -339,12 +339,14 @@ class Generator:
         deadline_s: float | None = None,
         retention: Retention | None = None,
         images: tuple[ImageInput, ...] = (),
+        reservation: Reservation | None = None,
     ) -> Generation:
         """A generation that fits and is admitted, but not started. The caller must enter or discard
         it.
 
         Args:
             param: the parameter that the prompt came from, for error messages.
+            reservation: of a request that is already admitted.
             deadline_s: seconds from now within which the first token is wanted.
 
         Raises:
@@ -369,9 +371,10 @@ class Generator:
         check_logprobs(params, self._max_logprobs)
         params = with_special_stops(params, self.model.tokenizer, vocab_size=info.vocab_size)
         check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        reservation = await self._admission.admit(
-            caller, len(prompt_token_ids), params, deadline_s=deadline_s
-        )
+        if reservation is None:
+            reservation = await self._admission.admit(
+                caller, len(prompt_token_ids), params, deadline_s=deadline_s
+            )
         try:
             for name, grammar in options.grammars:
                 try:
