@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -68,7 +68,6 @@ from penstock.gateway.generation.images import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
-from penstock.gateway.generation.system_messages import placed, shows_system_messages
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
@@ -89,8 +88,7 @@ class ChatPrompt:
     """A conversation and how to render it; `images` are those of its messages, in order.
 
     Attributes:
-        keeps_places: system messages in its middle stay there, also where the template would move,
-            drop or refuse them (`system_messages`).
+        keeps_places: no system message may be shown elsewhere (`chat_formats.system_messages`).
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -259,13 +257,11 @@ class Generator:
             facts: of the request's own template.
         """
         reads = self._reads_part if prompt.template is None else names_parts_of(source)
-        written = as_read(prompt.messages, reads)
-        if prompt.keeps_places:
-            written = placed(written, lambda: self._shows_system_messages)
         messages, tools = self.model.formats.for_template(
-            written,
+            as_read(prompt.messages, reads),
             prompt.tools,
             template=facts,
+            keeps_places=prompt.keeps_places,
         )
         own = self.model.formats.facts_for(has_tools=bool(tools), template=facts)
         variables = {**self.model.template_defaults, **prompt.kwargs}
@@ -277,10 +273,6 @@ class Generator:
             "continue_final_message": prompt.continue_final_message,
             "kwargs": {"tools": tools, **template_variables(variables, own.calls)},
         }
-
-    @cached_property
-    def _shows_system_messages(self) -> bool:
-        return shows_system_messages(self.model.chat_template)
 
     async def tokenise(
         self,

@@ -496,6 +496,38 @@ async def test_system_messages_keep_their_place(serve: Serve, chat_template: str
         )
 
 
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system messages come first') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("chat_template", [FIRST_ONLY, HOISTING])
+async def test_in_the_other_apis_the_template_decides_if_it_shows_them(
+    serve: Serve, chat_template: str
+) -> None:
+    """Codex begins with two, the second one as the developer's."""
+    turns = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "developer", "content": "c"},
+    ]
+    async with serve(chat_template=chat_template) as served:
+        create = served.client.responses.create
+        await create(model="tiny", instructions="Be brief.", input=turns)
+        expected = "[system]Be brief.\na[user]b\n<system-reminder>\nc\n</system-reminder>"
+        if chat_template == HOISTING:
+            expected = "[system]Be brief.[system]a[system]c[user]b"
+        assert served.prompt_of() == f"{expected}[assistant]"
+        await served.client.chat.completions.create(model="tiny", messages=turns)
+        if chat_template == FIRST_ONLY:
+            expected = expected.replace("Be brief.\n", "")
+        else:
+            expected = expected.replace("[system]Be brief.", "")
+        assert served.prompt_of() == f"{expected}[assistant]"
+
+
 async def test_several_system_messages_in_a_row(serve: Serve) -> None:
     turns = [
         {"role": "system", "content": "a"},
