@@ -18,7 +18,7 @@ from penstock.engine.errors import (
     ModelLoadError,
     PromptTooLongError,
 )
-from penstock.engine.lora.request import LoRARequest
+from penstock.engine.offline.lora_request import LoRARequest
 from penstock.engine.request import (
     BeamSearch,
     FinishReason,
@@ -32,8 +32,8 @@ from penstock.engine.request import (
 from penstock.engine.structured_outputs.forms import structured_outputs
 
 if TYPE_CHECKING:
-    from penstock.engine.llm import LLM
-    from penstock.engine.llm_outputs import CompletionOutput, PromptOutput
+    from penstock.engine.offline.llm import LLM
+    from penstock.engine.offline.outputs import CompletionOutput, PromptOutput
     from penstock.engine.text import ChatTemplate, OutputText, Tokenizer
 
 __all__ = [
@@ -64,10 +64,10 @@ __all__ = [
 
 _LAZY = {
     "ChatTemplate": "penstock.engine.text",
-    "CompletionOutput": "penstock.engine.llm_outputs",
-    "LLM": "penstock.engine.llm",
+    "CompletionOutput": "penstock.engine.offline.outputs",
+    "LLM": "penstock.engine.offline.llm",
     "OutputText": "penstock.engine.text",
-    "PromptOutput": "penstock.engine.llm_outputs",
+    "PromptOutput": "penstock.engine.offline.outputs",
     "Tokenizer": "penstock.engine.text",
 }
 

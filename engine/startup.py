@@ -15,21 +15,21 @@ from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExe
 from penstock.engine.executor.ranks import RanksExecutor
 from penstock.engine.lora.files import find_adapter
 from penstock.engine.lora.quarantine import Quarantine
-from penstock.engine.model_files import (
+from penstock.engine.model_files.resolve import (
     read_generation_defaults,
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.model_files.users_files import named_as_users_do
 from penstock.engine.models.language_model import ImageEncoder
 from penstock.engine.models.registry import is_native, read_model_config
-from penstock.engine.pooling import read_pooling
+from penstock.engine.pooling.encoder_runner import EncoderRunner
+from penstock.engine.pooling.settings import read_pooling
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Adapter
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
-from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
-from penstock.engine.transport.messages import EngineInfo
-from penstock.engine.users_files import named_as_users_do
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
-from penstock.engine.runner.encoder_runner import EncoderRunner
+from penstock.engine.pooling.encoder_runner import EncoderRunner
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight, StepSentOn
 from penstock.engine.structured_outputs.compiler import GrammarCompiler

@@ -53,12 +53,12 @@ from penstock.engine.executor.in_process import DoneHandle, InProcessExecutor, O
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.models.registry import is_native
 from penstock.engine.parallel.ranks import ALONE, Link, SharedRanks
-from penstock.engine.pooling import ModelPooling
-from penstock.engine.process import EXIT_STUCK, PULSE_FD, die_with_parent
+from penstock.engine.pooling.settings import ModelPooling
+from penstock.engine.process.launch import EXIT_STUCK, PULSE_FD, die_with_parent
+from penstock.engine.process.sandbox import give_way
 from penstock.engine.request import Adapter, StructuredOutputs
 from penstock.engine.runner.kv_swap import NoBlockBytes
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight, StepSentOn
-from penstock.engine.sandbox import give_way
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.cores import pin_rank
 
@@ -562,7 +562,7 @@ def main(status: int) -> int:
     """Another rank's process: run every batch until the first rank ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank handles it
     start: _Start = pickle.loads(_read(_LENGTH.unpack(_read(_LENGTH.size))[0]))  # noqa: S301
-    import setproctitle  # as in `engine.process`
+    import setproctitle  # as in `engine.process.launch`
 
     setproctitle.setproctitle(f"penstock-rank {start.rank}")
     if start.dies_by_signal:

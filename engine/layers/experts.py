@@ -21,8 +21,8 @@ from penstock.kernels.experts import (
     group_slots,
     route,
 )
-from penstock.kernels.experts_reference import clamped_swiglu_reference
 from penstock.kernels.linear import linear
+from penstock.kernels.reference.experts import clamped_swiglu_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.layers.adapters import LayerAdapters, TorchAdapters
+from penstock.engine.lora.layer_adapters import LayerAdapters, TorchAdapters
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.parallel.shard import Shard
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.layers.adapters import LowRank
+from penstock.engine.lora.adapted_model import HEAD, TABLE, AdaptedModel
 from penstock.engine.lora.files import (
     MAX_HEADER_BYTES,
     WEIGHTS_FILE,
@@ -24,10 +24,10 @@ from penstock.engine.lora.files import (
     content_digest,
     read_config,
 )
-from penstock.engine.models.adapters import HEAD, TABLE, AdaptedModel
+from penstock.engine.lora.layer_adapters import LowRank
 from penstock.engine.request import Adapter
 from penstock.kernels.cpu.weight_memory import WeightMemory
-from penstock.kernels.lora_reference import LoraRows
+from penstock.kernels.reference.lora import LoraRows
 
 Packed = Mapping[str, Any]  # by layer
 _TENSOR = re.compile(

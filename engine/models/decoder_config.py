@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.experts import ExpertsConfig
 from penstock.engine.layers.rotary import NO_ROPE, ROPE_TYPES, RopeConfig, RopeType
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.kernels.activation import Activation
 
 # Far above every model's, so that products of sizes stay within 63 bits.

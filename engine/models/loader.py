@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.config import DType, EngineConfig, ModelConfig, Quantization
-from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant
 from penstock.engine.layers.norm import HeadNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
-from penstock.engine.model_files import resolve_model, weights_fingerprint
+from penstock.engine.model_files.config_fields import read_model_fields
+from penstock.engine.model_files.free_memory import free_cpu_bytes
+from penstock.engine.model_files.resolve import resolve_model, weights_fingerprint
+from penstock.engine.model_files.users_files import in_users_words, named_as_users_do
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import (
     Decoder,
@@ -29,11 +30,6 @@ from penstock.engine.models.decoder import (
     rotary_embeddings,
 )
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.eagle3_head import (
-    Eagle3Head,
-    eagle3_module_names,
-    read_eagle3_config,
-)
 from penstock.engine.models.language_model import TorchModel
 from penstock.engine.models.names import (
     EACH_HEAD,
@@ -49,9 +45,13 @@ from penstock.engine.models.registry import (
     own_dtype,
     read_model_config,
 )
-from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.users_files import in_users_words, named_as_users_do
+from penstock.engine.parallel.sharding import rank_config, split_over
+from penstock.engine.speculative.device.eagle3_head import (
+    Eagle3Head,
+    eagle3_module_names,
+    read_eagle3_config,
+)
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import (
@@ -71,7 +71,7 @@ from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, row
 from penstock.engine.weights.quantization import LostCodesError, Quantizer, num_bytes
 
 if TYPE_CHECKING:
-    from penstock.engine.models.transformers_backend import TransformersModel
+    from penstock.engine.models.through_transformers.backend import TransformersModel
 
 _log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -221,7 +221,7 @@ def _load_through_transformers(
     config: ModelConfig, path: Path, device: torch.device, ranks: Ranks
 ) -> TransformersModel:
     """The same of any other architecture."""
-    from penstock.engine.models.transformers_weights import read_weights
+    from penstock.engine.models.through_transformers.weights import read_weights
 
     model = _build_through_transformers(config, path, ranks, has_weights=True)
     ranks.open(model.dtype, device)
@@ -340,7 +340,7 @@ def _build_through_transformers(
     config: ModelConfig, path: Path, ranks: Ranks = ALONE, *, has_weights: bool
 ) -> TransformersModel:
     """The same of an architecture that is not native; the import takes seconds, so only here."""
-    from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
+    from penstock.engine.models.through_transformers.backend import TransformersModel, inspect_model
 
     dtype = _resolve_dtype(config, own_dtype(read_model_fields(path)), path)
     missing = missing_option(config, path)

@@ -30,8 +30,7 @@ from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.language_model import ImageEncoder
-from penstock.engine.runner.image_rows import SequenceImages, step_images
-from penstock.engine.runner.pooler import PooledSpan
+from penstock.engine.pooling.pooler import PooledSpan
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
 from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.logprobs import PromptSpan
@@ -39,6 +38,7 @@ from penstock.engine.sampling.sampler import Sampled
 from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
 from penstock.engine.sampling.token_limits import TokenLimits, limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.engine.vision.image_rows import SequenceImages, step_images
 from penstock.kernels.paged_layout import PagedLayout
 
 

@@ -17,8 +17,8 @@ import torch
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.layers.attention import Attention
+from penstock.engine.lora.adapted_model import make_room
 from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
-from penstock.engine.models.adapters import make_room
 from penstock.engine.models.backends import (
     check_deterministic,
     cpu_kernels,
@@ -29,9 +29,10 @@ from penstock.engine.models.backends import (
 from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
-from penstock.engine.models.score_head import load_score_head
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.pooler import Pooler, Vectors
+from penstock.engine.pooling.score_head import load_score_head
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
@@ -41,20 +42,19 @@ from penstock.engine.runner.device import (
     select_device,
     use_kv_dtype,
 )
-from penstock.engine.runner.draft_model import NO_DRAFT_MODEL
-from penstock.engine.runner.draft_progress import num_draft_bytes
-from penstock.engine.runner.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
-from penstock.engine.runner.pooler import Pooler, Vectors
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.grammars import StepMasks
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
+from penstock.engine.speculative.device.draft_model import NO_DRAFT_MODEL
+from penstock.engine.speculative.device.draft_progress import num_draft_bytes
+from penstock.engine.speculative.device.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
 

@@ -27,8 +27,8 @@ from penstock.engine.request import (
     TokenLogprobs,
 )
 from penstock.engine.scheduling.beam_search import BeamSearchState
-from penstock.engine.scheduling.drafting import Drafting
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
+from penstock.engine.speculative.policy.drafting import Drafting
 
 
 class StopRule:

@@ -23,7 +23,7 @@ from penstock.engine.batch import Batch, BatchResult, ScheduledSequence, Sequenc
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError, PromptTooLongError
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import (
     Notice,
     Request,
@@ -32,7 +32,6 @@ from penstock.engine.request import (
     SequenceStatus,
     num_blocks_needed,
 )
-from penstock.engine.scheduling.drafting import Drafting
 from penstock.engine.scheduling.output_processor import (
     Branches,
     LiveRequest,
@@ -43,6 +42,7 @@ from penstock.engine.scheduling.preemption import PreemptionCosts
 from penstock.engine.scheduling.prefill_budget import prefill_budgets, step_budget
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
 from penstock.engine.scheduling.waiting_queue import QueueStats, ServiceOrder, WaitingQueue
+from penstock.engine.speculative.policy.drafting import Drafting
 
 
 class Scheduler:

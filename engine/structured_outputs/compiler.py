@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.native_panics import is_panic
+from penstock.engine.process.native_panics import is_panic
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
 from penstock.engine.structured_outputs.kept_grammars import KeptGrammar, KeptGrammars

@@ -15,10 +15,10 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from penstock.engine.request import SAMPLING_PARAMETERS, FinishReason
-from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Unread, Use
+from penstock.gateway.api.shared.operations import Operation
 from penstock.gateway.config import ANY_NAME
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 

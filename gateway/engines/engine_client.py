@@ -21,14 +21,14 @@ from functools import reduce
 import msgspec
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import ImageInput, Request, RequestOutput
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     DropPrefix,
     EngineInfo,
     EngineStats,
     Message,
     UnloadAdapter,
 )
+from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.gateway.config import KVTransfer, Routing
 from penstock.gateway.engines.engine_link import EngineLink, Tls, is_remote
 from penstock.gateway.engines.engine_stream import EngineStream

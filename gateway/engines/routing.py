@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from penstock.engine.blocks.prefix_cache import block_key, chain_root, pack, with_images
-from penstock.engine.transport.messages import SHORT_KEY_BYTES, EngineInfo, EngineStats
+from penstock.engine.protocol.messages import SHORT_KEY_BYTES, EngineInfo, EngineStats
 from penstock.gateway.config import Routing
 from penstock.gateway.engines.engine_stream import EngineStream
 

@@ -31,6 +31,7 @@ from penstock.engine.chat_formats import (
     template_variables,
 )
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import (
     Adapter,
     ImageInput,
@@ -42,7 +43,6 @@ from penstock.engine.request import (
 from penstock.engine.text import OutputText, with_special_stops
 from penstock.engine.text.bad_words import bad_words_token_ids
 from penstock.engine.text.chat_template import MAX_CPU_S, ChatTemplate, SlowTemplateError
-from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import MessageParts, with_parts
 from penstock.gateway import installed_version
@@ -64,7 +64,7 @@ from penstock.gateway.generation.context_limits import (
 from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
-from penstock.gateway.generation.images import ImageLoader
+from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel

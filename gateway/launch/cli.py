@@ -34,7 +34,7 @@ from penstock.engine.config import (
     without_enforce_eager,
 )
 from penstock.engine.errors import ConfigError
-from penstock.engine.packaged_models import PACKAGED_MODELS
+from penstock.engine.model_files.packaged_models import PACKAGED_MODELS
 from penstock.gateway.config import is_any
 from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
@@ -508,5 +508,10 @@ def _models(parsed: argparse.Namespace) -> int:
         "model": {name: getattr(model, name) for name in given if hasattr(model, name)},
         "cache": {"kv_cache_dtype": cache.kv_cache_dtype},
     }
-    command = [sys.executable, "-m", "penstock.engine.model_summary", json.dumps(settings)]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.engine.model_files.model_summary",
+        json.dumps(settings),
+    ]
     return subprocess.run(command, check=False).returncode  # noqa: S603

@@ -28,7 +28,7 @@ from penstock.engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from penstock.engine.watchdog import DEFAULT_STEP_TIMEOUT_S
+from penstock.engine.process.watchdog import DEFAULT_STEP_TIMEOUT_S
 from penstock.gateway.config import GatewayConfig, KVTransfer, Routing
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

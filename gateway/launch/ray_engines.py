@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.logs import configure_logging
-from penstock.engine.process import Status, run_child
+from penstock.engine.process.launch import Status, run_child
+from penstock.engine.process.logs import configure_logging
 from penstock.gateway.config import pool_name
 from penstock.gateway.launch.flags import ENGINE_FLAGS
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
@@ -44,7 +44,7 @@ _MARGIN_S = 5.0
 _LOG = logging.getLogger(__name__)
 # Ends with the actor, however that ends.
 _COMMAND = (
-    "import os, sys; from penstock.engine.process import die_with_parent; "
+    "import os, sys; from penstock.engine.process.launch import die_with_parent; "
     "die_with_parent(int(sys.argv.pop(1))); "
     "from penstock.gateway.launch.cli import main; sys.exit(main())"
 )

@@ -2,7 +2,7 @@
 
 It uses the standard library only, to stay small in memory. It hands one listening socket to every
 gateway and keeps it open, so connections wait in the socket's queue while a gateway restarts.
-Children ask the kernel to kill them when the supervisor dies (`engine.process`).
+Children ask the kernel to kill them when the supervisor dies (`engine.process.launch`).
 
     start      any child's death ends the command: exit code 1, or 2 if it refused an option
     running    a death is logged and the child restarts (`launch.child`); an engine without signs
@@ -34,7 +34,7 @@ from typing import Any
 
 from penstock.engine.config import MAX_LOGPROBS, CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.logs import configure_logging
+from penstock.engine.process.logs import configure_logging
 from penstock.gateway.config import pool_name
 from penstock.gateway.launch.child import LOOK_INTERVAL_S, MAX_FAILED_STARTS, Child
 
@@ -171,7 +171,7 @@ class Supervisor:
         step_timeout_s = self._settings["step_timeout_s"]
         return Child(
             label,
-            "penstock.engine.server",
+            "penstock.engine.process.server",
             {
                 "log_level": self._settings["log_level"],
                 "log_format": self._settings["log_format"],

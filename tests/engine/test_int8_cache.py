@@ -23,7 +23,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_model

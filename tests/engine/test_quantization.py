@@ -27,7 +27,7 @@ from penstock.engine.config import (
     ModelConfig,
     Quantization,
 )
-from penstock.engine.model_files import weights_fingerprint
+from penstock.engine.model_files.resolve import weights_fingerprint
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.loader import load_model

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
     DecoderChoices,
     DecoderConfig,

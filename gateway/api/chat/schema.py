@@ -30,7 +30,7 @@ from penstock.gateway.api.schema.tools import (
 )
 from penstock.gateway.api.tokens.schema import TemplatedChat, check_continuation
 from penstock.gateway.generation.generator import ChatPrompt
-from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.images.loader import ImageSource
 
 
 class ChatRequest(ChoicesRequest):

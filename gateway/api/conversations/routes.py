@@ -22,7 +22,9 @@ from penstock.gateway.api.conversations.schema import (
     NewItems,
     TreeQuery,
 )
-from penstock.gateway.api.items import (
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.items import (
     IncludeQuery,
     ItemsQuery,
     PageQuery,
@@ -33,10 +35,8 @@ from penstock.gateway.api.items import (
     shown_items,
     without_logprobs,
 )
-from penstock.gateway.api.json_api import json_response, read_json
-from penstock.gateway.api.operations import operation
-from penstock.gateway.api.responses.service import ResponseService
-from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.json_api import json_response, read_json
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_turn_id

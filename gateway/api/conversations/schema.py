@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.gateway.api.items import Query
 from penstock.gateway.api.schema.fields import Metadata
 from penstock.gateway.api.schema.messages import InputItem
 from penstock.gateway.api.schema.model import Model
+from penstock.gateway.api.shared.items import Query
 
 _MAX_ADDED = 20  # OpenAI's limit
 _MAX_ID_CHARS = 128

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.gateway.api.items import compaction_item, shown_item
 from penstock.gateway.api.responses.events import usage_object
+from penstock.gateway.api.shared.items import compaction_item, shown_item
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.generation.generation import (
     NO_USAGE,

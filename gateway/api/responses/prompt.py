@@ -20,20 +20,20 @@ from penstock.engine.chat_formats import OutputFormat, tool_format_of
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
-from penstock.gateway.api.items import (
+from penstock.gateway.api.responses.schema import MAX_SUMMARY_TOKENS, ResponsesRequest
+from penstock.gateway.api.responses.truncation import droppable, room_for_output, without
+from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
+from penstock.gateway.api.shared.items import (
     compaction_item,
     item_object,
     messages_of,
     shown_items,
     stored_images,
 )
-from penstock.gateway.api.responses.schema import MAX_SUMMARY_TOKENS, ResponsesRequest
-from penstock.gateway.api.responses.truncation import droppable, room_for_output, without
-from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
-from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,

@@ -24,10 +24,10 @@ from msgspec import structs
 from penstock.engine.chat_formats import Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.logprobs import TokenObjects
 from penstock.gateway.api.responses.compaction import Summary
 from penstock.gateway.api.responses.events import num_closing_events, response_object
 from penstock.gateway.api.responses.logged_generation import packed
+from penstock.gateway.api.shared.logprobs import TokenObjects
 from penstock.gateway.errors import (
     Failure,
     GenerationFailedError,

@@ -12,7 +12,7 @@ import torch
 
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.llm_prompts import engine_config as llm_config
+from penstock.engine.offline.prompts import engine_config as llm_config
 from penstock.engine.runner.device import resolve_cudagraph_mode, resolve_kv_dtype, select_device
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings

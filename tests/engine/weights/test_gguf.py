@@ -18,23 +18,23 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine import LLM, ModelLoadError, SamplingParams
 from penstock.engine.config import CacheConfig, ModelConfig
-from penstock.engine.gguf.directory import gguf_directory
-from penstock.engine.gguf.reader import GgufFile
-from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX
-from penstock.engine.model_files import (
+from penstock.engine.model_files.gguf.directory import gguf_directory
+from penstock.engine.model_files.gguf.reader import GgufFile
+from penstock.engine.model_files.json_file import GGUF_FILE, GGUF_INDEX
+from penstock.engine.model_files.model_summary import summarise
+from penstock.engine.model_files.resolve import (
     DEMO_MODEL_PATH,
     read_generation_defaults,
     resolve_model,
     weights_fingerprint,
 )
-from penstock.engine.model_summary import summarise
 from penstock.engine.models.loader import load_model
 from penstock.engine.weights.formats.gguf import _TYPES, GgufCheckpoint
 from penstock.kernels.cpu.build import CACHE_VARIABLE
 from penstock.load.peers import models
 from penstock.load.peers.models import Shape
 
-from ..gguf.written import convert
+from ..model_files.gguf.written import convert
 from ..quantized_models import CPU, load, logits, relative_error
 
 # Where half-precision numbers are in a block; random bytes would be NaN there.
@@ -164,7 +164,7 @@ def test_how_its_matrices_are_stored_is_said(tmp_path: Path):
 def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     directory = gguf_directory(demo_file)
     first = weights_fingerprint(directory)
-    monkeypatch.setattr("penstock.engine.gguf.directory._write", None)
+    monkeypatch.setattr("penstock.engine.model_files.gguf.directory._write", None)
     assert gguf_directory(demo_file) == directory
     moved = tmp_path / "elsewhere"
     moved.mkdir()
@@ -187,7 +187,7 @@ def test_what_was_made_for_a_file_that_is_gone_is_removed(
     def write(content: GgufFile, folder: Path) -> None:
         (folder / "config.json").write_text(content.parts[0].name)
 
-    monkeypatch.setattr("penstock.engine.gguf.directory._write", write)
+    monkeypatch.setattr("penstock.engine.model_files.gguf.directory._write", write)
     files = [tmp_path / f"{name}.gguf" for name in ("gone", "stays", "new")]
     for number, file in enumerate(files):
         file.write_bytes(_declaring().ljust(4096 + number, b"\0"))
@@ -337,7 +337,7 @@ _U8, _U32, _ARRAY = 0, 4, 9
 def test_what_declares_too_much_is_refused_before_it_is_read(
     content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("penstock.engine.gguf.directory._write", None)
+    monkeypatch.setattr("penstock.engine.model_files.gguf.directory._write", None)
     file = tmp_path / "x.gguf"
     file.write_bytes(content)
     with pytest.raises(ModelLoadError, match=re.escape(message)):

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.request import Request
-from penstock.gateway.api.items import INSTRUCTION
+from penstock.gateway.api.shared.items import INSTRUCTION
 from penstock.gateway.storage.sealed_text import unsealed
 
 from ...redis_server import RedisServer

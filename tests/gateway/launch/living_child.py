@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.process import PULSE_FD, Status, run_child
-from penstock.engine.watchdog import life_line
+from penstock.engine.process.launch import PULSE_FD, Status, run_child
+from penstock.engine.process.watchdog import life_line
 
 
 def _live(settings: Mapping[str, Any], status: Status) -> None:
