@@ -30,7 +30,7 @@ from penstock.engine.model_files.resolve import (
 )
 from penstock.engine.models.loader import load_model
 from penstock.engine.weights.formats.gguf import _TYPES, GgufCheckpoint
-from penstock.kernels.cpu.build import CACHE_VARIABLE
+from penstock.kernels.cache_folder import CACHE_VARIABLE
 from penstock.load.peers import models
 from penstock.load.peers.models import Shape
 

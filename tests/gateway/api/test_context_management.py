@@ -19,7 +19,7 @@ from penstock.gateway.storage.sealed_text import unsealed
 
 from ...redis_server import RedisServer
 from ..conftest import ANSWER, Serve, Served, until
-from ..generation.test_images import data_url, file_of, small
+from ..generation.images.test_images import data_url, file_of, small
 from .keyed import KEY
 from .test_compaction import CONVERSATION, SUMMARY
 from .test_idempotency_redis import another
