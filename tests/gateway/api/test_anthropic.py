@@ -601,6 +601,7 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+    ({"messages": _user()}, "messages[0].content"),
     ({"messages": _user({"type": "text"})}, "messages[0].content[0].text"),
     ({"messages": _user(_IMAGE_BY_ID)}, "messages[0].content[0].source"),
     (
@@ -677,6 +678,32 @@ async def test_failures_are_in_its_form(served: Served, client: anthropic.AsyncA
     assert refused.value.request_id
     chat = await served.http.post("/v1/chat/completions", json={})
     assert set(chat.json()) == {"error"}
+
+
+async def test_when_to_try_again(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[tenants.a]\nrequests_per_minute = 1\n[[keys]]\nkey = "sk-0123456789abcdef"\n'
+                    'tenant = "a"\n')  # fmt: skip
+    file.chmod(0o600)
+    key = {"x-api-key": "sk-0123456789abcdef"}
+    async with serve(api_keys_file=str(file)) as served:
+        [done, limited] = [
+            await served.http.post("/v1/messages", json=BODY, headers=key) for _ in range(2)
+        ]
+        assert done.status_code == 200
+        assert failure(limited)[:2] == (429, "rate_limit_error")
+        assert int(limited.headers["retry-after"]) > 0
+    async with serve(max_queue_tokens=1) as served:
+        served.engine.may_speak.clear()
+        waiting = asyncio.ensure_future(served.http.post("/v1/messages", json=BODY))
+        await served.submitted()
+        overloaded = await served.http.post("/v1/messages", json=BODY | {"stream": True})
+        assert failure(overloaded)[:2] == (503, "overloaded_error")
+        assert int(overloaded.headers["retry-after"]) > 0
+        served.engine.may_speak.set()
+        assert (await waiting).status_code == 200
+        large = await served.http.post("/v1/messages", content=b" " * (5 << 20))
+        assert failure(large)[:2] == (413, "request_too_large")
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error(served: Served) -> None:
