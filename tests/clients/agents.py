@@ -32,7 +32,7 @@ _RUNNING = "penstock:num_requests_running"
 _LEAST_CACHED = 0.98  # of the previous prompt
 
 
-def tiny_model(folder: Path, *, context: int) -> Path:
+def tiny_model(folder: Path) -> Path:
     """Random weights, with the built-in model's tokenizer and chat template."""
     demo = json.loads((DEMO_MODEL_PATH / "config.json").read_text())
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def tiny_model(folder: Path, *, context: int) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=context,
+        max_position_embeddings=CONTEXT,
     )
     transformers.utils.logging.disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -59,17 +59,15 @@ def call(name: str, **arguments: str) -> str:
 
 
 @contextmanager
-def scripted(folder: Path, texts: Sequence[str], *, context: int = CONTEXT) -> Iterator[Served]:
+def scripted(folder: Path, texts: Sequence[str]) -> Iterator[Served]:
     """A server that answers its prompts with these texts."""
     (folder / "grammars.json").write_text(json.dumps([f"start: {json.dumps(t)}" for t in texts]))
     command = (
         *("env", f"{scripted_server.FILE}={folder / 'grammars.json'}"),
         *(sys.executable, "-m", scripted_server.__name__),
     )
-    model = tiny_model(folder / "model", context=context)
-    with serve(
-        str(model), "--served-model-name", "tiny", log=folder / "log", command=command
-    ) as served:
+    model = (str(tiny_model(folder / "model")), "--served-model-name", "tiny")
+    with serve(*model, log=folder / "log", command=command) as served:
         yield served
 
 
@@ -79,15 +77,18 @@ def lines(folder: Path) -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
-def check_hits(found: Sequence[tuple[int, int]]) -> None:
+def check_hits(found: Sequence[tuple[int, int]], victim: str = "") -> None:
     """From the second turn on, the previous prompt was cached.
 
     Args:
         found: of each turn, how many tokens its prompt has, and how many of them were cached.
+        victim: of `killed`. An engine takes its cache along, so in the turn in which it is killed
+            all may be computed again, and in the next one nothing.
     """
-    for (before, _), (num_tokens, num_cached) in itertools.pairwise(found):
+    for turn, ((before, _), (num_tokens, num_cached)) in enumerate(itertools.pairwise(found), 1):
         assert num_tokens > before
-        assert num_cached >= _LEAST_CACHED * before, found
+        if victim != "engine" or turn not in KILLED:
+            assert num_cached >= _LEAST_CACHED * before, found
 
 
 @contextmanager

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.external]
 
 SAID = "All lines are written."
 SUMMARY = "<summary>Lines are written to lines.txt.</summary>"
-CONTEXT = 65_536  # its first prompt is longer than half of that in the tiny vocabulary
 
 
 def thought(text: str, *, num_words: int = 1) -> str:
@@ -77,7 +76,7 @@ def test_ten_turns_of_prompts_that_only_grow(claude_code: Path, tmp_path: Path) 
     """With a compaction between them."""
     early = [*map(written, range(5)), thought(SAID)]
     late = [*map(written, range(5, 10)), thought(SAID)]
-    with scripted(tmp_path, [*early, thought(SUMMARY), *late], context=CONTEXT) as server:
+    with scripted(tmp_path, [*early, thought(SUMMARY), *late]) as server:
         events = run(claude_code, server, tmp_path, "-p", "Write five lines.")
         assert lines(tmp_path) == [str(number) for number in range(5)]
         assert events[-1]["result"] == SAID
@@ -96,10 +95,10 @@ def test_ten_turns_of_prompts_that_only_grow(claude_code: Path, tmp_path: Path) 
 def test_no_call_is_made_twice(claude_code: Path, tmp_path: Path, victim: str) -> None:
     """Although engine or gateway are killed in the middle of turns."""
     texts = [written(n, num_words=500 if n in KILLED else 1) for n in range(10)]
-    with scripted(tmp_path, [*texts, thought(SAID)], context=CONTEXT) as server:
+    with scripted(tmp_path, [*texts, thought(SAID)]) as server:
         with killed(server, tmp_path, victim):
             events = run(claude_code, server, tmp_path, "-p", "Write ten lines.")
         assert lines(tmp_path) == [str(number) for number in range(10)]
         assert events[-1]["result"] == SAID
         assert len(prompts(events)) == 11
-        check_hits(prompts(events))
+        check_hits(prompts(events), victim)

@@ -139,4 +139,4 @@ def test_no_call_is_made_twice(codex: Path, tmp_path: Path, victim: str, transpo
         assert [item["text"] for item in items if item.get("text")][-1] == SAID
         [found] = turns(tmp_path)
         assert len(found) == 11
-        check_hits(found)
+        check_hits(found, victim)
