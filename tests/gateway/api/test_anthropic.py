@@ -620,7 +620,26 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled"}}, "thinking"),
     ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
-    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
+    (
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        "tiny does not support the 'compact_20260112' context management strategy",
+    ),
+    (
+        {
+            "context_management": {
+                "edits": [
+                    {"type": "clear_thinking_20251015", "keep": "all"},
+                    {
+                        "type": "clear_tool_uses_20250919",
+                        "trigger": {"type": "tool_uses", "value": 30},
+                        "keep": {"type": "tool_uses", "value": 3},
+                        "exclude_tools": ["Bash"],
+                    },
+                ]
+            }
+        },
+        "tiny does not support the 'clear_tool_uses_20250919' context management strategy",
+    ),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     (
