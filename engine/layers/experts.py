@@ -57,11 +57,11 @@ class Router(MatrixLayer):
         super().__init__(out_features, in_features)
         self.bias = constant(torch.empty(out_features)) if has_bias else None
 
-    def hold(
+    def set_matrix(
         self, matrix: Matrix, *, rounds_inputs: bool = True, like: Tensor | None = None
     ) -> None:
         values = matrix.dequantize().to(self.weight if like is None else like)
-        super().hold(DenseMatrix(values), rounds_inputs=rounds_inputs, like=like)
+        super().set_matrix(DenseMatrix(values), rounds_inputs=rounds_inputs, like=like)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → logits float32 [num_tokens, out_features]"""

@@ -12,10 +12,10 @@ from torch import Tensor
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.linear import Linear
 from penstock.engine.lora.cpu_adapters import CpuAdapters, CpuRows
-from penstock.engine.lora.layer_adapters import LayerAdapters, LowRank, StepRows, TorchAdapters
+from penstock.engine.lora.layer_adapters import LayerAdapters, LoraWeights, StepRows, TorchAdapters
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import TorchModel
-from penstock.engine.models.names import Names, row_orders
+from penstock.engine.models.names import WeightNames, row_orders
 from penstock.engine.parallel.shard import Shard
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.weight_memory import WeightMemory
@@ -48,14 +48,14 @@ class AdaptedLayer:
             sizes = (sum(sizes),)
         return {name: (each, size) for name, each in zip(self.modules, sizes, strict=True)}
 
-    def own(self, parts: Sequence[LowRank | None]) -> list[LowRank | None]:
+    def own(self, parts: Sequence[LoraWeights | None]) -> list[LoraWeights | None]:
         """What this layer has of the modules' updates."""
         shard = self.shard
         if shard is None:
             return list(parts)
         places = [None] if len(parts) == 1 else range(len(parts))
         return [
-            part and LowRank(*shard.take_update(part.a, part.b, place), part.scale)
+            part and LoraWeights(*shard.take_update(part.a, part.b, place), part.scale)
             for place, part in zip(places, parts, strict=True)
         ]
 
@@ -63,7 +63,7 @@ class AdaptedLayer:
 class AbsentLayer(LayerAdapters):
     """Stands for a layer that another stage has."""
 
-    def pack(self, parts: Sequence[LowRank | None], _: WeightMemory) -> tuple[()] | None:
+    def pack(self, parts: Sequence[LoraWeights | None], _: WeightMemory) -> tuple[()] | None:
         return () if any(parts) else None
 
     def install(self, slot: int, packed: tuple[()] | None) -> None: ...
@@ -88,9 +88,9 @@ class AdaptedModel:
 HEAD, TABLE = "lm_head", "embed_tokens"
 
 
-def make_room(
+def attach_lora_slots(
     model: TorchModel,
-    names: Names,
+    names: WeightNames,
     *,
     num_slots: int,
     max_rank: int,

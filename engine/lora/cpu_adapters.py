@@ -7,7 +7,7 @@ from ctypes import Structure
 
 import torch
 
-from penstock.engine.lora.layer_adapters import LayerAdapters, LowRank, StepRows
+from penstock.engine.lora.layer_adapters import LayerAdapters, LoraWeights, StepRows
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.lora import (
     CHUNK,
@@ -23,7 +23,7 @@ from penstock.kernels.reference.lora import LoraRows
 
 
 class CpuRows(StepRows):
-    """The same for the operations of a program."""
+    """Which rows of a step have adapters, as a record that the operations of a program read."""
 
     def __init__(self, library: CpuLibrary) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class CpuAdapters(LayerAdapters):
         self._pairs = table_of_pairs(num_slots, len(part_sizes))
 
     def pack(
-        self, parts: Sequence[LowRank | None], memory: WeightMemory
+        self, parts: Sequence[LoraWeights | None], memory: WeightMemory
     ) -> Sequence[PackedPair | None] | None:
         if not any(parts):
             return None

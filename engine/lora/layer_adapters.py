@@ -16,7 +16,7 @@ from penstock.kernels.reference.lora import LoraRows
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LoraWeights:
     """The update scale · B A of a matrix.
 
     Attributes:
@@ -43,7 +43,7 @@ class LayerAdapters(ABC):
     """The updates of one layer, slot by slot; a fused layer has one for each of its parts."""
 
     @abstractmethod
-    def pack(self, parts: Sequence[LowRank | None], memory: WeightMemory) -> Any:
+    def pack(self, parts: Sequence[LoraWeights | None], memory: WeightMemory) -> Any:
         """An adapter's matrices as `install` takes them; any thread may call it. None: no part has
         one.
 
@@ -83,12 +83,12 @@ class TorchAdapters(LayerAdapters):
 
     def pack(
         self,
-        parts: Sequence[LowRank | None],
+        parts: Sequence[LoraWeights | None],
         memory: WeightMemory,  # noqa: ARG002 (the slots' tensors hold them)
-    ) -> Sequence[LowRank | None] | None:
+    ) -> Sequence[LoraWeights | None] | None:
         return parts if any(parts) else None
 
-    def install(self, slot: int, packed: Sequence[LowRank | None] | None) -> None:
+    def install(self, slot: int, packed: Sequence[LoraWeights | None] | None) -> None:
         if self._is_held[slot]:
             self._a[:, slot] = 0
             for b in self._b:

@@ -44,7 +44,7 @@ class ConfigFields:
         self._names = names or {}
 
     def renamed(self, **names: str) -> ConfigFields:
-        """The same fields, some of which are asked for by other names, as in
+        """A view in which some of these fields are asked for by other names, as in
         `renamed(hidden_size="n_embd")`; no name: the object has no such field."""
         return ConfigFields(
             self._values, path=self.path, within=self._prefix[:-1], names={**self._names, **names}

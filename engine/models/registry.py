@@ -20,7 +20,7 @@ from penstock.engine.models.families import (
     phi,
     post_norm,
 )
-from penstock.engine.models.names import LLAMA_NAMES, Names
+from penstock.engine.models.names import LLAMA_NAMES, WeightNames
 from penstock.engine.speculative.device.eagle3_head import EAGLE3_ARCHITECTURES
 
 
@@ -37,7 +37,7 @@ class Architecture:
     """
 
     read_config: Callable[[ConfigFields], DecoderConfig]
-    names: Names = LLAMA_NAMES
+    names: WeightNames = LLAMA_NAMES
     is_headless: bool = False
     has_transposed_experts: bool = False
 

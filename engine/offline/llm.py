@@ -388,7 +388,8 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[array[float]]:
-        self._pooling.require(task)
+        if task not in self._pooling.tasks:
+            raise self._pooling.refusal()
         requests = self._requests(prompts, [NO_OUTPUT] * len(prompts))
         collectors = [
             VectorCollector(

@@ -82,7 +82,7 @@ def _layers_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
 
 
 def _dense_size(config: DecoderConfig, ranks: Ranks) -> int:
-    """Of the MLPs without experts; nobody needs it where all have some."""
+    """The inner size of MLPs without experts; nobody needs it where all have some."""
     experts = config.experts
     if experts is not None and all(experts.layers):
         return config.intermediate_size

@@ -131,7 +131,7 @@ def _first_position(fields: ConfigFields) -> int:
 
 
 def _load_gguf(kind: Any, path: Path, dtype: torch.dtype) -> Any:
-    """The same of a GGUF file, whose matrices become dense, and whose positions begin with the
+    """The model of a GGUF file, whose matrices become dense, and whose positions begin with the
     first one of a text."""
     fields = read_model_fields(path)
     transformers: Any = import_module("transformers")

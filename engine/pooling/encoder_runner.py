@@ -22,8 +22,8 @@ from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 
 class EncoderRunner:
-    """Like `ModelRunner`, without a KV pool. Policy counts blocks all the same, with which it
-    bounds the texts of a step; there is no memory behind them.
+    """The device's part of a step with an encoder, which has no KV. Policy counts blocks all the
+    same, with which it bounds the texts of a step; there is no memory behind them.
 
     Raises:
         ModelLoadError: the model's files are invalid.
@@ -60,7 +60,7 @@ class EncoderRunner:
             kv_layout="none",
             quantization="none",
             weight_bytes=encoder.weight_bytes,
-            overlaps_steps=False,
+            async_scheduling=False,
             device=str(device),
             num_threads=torch.get_num_threads(),
         )

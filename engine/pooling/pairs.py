@@ -21,10 +21,10 @@ class PairPrompts:
 
     def __init__(self, tokenizer: Tokenizer, pair_format: PairFormat) -> None:
         self._tokenizer = tokenizer
-        self._is_judged = pair_format == "judge"
+        self._is_yes_no = pair_format == "yes_no"
         self._before: list[int] = []
         self._after: list[int] = []
-        if self._is_judged:
+        if self._is_yes_no:
             self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
             self._after = tokenizer.encode(_AFTER, add_special_tokens=False)
 
@@ -48,7 +48,7 @@ class PairPrompts:
             InvalidRequestError: a text cannot be tokenised.
             PromptTooLongError: `max_tokens` leaves no room for the document.
         """
-        if not self._is_judged:
+        if not self._is_yes_no:
             return self._tokenizer.encode_pair(query, document, max_tokens=max_tokens, param=param)
         text = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: "
         room = None

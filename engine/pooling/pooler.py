@@ -73,20 +73,21 @@ class Pooler:
     """
     Args:
         head: of a model that scores or classifies; None: it has none.
+
+    Attributes:
+        kept: by sequence inside its prompt: float64 [hidden_size], the sum of its hidden states so
+            far, or the first one.
     """
 
     def __init__(self, pooling: ModelPooling, head: ScoreHead | None = None) -> None:
         self._pooling = pooling
         self._head = head
-        # By sequence inside its prompt: float64 [hidden_size], the sum of its hidden states so far,
-        # or the first one.
-        self._kept: dict[int, Tensor] = {}
+        self.kept: dict[int, Tensor] = {}
 
     def forget(self, seq_ids: Iterable[int]) -> None:
         """These sequences have left; they start again if they come back."""
-        if self._kept:
-            for seq_id in seq_ids:
-                self._kept.pop(seq_id, None)
+        for seq_id in seq_ids:
+            self.kept.pop(seq_id, None)
 
     def pool(self, spans: Sequence[PooledSpan], hidden: Tensor) -> Vectors | None:
         """The results of the sequences that end with this step; None if there are none.
@@ -112,15 +113,15 @@ class Pooler:
         if kind == "last":
             return hidden[end - 1].double() if span.is_last else None
         if kind == "cls":
-            part = hidden[first].double() if span.start == 0 else self._kept[span.seq_id]
+            part = hidden[first].double() if span.start == 0 else self.kept[span.seq_id]
         else:
             part = hidden[first:end].double().sum(0)
             if span.start:
-                part = part + self._kept[span.seq_id]
+                part = part + self.kept[span.seq_id]
         if not span.is_last:
-            self._kept[span.seq_id] = part
+            self.kept[span.seq_id] = part
             return None
-        self._kept.pop(span.seq_id, None)
+        self.kept.pop(span.seq_id, None)
         return part / (span.start + span.num_rows) if kind == "mean" else part
 
     def _scores(self, rows: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def load_score_head(
         raise ModelLoadError("a model that scores or classifies must be native, or an encoder")
     if not model.config.has_head:
         return None
-    if pooling.pair_format == "judge" and not pooling.has_score_weight:
+    if pooling.pair_format == "yes_no" and not pooling.has_score_weight:
         ids = pooling.answer_tokens or _ids_of(pooling.answers, path)
         yes, no = model.head(torch.tensor(ids, device=model.device)).double()
         return ScoreHead(weight=(yes - no)[None])

@@ -28,7 +28,7 @@ Task = Literal["generate", "embed", "score", "classify"]
 PoolingTask = Literal["embed", "score", "classify"]
 Activation = Literal["sigmoid", "softmax", "identity"]
 PoolingKind = Literal["last", "mean", "cls"]
-PairFormat = Literal["pair", "judge"]
+PairFormat = Literal["pair", "yes_no"]
 
 _DOES = {
     "generate": "generates text",
@@ -117,16 +117,12 @@ class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a vector depends on hidden states that a prefix hit would skip."""
         return self.kind != "last"
 
-    def require(self, task: Task) -> None:
-        """
-        Raises:
-            InvalidRequestError: the model cannot do this.
-        """
-        if task not in self.tasks:
-            others = " and ".join(_DOES[each] for each in self.tasks)
-            raise InvalidRequestError(
-                f"this server's model {others}: it has no support for this request", param="model"
-            )
+    def refusal(self) -> InvalidRequestError:
+        """The error of a request for what is not among `tasks`."""
+        others = " and ".join(_DOES[each] for each in self.tasks)
+        return InvalidRequestError(
+            f"this server's model {others}: it has no support for this request", param="model"
+        )
 
 
 def numbers_of(vector: bytes) -> array[float]:
@@ -189,7 +185,7 @@ def read_pooling(path: Path, name: str = "") -> ModelPooling:
             kind="mean" if encoder else "last",
             is_normalized=encoder is None,
             size=size,
-            pair_format="pair" if encoder or not architecture.startswith("Qwen3") else "judge",
+            pair_format="pair" if encoder or not architecture.startswith("Qwen3") else "yes_no",
             has_score_weight=encoder != "embed",
             labels=labels,
             activation=_activation(fields, len(labels)),
@@ -205,7 +201,7 @@ def read_pooling(path: Path, name: str = "") -> ModelPooling:
             raise fields.error("classifier_from_token", "expected the tokens of no and yes")
         pooling = msgspec.structs.replace(pooling, answers=(tokens[1], tokens[0]))
     if "classifier_from_token" in fields or "qwen3-reranker" in f"{name} {path.name}".lower():
-        pooling = msgspec.structs.replace(pooling, tasks=("score",), pair_format="judge")
+        pooling = msgspec.structs.replace(pooling, tasks=("score",), pair_format="yes_no")
     return _as_modules_say(pooling, path, modules)
 
 
@@ -290,7 +286,7 @@ def _as_modules_say(pooling: ModelPooling, path: Path, modules: list[ConfigField
                     fields.integer("false_token_id", minimum=0),
                 )
                 pooling = replace(
-                    pooling, tasks=("score",), pair_format="judge", answer_tokens=answers
+                    pooling, tasks=("score",), pair_format="yes_no", answer_tokens=answers
                 )
         else:
             raise module.error("type", f"modules of the kind {kind} are not supported")

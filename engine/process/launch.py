@@ -4,7 +4,7 @@ The supervisor passes three environment variables: `PENSTOCK_CONFIG_FD` (a pipe 
 object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe for JSON lines
 about start-up) and `PENSTOCK_SUPERVISOR_PID`. A child that accepts connections gets the socket as
 `PENSTOCK_LISTEN_FD`. A child that must show signs of life also gets
-`PENSTOCK_PULSE_FD`, a pipe for one byte each.
+`PENSTOCK_HEARTBEAT_FD`, a pipe for one byte each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.engine.errors import ConfigError, EngineError, ModelLoadError
 CONFIG_FD = "PENSTOCK_CONFIG_FD"
 STATUS_FD = "PENSTOCK_STATUS_FD"
 SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
-PULSE_FD = "PENSTOCK_PULSE_FD"
+HEARTBEAT_FD = "PENSTOCK_HEARTBEAT_FD"
 LISTEN_FD = "PENSTOCK_LISTEN_FD"
 EXIT_WRONG_OPTION = 2  # exit code of the command; a restart would not help
 EXIT_STUCK = 70  # exit code of an engine whose step hung

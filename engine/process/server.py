@@ -36,10 +36,10 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.models.registry import is_native
-from penstock.engine.process.launch import LISTEN_FD, PULSE_FD, Status, run_child
+from penstock.engine.process.launch import HEARTBEAT_FD, LISTEN_FD, Status, run_child
 from penstock.engine.process.logs import LogWriter, configure_logging
 from penstock.engine.process.sandbox import give_way
-from penstock.engine.process.watchdog import Watchdog, life_line
+from penstock.engine.process.watchdog import Watchdog, heartbeat
 from penstock.engine.protocol.messages import (
     SHORT_KEY_BYTES,
     Abort,
@@ -359,7 +359,7 @@ class EngineServer:
             self._core.scheduler,
             bytes_per_block=self._bytes_per_block,
             num_awaiting=len(self._core.adapters) + len(self._core.images),
-            num_grammars=len(self._core.grammars),
+            num_grammars=self._core.grammars.num_kept,
             transfers=self._transfers,
         )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
@@ -510,7 +510,7 @@ def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
         os._exit(code)
 
     if step_timeout_s:
-        show_life = life_line(int(os.environ[PULSE_FD]))
+        show_life = heartbeat(int(os.environ[HEARTBEAT_FD]))
         Watchdog(server, timeout_s=step_timeout_s, end=end, show_life=show_life).start()
 
 

@@ -24,12 +24,12 @@ from typing import Protocol
 
 from penstock.engine.process.launch import EXIT_STUCK
 
-# No part of a working step comes near it. In plain torch a layer of an 8B model is 1 TFLOP for
-# 2,048 tokens, 20 s on a laptop at 50 GFLOP/s, and their prompt log-probabilities take 40 s; a call
-# of the CPU kernels takes less. On a GPU the longest is the first step, if all Triton kernels must
-# be compiled: about 100 s on slow cores. Loading a model and capturing graphs come before the
-# watchdog starts. Ending too early is worse than too late: after three crashes a request fails.
-DEFAULT_STEP_TIMEOUT_S = 300.0
+# No part of a working step comes near the default of `--step-timeout-s`, 300 s. In plain torch a
+# layer of an 8B model is 1 TFLOP for 2,048 tokens, 20 s on a laptop at 50 GFLOP/s, and their prompt
+# log-probabilities take 40 s; a call of the CPU kernels takes less. On a GPU the longest is the
+# first step, if all Triton kernels must be compiled: about 100 s on slow cores. Loading a model and
+# capturing graphs come before the watchdog starts. Ending too early is worse than too late: after
+# three crashes a request fails.
 _TICK_S, _MIN_TICK_S = 1.0, 0.01
 _MIN_TICKS = 10
 _LOG = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Watchdog(threading.Thread):
         _LOG.critical("CPU pool: %s", self._watched.describe())
 
 
-def life_line(fd: int) -> Callable[[], None]:
+def heartbeat(fd: int) -> Callable[[], None]:
     """Writes a byte to a pipe, and never waits for its reader."""
     os.set_blocking(fd, False)
 

@@ -72,7 +72,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         max_adapter_bytes: the largest file that an adapter of the model can have; 0: it takes none.
         cache_root: what all its KV depends on. Engines with the same one give the same tokens, and
             the same keys to cached blocks (`blocks.prefix_cache.chain_root`).
-        is_length_bound: KV depends on the prompt's length too.
+        kv_depends_on_prompt_len: KV depends on the prompt's length too.
         kv_root: `cache_root`, and how the bytes of a block are laid out; engines with the same one
             can exchange blocks. Empty: this engine neither sends nor takes blocks.
         num_block_bytes: of a block that is sent.
@@ -97,7 +97,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     weight_bytes: Count = 0
     adapters: tuple[Adapter, ...] = ()
     cache_root: bytes = b""
-    is_length_bound: bool = False
+    kv_depends_on_prompt_len: bool = False
     kv_root: bytes = b""
     num_block_bytes: Count = 0
     max_adapter_bytes: Count = 0

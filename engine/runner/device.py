@@ -12,7 +12,7 @@ from penstock.kernels.cpu.cores import num_usable_cores
 
 # Tokens that a decoding step computes in about the time of one. On a CPU MAX_ROWS of
 # kernels/cpu/kernels.c; on a GPU a guess: weights are read once, and products cost little.
-NUM_CHEAP_ROWS = {"cpu": 8, "cuda": 32}
+NUM_VERIFY_ROWS = {"cpu": 8, "cuda": 32}
 
 
 def select_device(config: DeviceConfig, ranks: Ranks = ALONE) -> torch.device:

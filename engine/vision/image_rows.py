@@ -25,7 +25,7 @@ class SequenceImages:
         offsets: int64 [3, num_prompt_tokens], what M-RoPE adds to each position for time, row and
             column; None: nothing.
         last_offset: the same for all positions after the prompt.
-        is_whole: an image's tokens attend to all of it.
+        has_bidirectional_images: an image's tokens attend to all of it.
     """
 
     def __init__(self, entry: SequenceEntry, encoder: ImageEncoder) -> None:
@@ -37,7 +37,7 @@ class SequenceImages:
             self.rows.append(image.offset + np.flatnonzero(span == encoder.token_id))
         self.offsets: Integers | None = None
         self.last_offset = 0
-        self.is_whole = encoder.is_whole
+        self.has_bidirectional_images = encoder.has_bidirectional_images
         if encoder.has_grid:
             self.offsets, self.last_offset = _grid_offsets(len(ids), self.rows, self.encoded)
 
@@ -51,7 +51,7 @@ class SequenceImages:
         return found
 
     def offsets_of(self, start: int, stop: int) -> Integers | None:
-        """Of the positions from `start` to `stop`: int64 [3, stop − start]"""
+        """Offsets of the positions from `start` to `stop`: int64 [3, stop − start]"""
         if self.offsets is None:
             return None
         found = np.full((3, stop - start), self.last_offset)
@@ -100,7 +100,7 @@ def step_images(
             for at, found in images.features(start, stop):
                 rows.append(at + (first_row - start))
                 features.append(found)
-                if images.is_whole:
+                if images.has_bidirectional_images:
                     span = slice(int(rows[-1][0]), int(rows[-1][-1]) + 1)
                     whole.append(WholeImage(span, number, int(at[0])))
             moved = images.offsets_of(start, stop)

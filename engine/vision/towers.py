@@ -44,7 +44,7 @@ def is_with_images(config: PreTrainedConfig) -> bool:
     return config.model_type in _TOWERS and getattr(config, "vision_config", None) is not None
 
 
-def sees_whole_images(config: PreTrainedConfig) -> bool:
+def has_bidirectional_images(config: PreTrainedConfig) -> bool:
     """Whether an image's tokens attend to all of that image, not only to what comes before."""
     return is_with_images(config) and config.model_type in _WHOLE
 
@@ -66,7 +66,7 @@ class VisionEncoder:
     Attributes:
         token_id: of image tokens.
         has_grid: the features of an image have positions in a grid.
-        is_whole: an image's tokens attend to all of it.
+        has_bidirectional_images: an image's tokens attend to all of it.
         encoded: by digest; any thread may read it.
 
     Raises:
@@ -79,7 +79,7 @@ class VisionEncoder:
         assert tokens is not None, "both go by the type of the model"
         self.token_id = tokens.token_id
         self.has_grid = config.model_type in _GRID_POSITIONS
-        self.is_whole = sees_whole_images(config)
+        self.has_bidirectional_images = has_bidirectional_images(config)
         self.encoded: dict[str, EncodedImage] = {}
         try:
             auto: Any = AutoImageProcessor
@@ -108,7 +108,7 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, digest: str, data: bytes) -> tuple[int, int]:
-        """See `ImageEncoder`."""
+        """Compute an image's features and keep them: how many tokens and bytes they are."""
         if not getattr(self._set_up, "is_done", False):
             self._set_up.is_done = True
             with suppress(OSError):  # not everywhere has a thread a priority of its own

@@ -28,7 +28,7 @@ from penstock.engine.chat_formats import (
     Piece,
     TemplateFacts,
     template_messages,
-    template_variables,
+    with_known_effort,
 )
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.protocol.messages import EngineInfo
@@ -66,7 +66,7 @@ from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
-from penstock.gateway.generation.prompt_memory import PromptMemory
+from penstock.gateway.generation.prompt_memory import MIN_KNOWN_CHARS, PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
@@ -168,9 +168,9 @@ class Generator:
         self, text: str, *, add_special_tokens: bool, must_fit: bool, tenant: str = ""
     ) -> list[int]:
         """The token ids of a rendered conversation. Raises as `tokenise`."""
-        if add_special_tokens:
+        if add_special_tokens or len(text) < MIN_KNOWN_CHARS:
             return await self.tokenise(
-                text, add_special_tokens=True, param="messages", must_fit=must_fit
+                text, add_special_tokens=add_special_tokens, param="messages", must_fit=must_fit
             )
         reused = await self.long_work.run(
             partial(self._memory.search(tenant), text), is_long=len(text) >= LONG_TEXT_CHARS
@@ -194,6 +194,8 @@ class Generator:
             InvalidRequestError: the template raises an error, or requests may not have templates.
         """
         text = await self._rendered(prompt)
+        if not prompt.images:
+            return text
         return self.images.expanded(text, prompt.images, param="messages")
 
     async def _rendered(self, prompt: ChatPrompt) -> str:
@@ -256,22 +258,28 @@ class Generator:
         Args:
             facts: of the request's own template.
         """
-        reads = self._reads_part if prompt.template is None else names_parts_of(source)
-        messages, tools = self.model.formats.for_template(
-            as_read(prompt.messages, reads),
-            prompt.tools,
-            template=facts,
-            keeps_places=prompt.keeps_places,
+        messages, tools = prompt.messages, prompt.tools
+        is_plain = not (tools or prompt.keeps_places or self.model.images) and all(
+            _is_plain(message, is_first=not at) for at, message in enumerate(messages)
         )
+        if not is_plain:
+            reads = self._reads_part if prompt.template is None else names_parts_of(source)
+            messages = as_read(messages, reads)
+            messages, tools = self.model.formats.for_template(
+                messages, tools, template=facts, keeps_places=prompt.keeps_places
+            )
         own = self.model.formats.facts_for(has_tools=bool(tools), template=facts)
-        variables = {**self.model.template_defaults, **prompt.kwargs}
+        if not is_plain:
+            messages = with_parts(messages, self.model.message_parts, self.model.images)
+            messages = template_messages(messages, own)
+        variables: Mapping[str, Any] = {**self.model.template_defaults, **prompt.kwargs}
+        if "reasoning_effort" in variables:
+            variables = with_known_effort(variables, own.calls)
         return {
-            "messages": template_messages(
-                with_parts(messages, self.model.message_parts, self.model.images), own
-            ),
+            "messages": messages,
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": tools, **template_variables(variables, own.calls)},
+            "kwargs": {"tools": tools, **variables},
         }
 
     async def tokenise(
@@ -536,6 +544,17 @@ def _no_documents(template: ChatTemplate) -> str:
     able = [repr(name) for name, source in template.named.items() if "documents" in source]
     hint = f"; chat_template may be {' or '.join(able)}" if able else ""
     return f"the chat template shows no documents{hint}"
+
+
+def _is_plain(message: Mapping[str, Any], *, is_first: bool) -> bool:
+    """Whether every template shows it as it is, or refuses it."""
+    return (
+        isinstance(message.get("content"), str)
+        and message.get("role") != "tool"
+        and (is_first or message.get("role") != "system")
+        and "tool_calls" not in message
+        and "tool_call_id" not in message
+    )
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -75,8 +75,9 @@ class ServedModel:
             RequestRefusedError: 404: this server does not have the model.
             InvalidRequestError: the model does something else.
         """
-        if task is not None and (name is None or self.has(name)):
-            self.pooling.require(task)
+        is_this = name is None or self.has(name)
+        if is_this and task is not None and task not in self.pooling.tasks:
+            raise self.pooling.refusal()
         if name is None:
             return self.name
         if not self.has(name):

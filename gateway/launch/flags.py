@@ -28,7 +28,6 @@ from penstock.engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from penstock.engine.process.watchdog import DEFAULT_STEP_TIMEOUT_S
 from penstock.gateway.config import GatewayConfig, KVTransfer, Routing
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -530,7 +529,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("max-queue-tokens", _GATEWAY.max_queue_tokens, "prompt tokens that may wait", COUNT),
         Flag("request-deadline-ms", None, "refuse a request whose first token is predicted later "
              "than this; a request's header x-request-deadline-ms overrides it", MILLISECONDS),
-        Flag("step-timeout-s", DEFAULT_STEP_TIMEOUT_S, "log the engine's stacks and restart it "
+        Flag("step-timeout-s", 300.0, "log the engine's stacks and restart it "
              "when a step makes no progress for so long; 0: never", SECONDS),
     ),
     "several engines": (

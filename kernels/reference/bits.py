@@ -9,5 +9,5 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_bits(x: Tensor) -> Tensor:
-    """The same memory as integers: every NaN keeps its payload, and any dtype can be moved."""
+    """A view of the memory as integers: every NaN keeps its payload, and any dtype can be moved."""
     return x.view(_INTEGERS[x.itemsize])

@@ -82,7 +82,7 @@ def test_inputs_as_they_are_are_nearer(
     path = tiny_checkpoint()
     quantized = load_model(ModelConfig(quantization=quantization), path, CPU)
     for layer in quantized.matrix_layers:
-        layer.hold(DenseMatrix(torch.cat([each.dequantize() for each in layer.quantized])))
+        layer.set_matrix(DenseMatrix(torch.cat([each.dequantize() for each in layer.quantized])))
     expected = logits(quantized)
     exact = load(path, quantization, quantize_activations=False)
     assert relative_error(logits(exact), expected) < 1e-5

@@ -190,7 +190,7 @@ class _Model:
         keys.refuse_others("expert_group_used_count", 0, 1)
 
     def _rows(self, tensor: str) -> int:
-        """Of one expert's matrix in the first layer."""
+        """How many rows one expert's matrix in the first layer has."""
         found = self.file.tensors.get(f"blk.0.{tensor}.weight")
         if found is None or len(found.shape) != 3:
             raise ModelLoadError(f"{self.file.parts[0]}: tensor blk.0.{tensor}.weight is missing")
@@ -537,8 +537,8 @@ def _add_gemma3(model: _Model) -> None:
 
 
 def _add_gemma_scale(model: _Model, *, of_heads: int) -> None:
-    """Of scores, which no key has. of_heads: layers of the size whose scale follows from its heads,
-    not from their size."""
+    """Add the scale of attention scores, which no key has. of_heads: layers of the size whose scale
+    follows from its heads, not from their size."""
     config = model.config
     size = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = size if model.num_layers == of_heads else config["head_dim"]
@@ -557,7 +557,7 @@ def _add_neox(model: _Model) -> None:
 
 
 def _add_stablelm(model: _Model) -> None:
-    """As llama.cpp, by the tensors: old files have the key wrong."""
+    """Decide by the tensors, as llama.cpp does: old files have the key wrong."""
     model.keys.raw("use_parallel_residual")
     model.config["use_parallel_residual"] = not model.has("ffn_norm.weight")
     model.config["qk_layernorm"] = model.has("attn_q_norm.weight")

@@ -69,7 +69,7 @@ def gguf_directory(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    """Of its size, its beginning, and samples to its end; of a split one, those of all parts."""
+    """A digest of the size, the beginning and samples to the end; of a split file, of all parts."""
     with file.open("rb") as data:
         if data.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise ModelLoadError(f"{file} is not a GGUF file")
@@ -122,7 +122,7 @@ def write_model(content: GgufFile, folder: Path) -> None:
 
 
 def _write_pooling(folder: Path, kind: str) -> None:
-    """As sentence-transformers does; llama.cpp normalises vectors."""
+    """Write what sentence-transformers does for this kind; llama.cpp normalises vectors."""
     (folder / "1_Pooling").mkdir()
     _write_json(folder / "1_Pooling" / "config.json", {f"pooling_mode_{kind}": True})
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
@@ -144,8 +144,8 @@ def _write(content: GgufFile, folder: Path) -> None:
 
 
 def _sampling(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """As in a `generation_config.json`. Whoever reads that says what is wrong with a value; a list
-    is none, as in llama.cpp."""
+    """Recommended parameters by their names in a `generation_config.json`. Whoever reads that says
+    what is wrong with a value; a list is none, as in llama.cpp."""
     found = {name: keys.get(_SAMPLING + key) for name, key in _SAMPLERS.items()}
     return {
         # Of single precision; llama.cpp reads six digits, too.

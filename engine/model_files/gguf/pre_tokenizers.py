@@ -92,7 +92,7 @@ class PreTokenizer:
     is_byte_level: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """As in `tokenizer.json`."""
+        """What `tokenizer.json` has for it."""
         spelled = [_BYTE_LEVEL] if self.is_byte_level else []
         steps = [*map(_split, self.patterns), *spelled, *map(_split, self.byte_patterns)]
         return {"type": "Sequence", "pretokenizers": steps}

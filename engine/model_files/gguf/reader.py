@@ -274,7 +274,7 @@ class _Declared:
         return GgufTensor(block.name, shape, offset, num_blocks * block.num_bytes, self._part)
 
     def _placed(self, tensors: dict[str, GgufTensor], start: int) -> dict[str, GgufTensor]:
-        """The same with their offsets in the file; start: where tensors begin."""
+        """Tensors with their offsets in the file; start: where tensors begin."""
         placed, end = {}, start
         for name, each in sorted(tensors.items(), key=lambda item: item[1].offset):
             offset = start + each.offset

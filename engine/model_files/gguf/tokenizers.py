@@ -152,7 +152,7 @@ def _pre_tokenizer(keys: Keys, vocabulary: Vocabulary) -> PreTokenizer:
 
 
 def _merges(keys: Keys, tokens: list[str], *, are_checked: bool) -> list[Any]:
-    """As the file has them: two tokens with a space between them.
+    """The merges, each as the file has it: two tokens with a space between them.
 
     Args:
         are_checked: as pairs, without those of other texts than tokens. llama.cpp ignores such
@@ -430,7 +430,7 @@ def _config(keys: Keys, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _templates(keys: Keys) -> str | list[dict[str, str]]:
-    """As in `tokenizer_config.json`: the chat template, or a list of several, by name."""
+    """What `tokenizer_config.json` has: the chat template, or a list of several, by name."""
     names = keys.strings(_TEMPLATES) if _TEMPLATES in keys else []
     found = {"default": keys.text(_TEMPLATE)}
     found |= {name: keys.text(f"{_TEMPLATE}.{name}") for name in names}

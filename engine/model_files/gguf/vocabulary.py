@@ -48,7 +48,8 @@ _BERT_TEXTS = {"cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]", "
 
 
 class TokenType(enum.IntEnum):
-    """Of `tokenizer.ggml.token_type`. Any other number counts as undefined, that as unused."""
+    """The kinds in `tokenizer.ggml.token_type`. Any other number counts as undefined, that as
+    unused."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -99,8 +100,8 @@ class Keys:
         return values
 
     def token_id(self, name: str) -> int | None:
-        """Of `tokenizer.ggml.NAME_token_id`; None: the file has none, or -1. It may be beyond the
-        vocabulary."""
+        """The id in `tokenizer.ggml.NAME_token_id`; None: the file has none, or -1. It may be
+        beyond the vocabulary."""
         key = id_key(name)
         value = self._values.get(key)
         if value is None:
@@ -220,7 +221,7 @@ class Vocabulary:
 
     @cached_property
     def added_ids(self) -> list[int]:
-        """Of the tokens that a text is split at before all else."""
+        """The ids of tokens that a text is split at before all else."""
         added = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
         return [number for number, each in enumerate(self.types) if each in added]
 
@@ -284,7 +285,8 @@ def _special(keys: Keys, model: str, ids: Mapping[str, int], types: list[int]) -
 
 
 def _ends_by_text(ids: Mapping[str, int], types: list[int]) -> list[int]:
-    """As llama.cpp does: a fine-tune to chat may name the end of its base model only."""
+    """Tokens whose text marks an end, which llama.cpp adds: a fine-tune to chat may name the end of
+    its base model only."""
     texts = [
         text
         for text in END_TEXTS

@@ -48,7 +48,12 @@ from penstock.engine.models.through_transformers.modules import (
 )
 from penstock.engine.models.through_transformers.ranks import check_heads, join, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.vision.towers import VisionEncoder, is_with_images, sees_whole_images, towers
+from penstock.engine.vision.towers import (
+    VisionEncoder,
+    has_bidirectional_images,
+    is_with_images,
+    towers,
+)
 from penstock.kernels.cpu.library import CpuLibrary
 
 _OLDEST = Version(
@@ -485,9 +490,9 @@ class TransformersModel(nn.Module):
         self._siblings = tuple(each for each in inspected.siblings if each[0] in modules)
         self._cpu: CpuParts | None = None
         self._attentions = [PagedAttention(found, index) for index, found in enumerate(layers)]
-        is_whole = sees_whole_images(self.causal_lm.config)
+        is_bidirectional = has_bidirectional_images(self.causal_lm.config)
         for found, attention in zip(layers, self._attentions, strict=True):
-            attention.sees_whole_images = is_whole
+            attention.has_bidirectional_images = is_bidirectional
             self.causal_lm.get_submodule(found.module).paged_attention = attention
         self.causal_lm.set_attn_implementation(_PAGED)
         self._base_name = inspected.base
@@ -571,7 +576,7 @@ class TransformersModel(nn.Module):
             each.cache_dtype = torch.int8
 
     def _refuse_with_whole_images(self) -> None:
-        if sees_whole_images(self.causal_lm.config):
+        if has_bidirectional_images(self.causal_lm.config):
             raise ConfigError(
                 "--kv-cache-dtype must be auto: in this model an image's tokens attend to all of it"
             )
@@ -691,7 +696,7 @@ class _GivenHidden(nn.Module):
 
 
 def _replaced(root: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """The same modules with another one of this name; `root` stays as it is."""
+    """A copy of `root` in which the module of this name is another one."""
     root = copy.copy(root)
     root._modules = dict(root._modules)
     first, _, rest = name.partition(".")

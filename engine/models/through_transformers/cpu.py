@@ -494,7 +494,7 @@ def _fuse_attention(
     is_right = [each.out_features for each in first] == sizes and last.in_features == sizes[0]
     if module.kernel is None or not is_right or isinstance(last, StackedLinear):
         return None
-    if module.sees_whole_images:  # which only `PagedAttention` offers
+    if module.has_bidirectional_images:  # which only `PagedAttention` offers
         return None
     norms = [
         each

@@ -50,13 +50,13 @@ class PagedAttention(Attention):
 
     Attributes:
         cache_dtype: of the cache; None: the model's.
-        sees_whole_images: an image's tokens attend to all of it.
+        has_bidirectional_images: an image's tokens attend to all of it.
         kernel: does the same on a CPU; None: torch does.
     """
 
     kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     cache_dtype: torch.dtype | None = None
-    sees_whole_images = False
+    has_bidirectional_images = False
 
     def __init__(self, found: AttendingLayer, layer: int) -> None:
         super().__init__(
@@ -87,7 +87,7 @@ class PagedAttention(Attention):
     ) -> Tensor:
         """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads,
         head_dim] → as the query"""
-        if self.sees_whole_images and context.images is not None:
+        if self.has_bidirectional_images and context.images is not None:
             attended = self._attend(query, key, value, context, sinks=sinks)
             for image in context.images.whole:
                 attended[image.rows] = self._attend_within(image, query[image.rows], context)
@@ -118,8 +118,8 @@ class PagedAttention(Attention):
         return super().forward(query, context, sinks=sinks)
 
     def _attend_within(self, image: WholeImage, query: Tensor, context: ForwardContext) -> Tensor:
-        """Of an image's tokens, to what its first token sees and to the rest of the image, of
-        which keys and values are stored by now; a window bounds how far back.
+        """Attention of an image's tokens to what its first token sees and to the rest of the image,
+        of which keys and values are stored by now; a window bounds how far back.
 
         query [num_tokens, num_heads, head_dim] → the same shape
         """
@@ -240,7 +240,7 @@ class ModuleLinear(Linear):
 
 
 class ModuleEmbedding(Embedding):
-    """The same of `Embedding`."""
+    """An embedding that kernels may compute."""
 
     compute: Callable[[Tensor], Tensor] | None = None
 

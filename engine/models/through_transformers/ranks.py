@@ -233,7 +233,7 @@ def _split_linear(
 def _split_parameter(
     module: nn.Module, name: str, style: str, ranks: Ranks, kind: str, *, is_expert: bool
 ) -> None:
-    """Of experts, or a vector with a number for each head, such as attention sinks."""
+    """Split a parameter of experts, or with a number for each head, such as attention sinks."""
     own_name = name.rpartition(".")[2]
     parameter = module.get_parameter(own_name)
     place, num_parts = _OF_EXPERTS.get(style, (0, 0))
@@ -298,7 +298,7 @@ def _hand_over(layer: Any, _: object, output: Tensor) -> Tensor:
 
 
 def _sum(module: Any, _: object, output: Tensor) -> Tensor:
-    """Of experts."""
+    """The sum of all ranks' experts; a hook of the module."""
     total: Tensor = module.ranks.sum(output.reshape(-1, output.shape[-1]).contiguous())
     return total.view(output.shape)
 

@@ -32,7 +32,7 @@ from penstock.engine.weights.formats import FORMATS, format_of
 from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate
 
-Hold = Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None]
+SetMatrix = Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None]
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Names:
 def read_weights(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
-    hold: Hold,
+    set_matrix: SetMatrix,
     like: Tensor,
     *,
     absent: Mapping[str, Tensor],
@@ -64,7 +64,7 @@ def read_weights(
     """Read all weights of a model whose parameters are on the meta device.
 
     Args:
-        hold: gives a module its matrix, which is made of one part.
+        set_matrix: gives a module its matrix, which is made of one part.
         like: has the dtype and device of matrices.
         absent: tensors that other ranks have.
 
@@ -87,7 +87,7 @@ def read_weights(
         if name in shares:
             values = shares[name][1](values)
         if isinstance(target, MatrixLayer) and kind == "weight":
-            hold(target, [module], [DenseMatrix(values)])
+            set_matrix(target, [module], [DenseMatrix(values)])
         elif kind in target._buffers:
             target._buffers[kind] = values.to(wanted[name], copy=True)
         else:
@@ -107,9 +107,9 @@ def read_weights(
         if not isinstance(module, MatrixLayer) or f"{name}.weight" in done | tied.keys():
             continue
         prefix = names.modules.get(name, name)
-        is_turned = isinstance(module, ModuleLinear) and module.is_transposed
-        read = read_transposed if is_turned else read_matrix
-        hold(module, [prefix], [read(checkpoint, prefix, _matrix_shape(module))])
+        is_transposed = isinstance(module, ModuleLinear) and module.is_transposed
+        read = read_transposed if is_transposed else read_matrix
+        set_matrix(module, [prefix], [read(checkpoint, prefix, _matrix_shape(module))])
         done.add(f"{name}.weight")
     for name in wanted:
         if name not in done and name not in tied:
@@ -126,8 +126,8 @@ def read_weights(
 def _shares(
     modules: Mapping[str, nn.Module],
 ) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]]:
-    """Of parameters of which a rank has a share: the shape of the whole, and what takes the share;
-    of matrices `hold` does."""
+    """For each parameter of which a rank has a share: the shape of the whole, and what takes the
+    share. Of matrices `set_matrix` takes it."""
     found: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
     for name, module in modules.items():
         shares: dict[str, TensorShare] = getattr(module, "tensor_shares", {})

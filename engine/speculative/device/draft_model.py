@@ -25,27 +25,6 @@ from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculative.device.draft_progress import DraftProgress, Spans
 
 
-class NoDraftModel:
-    """Stands in for `DraftModel` where there is none."""
-
-    weight_bytes = 0
-
-    def update(self, batch: Batch) -> None:
-        """Nothing to move."""
-
-    def propose(self, batch: Batch) -> None:
-        assert not any(item.num_wanted_drafts for item in batch.scheduled), "no draft model"
-
-    def follow(self, batch: Batch, inputs: StepInputs, output: StepOutput) -> None:
-        """Nothing to compute."""
-
-    def settle(self, seq_ids: Sequence[int]) -> None:
-        """Nothing to keep."""
-
-
-NO_DRAFT_MODEL = NoDraftModel()
-
-
 class DraftModel:
     """
     Args:

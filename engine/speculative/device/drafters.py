@@ -18,7 +18,7 @@ from penstock.engine.models.loader import DraftingModel
 from penstock.engine.runner.device import use_kv_dtype
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.speculative.device.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
+from penstock.engine.speculative.device.draft_model import DraftModel
 from penstock.engine.speculative.device.draft_progress import DraftProgress, KVSpecs, Spans
 from penstock.engine.speculative.device.eagle3_head import Eagle3Head
 from penstock.kernels.cpu.library import CpuLibrary
@@ -133,11 +133,12 @@ class Eagle3Drafter:
         self._features[:, slots] = features.view(len(slots), 2, -1).transpose(0, 1)
 
 
-Drafter: TypeAlias = DraftModel | Eagle3Drafter | NoDraftModel
+Drafter: TypeAlias = DraftModel | Eagle3Drafter
 
 
 def draft_kv_specs(model: DraftingModel | None, kv_dtype: torch.dtype) -> KVSpecs:
-    """Of a drafter's pools, with keys and values in this dtype; an EAGLE-3 head's have its own."""
+    """What a drafter's pools hold, with keys and values in this dtype; an EAGLE-3 head's have its
+    own."""
     if model is None:
         return ()
     if isinstance(model, Eagle3Head):
@@ -156,8 +157,9 @@ def make_drafter(
     *,
     max_num_tokens: int,
     vocab_size: int,
-) -> Drafter:
-    """
+) -> Drafter | None:
+    """None: there is no model that drafts.
+
     Args:
         model: loses its weights to the drafter.
         kv_pool: the target's.
@@ -167,7 +169,7 @@ def make_drafter(
         vocab_size: the target's.
     """
     if model is None:
-        return NO_DRAFT_MODEL
+        return None
     shared = (kv_pool, num_host_blocks, batch, sampler)
     if isinstance(model, Eagle3Head):
         return Eagle3Drafter(model, *shared, max_num_tokens=max_num_tokens)

@@ -84,8 +84,8 @@ def read_eagle3_config(fields: ConfigFields, target: DecoderConfig) -> Eagle3Con
 
 
 def _feature_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """The same field has two meanings: at the top, as vLLM reads it, layers whose inputs are meant;
-    in `eagle_config`, as SGLang reads it, layers whose outputs are."""
+    """The layers whose inputs are the features. One field has two meanings: at the top, as vLLM
+    reads it, these layers; in `eagle_config`, as SGLang reads it, those whose outputs are meant."""
     section = fields.section("eagle_config")
     if _LAYER_IDS in fields:
         layers = fields.integers(_LAYER_IDS)
@@ -185,8 +185,8 @@ class Eagle3Head(nn.Module):
 
     @property
     def kv_specs(self) -> tuple[tuple[LayerKV, ...], tuple[LayerKV, ...]]:
-        """Of two pools: keys and values, which stay in the model's dtype, since they are those of
-        one layer; and a feature for each token in their place, half of it in each."""
+        """What two pools hold: keys and values, which stay in the model's dtype, since they are
+        those of one layer; and a feature for each token in their place, half of it in each."""
         decoder = self.config.decoder
         keys_values, features = (
             LayerKV(num_heads=num_heads, head_size=size, dtype=self.dtype, window=None)

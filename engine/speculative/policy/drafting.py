@@ -17,8 +17,8 @@ from penstock.engine.batch import Batch, BatchResult, ScheduledSequence
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.request import Sequence
+from penstock.engine.speculative.policy.finished_outputs import FinishedOutputs
 from penstock.engine.speculative.policy.ngram import NgramDrafter
-from penstock.engine.speculative.policy.siblings import Siblings
 
 _FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
 _MAX_PAUSE = 32  # steps without drafts after wrong ones
@@ -75,7 +75,7 @@ class Drafting:
     Args:
         config: its `speculation` is None: only requests with a prediction get drafts.
         num_tokens_left: how many tokens a sequence may still get.
-        num_cheap_rows: tokens that a step computes in about the time of one.
+        num_verify_rows: tokens that a step computes in about the time of one.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Drafting:
         blocks: BlockManager,
         num_tokens_left: Callable[[Sequence], int],
         *,
-        num_cheap_rows: int,
+        num_verify_rows: int,
     ) -> None:
-        self._num_cheap_rows = num_cheap_rows
+        self._num_verify_rows = num_verify_rows
         self.counters = DraftCounters()
         speculation = config.speculation
         self._is_for_all = speculation is not None
@@ -96,7 +96,7 @@ class Drafting:
         self._blocks = blocks
         self._num_tokens_left = num_tokens_left
         self._drafted: dict[int, _Drafted] = {}  # by seq_id
-        self._siblings = Siblings()  # empty unless drafts are for all
+        self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
 
     def enter(self, sequence: Sequence) -> bool:
         """A sequence enters the device; whether it may get drafts."""
@@ -113,7 +113,7 @@ class Drafting:
             min_size=self._config.prompt_lookup_min,
             max_size=self._config.prompt_lookup_max,
             prediction=prediction,
-            sibling=self._siblings.find(sequence.request),
+            sibling=self._finished_outputs.find(sequence.request),
         )
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
         self._drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
@@ -123,7 +123,7 @@ class Drafting:
         """Whether a sequence should get its next tokens only when those in flight are known, since
         there are drafts for what comes after them."""
         drafted = self._drafted.get(sequence.seq_id)
-        if drafted is None or len(self._drafted) >= self._num_cheap_rows:
+        if drafted is None or len(self._drafted) >= self._num_verify_rows:
             return False
         if drafted.forced or drafted.pause > 0:
             return bool(drafted.forced)
@@ -133,18 +133,18 @@ class Drafting:
         """A sequence has ended; its output is kept for its siblings."""
         drafted = self._drafted.pop(sequence.seq_id, None)
         if drafted is not None and self._is_for_all:
-            self._siblings.add(sequence)
+            self._finished_outputs.add(sequence)
 
     def drop_prefix(self, token_ids: Ordered[int], *, cache_salt: str) -> None:
         """Forget the outputs to prompts that begin like these tokens."""
-        self._siblings.drop(token_ids, cache_salt=cache_salt)
+        self._finished_outputs.drop(token_ids, cache_salt=cache_salt)
 
     def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> None:
         """Add drafts to a planned step whose tokens are counted as computed."""
         if not self._drafted or any(item.num_new_tokens > 1 for item in scheduled.values()):
             return
         number = len(scheduled)
-        num_rows = min(self._num_cheap_rows, self._max_num_tokens) - number
+        num_rows = min(self._num_verify_rows, self._max_num_tokens) - number
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
             number -= 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 
+from penstock.engine.speculative.ngrams import positions_after
+
 _MAX_NEW = 4096  # tokens of a long prompt that are indexed at once, some milliseconds
 
 
@@ -132,12 +134,3 @@ class _Guide:
             return None
         number = bisect.bisect_left(places, self.left_at)
         return places[min(number, len(places) - 1)]
-
-
-def positions_after(token_ids: Sequence[int], size: int) -> dict[tuple[int, ...], list[int]]:
-    """Each n-gram of this size → the positions after it, in order."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    ngrams = zip(*(token_ids[start:] for start in range(size)), strict=False)
-    for end, ngram in enumerate(ngrams, size):
-        found.setdefault(ngram, []).append(end)
-    return found

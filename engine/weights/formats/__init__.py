@@ -89,7 +89,7 @@ def format_of(checkpoint: Checkpoint) -> str:
 
 
 def describe_format(checkpoint: Checkpoint) -> str:
-    """The same, with what it consists of."""
+    """The name of a checkpoint's format, with what it consists of."""
     name = format_of(checkpoint)
     types = checkpoint.types if isinstance(checkpoint, GgufCheckpoint) else ()
     return f"{name} {' + '.join(types)}".rstrip()

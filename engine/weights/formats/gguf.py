@@ -196,8 +196,8 @@ def _order_of_halves(num_rows: int, num_heads: int) -> Tensor:
 
 
 def _order_by_head(num_rows: int, num_heads: int, num_kv_heads: int) -> Tensor:
-    """The same where the file has all queries, all keys, all values, and each key head's belong
-    together."""
+    """The order of rows where the file has all queries, all keys, all values, and each key head's
+    belong together here."""
     group = num_heads // num_kv_heads
     rows = torch.arange(num_rows).view((group + 2) * num_kv_heads, -1)
     parts = torch.split(rows, [num_heads, num_kv_heads, num_kv_heads])

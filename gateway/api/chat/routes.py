@@ -95,7 +95,8 @@ class ChatCompletions:
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
-        images = await self._generator.images.load(image_sources(chat.messages))
+        sources = image_sources(chat.messages)
+        images = await self._generator.images.load(sources) if sources else ()
         return await planned(
             self._generator,
             request_id,

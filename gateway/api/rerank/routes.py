@@ -151,7 +151,7 @@ class Rerank:
         caller = caller_of(request.scope)
         task: Literal["embed", "score"] = "score" if is_reranker else "embed"
         await embedder.adapters.require(asked.model, caller, task=task)
-        if asked.instruction is not None and model.pooling.pair_format != "judge":
+        if asked.instruction is not None and model.pooling.pair_format != "yes_no":
             raise invalid("instruction", "needs a reranker that judges by one")
         if is_reranker:
             prompts = await embedder.tokenise_pairs(

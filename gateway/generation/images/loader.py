@@ -151,8 +151,6 @@ class ImageLoader:
         Raises:
             RequestRefusedError: it has another number of placeholders.
         """
-        if not images:
-            return text
         assert self._tokens is not None, "they were loaded"
         try:
             return self._tokens.expanded(text, images)

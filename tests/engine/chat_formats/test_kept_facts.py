@@ -1,4 +1,4 @@
-"""What was found of chat templates, in the cache."""
+"""What was found of templates, kept on disk."""
 
 from __future__ import annotations
 
@@ -9,49 +9,68 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.chat_formats import ModelFacts, TemplateFacts, keep_facts, kept_facts
+from penstock.engine.chat_formats import ModelFacts, keep_facts, kept_facts
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
+from penstock.engine.text import ChatTemplate
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.kernels.cache_folder import CACHE_VARIABLE
 
-FILES = TemplateFiles("{{ messages }}", {"bos_token": "<s>"}, named={"other": "{{ tools }}"})
-FACTS = ModelFacts(plain=TemplateFacts(late_system="moved", rewritten=0.25))
+FILES = TemplateFiles.read(DEMO_MODEL_PATH)
+FACTS = ModelFacts.found_in(ChatTemplate(*FILES))
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where facts are kept; others may not write there."""
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    folder = tmp_path / "templates"
-    folder.mkdir(mode=0o755)
-    return folder
+    return tmp_path
 
 
-def kept_file(folder: Path) -> Path:
-    [file] = folder.iterdir()
-    return file
-
-
-def test_they_are_found_by_the_template(folder: Path) -> None:
+def test_facts_are_found_again_by_what_the_templates_are() -> None:
     assert kept_facts(FILES) is None
     keep_facts(FILES, FACTS)
     assert kept_facts(FILES) == FACTS
-    assert kept_file(folder).suffix == ".json"
-    assert kept_facts(FILES._replace(source="{{ tools }}")) is None
+    assert kept_facts(FILES._replace(file=None)) == FACTS, "wherever they are"
+    assert kept_facts(FILES._replace(source=f"{FILES.source} ")) is None
+    assert kept_facts(FILES._replace(named={"a": "{{ messages }}"})) is None
+
+
+@pytest.mark.parametrize("content", ["", "null", "{}", '{"plain": 1}', "\0"])
+def test_what_is_damaged_is_found_anew(cache: Path, content: str) -> None:
+    keep_facts(FILES, FACTS)
+    [file] = (cache / "templates").iterdir()
+    file.write_text(content)
+    assert kept_facts(FILES) is None
+    keep_facts(FILES, FACTS)
+    assert kept_facts(FILES) == FACTS
+
+
+def test_a_place_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a file"
+    file.touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(file))
+    keep_facts(FILES, FACTS)
+    assert kept_facts(FILES) is None
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_what_others_may_write_is_not_read(folder: Path, is_folder: bool) -> None:
+def test_what_others_may_write_is_not_read(cache: Path, is_folder: bool) -> None:
     keep_facts(FILES, FACTS)
-    path = folder if is_folder else kept_file(folder)
+    folder = cache / "templates"
+    folder.chmod(0o755)
+    [file] = folder.iterdir()
+    path = folder if is_folder else file
     path.chmod(0o777)
     assert kept_facts(FILES) is None
     path.chmod(0o755)
     assert kept_facts(FILES) == FACTS
 
 
-def test_halves_are_not_read_and_are_removed(folder: Path) -> None:
+def test_halves_are_not_read_and_are_removed(cache: Path) -> None:
     keep_facts(FILES, FACTS)
-    file = kept_file(folder)
+    folder = cache / "templates"
+    [file] = folder.iterdir()
     file.write_text(file.read_text()[:-20])
     assert kept_facts(FILES) is None
     left = folder / "unfinished-killed"
@@ -61,21 +80,14 @@ def test_halves_are_not_read_and_are_removed(folder: Path) -> None:
     os.utime(left, (long_ago, long_ago))
     keep_facts(FILES, FACTS)
     assert kept_facts(FILES) == FACTS
-    assert kept_file(folder) == file
+    assert list(folder.iterdir()) == [file]
 
 
 def test_facts_of_another_version_are_found_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_facts(FILES, FACTS)
     module = sys.modules[keep_facts.__module__]
     monkeypatch.setattr(module, "VERSION", 0)
     assert kept_facts(FILES) is None
-    assert len(list(folder.iterdir())) == 1
-
-
-def test_without_a_place_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "file").write_text("")
-    monkeypatch.setenv(CACHE_VARIABLE, str(folder / "file" / "x"))
-    keep_facts(FILES, FACTS)
-    assert kept_facts(FILES) is None
+    assert len(list((cache / "templates").iterdir())) == 1

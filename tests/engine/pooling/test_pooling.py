@@ -206,7 +206,7 @@ PAIRS = (["what is it?", "why?"], ["a thing", "because of a long reason, " * 5])
 
 
 def _pair_ids(llm: LLM) -> Iterator[list[int]]:
-    pairs = PairPrompts(llm.tokenizer, "judge")
+    pairs = PairPrompts(llm.tokenizer, "yes_no")
     for query, document in zip(*PAIRS, strict=True):
         yield pairs.prompt(query, document, instruction="be fair")[0]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.process.launch import EXIT_STUCK
-from penstock.engine.process.watchdog import Watchdog, life_line
+from penstock.engine.process.watchdog import Watchdog, heartbeat
 from penstock.engine.protocol.messages import Heartbeat
 
 from .stack import PATIENCE_S, Connect, Engine, wait_until
@@ -161,7 +161,7 @@ def test_heartbeats_tell_how_long_a_step_takes(engine: Engine, connect: Connect)
 
 def test_a_sign_of_life_waits_for_no_reader(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    show_life = life_line(writer)
+    show_life = heartbeat(writer)
     for _ in range(100_000):  # more than a pipe holds
         show_life()
     assert os.read(reader, 10) == bytes(10)

@@ -24,7 +24,7 @@ from penstock.engine import (
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request
-from penstock.engine.runner.device import NUM_CHEAP_ROWS
+from penstock.engine.runner.device import NUM_VERIFY_ROWS
 from penstock.engine.startup import build_core
 
 NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
@@ -165,7 +165,7 @@ def test_tokens_are_the_same(
         "in flight": {"max_steps_in_flight": 2},
     }.items():
         if kind not in ("alone", "together"):  # a draft has a row whatever the others do
-            monkeypatch.setitem(NUM_CHEAP_ROWS, "cpu", 100)
+            monkeypatch.setitem(NUM_VERIFY_ROWS, "cpu", 100)
         core = core_with(dtype, speculative_config=NGRAM, **settings)
         asked = requests(predictions, features=features, logprobs=2)
         found = run(core, asked, at_once=kind != "alone")

@@ -94,7 +94,7 @@ def test_every_native_family_of_llama_cpp_has_an_entry():
     without = NATIVE.keys() - models
     assert without == {"OPTForCausalLM", "GPTJForCausalLM"}  # llama.cpp has neither
     written = {architecture for architecture, _ in FAMILIES.values()}
-    assert written == ARCHITECTURES.keys() - {"bert", "nomic-bert"}  # `test_encoders.py` has them
+    assert written == ARCHITECTURES.keys() - {"bert", "nomic-bert"}  # `test_encoder.py` has them
 
 
 # -- keys --------------------------------------------------------------------------------------

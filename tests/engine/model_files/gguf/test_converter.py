@@ -213,7 +213,7 @@ def _weight(
     name = name.replace("sparse_moe.router.weight", "sparse_moe.router.layer.weight")
     if len(shape) != 2 or "norm" in last:
         return checkpoint.read(name, shape).float()
-    is_turned = architecture == "GPT2LMHeadModel" and ".h." in name
-    stored = shape[::-1] if is_turned else shape
+    is_transposed = architecture == "GPT2LMHeadModel" and ".h." in name
+    stored = shape[::-1] if is_transposed else shape
     matrix = read_gguf(checkpoint, name.removesuffix(".weight"), stored).dequantize().float()
-    return matrix.T if is_turned else matrix
+    return matrix.T if is_transposed else matrix

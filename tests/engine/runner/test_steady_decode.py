@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.runner.input_batch import DecodeRun, DraftedRun
+from penstock.engine.runner.input_batch import SteadyDecode, SteadyVerify
 from tests.engine.runner.test_model_runner import prompt
 
 WAYS: dict[int, dict[str, Any]] = {
@@ -22,9 +22,9 @@ WAYS: dict[int, dict[str, Any]] = {
 def num_advances(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sequences each step had that went on from the last one."""
     seen: list[int] = []
-    for kind in (DecodeRun, DraftedRun):
+    for kind in (SteadyDecode, SteadyVerify):
 
-        def counted(run: DecodeRun, *args: Any, advance: Any = kind.advance) -> Any:
+        def counted(run: SteadyDecode, *args: Any, advance: Any = kind.advance) -> Any:
             seen.append(len(run.seq_ids))
             return advance(run, *args)
 

@@ -23,7 +23,7 @@ class _Key(NamedTuple):
     prompt: bytes
 
 
-class Siblings:
+class FinishedOutputs:
     """The outputs that were finished or used last, one for each prompt.
 
     An output is only found by requests of the same tenant and salt.
