@@ -30,7 +30,7 @@ from penstock.engine.request import Adapter
 from penstock.engine.runner.device import NUM_VERIFY_ROWS
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
-from penstock.kernels.cpu.build import BuildError, cache_dir
+from penstock.kernels.cache_folder import NoCacheError, cache_dir
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -162,7 +162,7 @@ def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:
 def _quarantine() -> Quarantine | None:
     try:
         return Quarantine(cache_dir() / "adapters-being-read")
-    except BuildError:  # no place for it
+    except NoCacheError:  # no place for it
         return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.cpu.build import CACHE_VARIABLE
+from penstock.kernels.cache_folder import CACHE_VARIABLE
 
 from .support.fetched import kept
 

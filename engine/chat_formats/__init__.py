@@ -4,6 +4,7 @@ parser          the state machine: text → pieces of messages, thoughts and cal
 output_format   what an output may contain; pieces under the caller's names of tools
 offered_tools   the tools of a request, and how a model's outputs are written
 template_facts  what a chat template shows of a model's formats, found by rendering
+rewritten       how much of a turn it writes otherwise in later prompts
 kept_facts      that, on disk
 call_format     a format of calls as a value, with its parser and what a grammar needs
 formats         those that have names; reasoning has those of thoughts
@@ -13,6 +14,8 @@ literals        arguments as in Python
 grammar         grammars in a format
 history         earlier calls as chat templates want them
 tools_in_text   tools, calls and results for chat templates that do not show them
+system_messages those in the middle, for chat templates that show them elsewhere
+contents        joins contents of messages
 """
 
 from penstock.engine.chat_formats.call_format import CallFormat

@@ -20,7 +20,7 @@ from typing import Any
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files.json_file import is_present, read_json
 from penstock.engine.model_files.users_files import ORIGIN, TEMPLATE
-from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
+from penstock.kernels.cache_folder import NoCacheError, cache_dir, remove_orphans, unfinished
 
 _VERSION = 1  # of what is written; a change makes other directories
 _CONFIG = "config.json"
@@ -69,7 +69,7 @@ def composed_directory(
             remove_orphans(folder.parent, link=ORIGIN)
             files[ORIGIN] = model.absolute()
             _make(folder, files, texts)
-    except BuildError as error:
+    except NoCacheError as error:
         raise ModelLoadError(f"{model}: no place for its configuration: {error}") from error
     except OSError as error:
         raise ModelLoadError(f"{model}: {error}") from error

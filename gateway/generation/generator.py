@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -68,7 +68,6 @@ from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
 from penstock.gateway.generation.prompt_memory import MIN_KNOWN_CHARS, PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
-from penstock.gateway.generation.system_messages import placed, shows_system_messages
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
@@ -89,8 +88,7 @@ class ChatPrompt:
     """A conversation and how to render it; `images` are those of its messages, in order.
 
     Attributes:
-        keeps_places: system messages in its middle stay there, also where the template would move,
-            drop or refuse them (`system_messages`).
+        keeps_places: no system message may be shown elsewhere (`chat_formats.system_messages`).
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -262,14 +260,14 @@ class Generator:
         """
         messages, tools = prompt.messages, prompt.tools
         is_plain = not (tools or prompt.keeps_places or self.model.images) and all(
-            map(_is_plain, messages)
+            _is_plain(message, is_first=not at) for at, message in enumerate(messages)
         )
         if not is_plain:
             reads = self._reads_part if prompt.template is None else names_parts_of(source)
             messages = as_read(messages, reads)
-            if prompt.keeps_places:
-                messages = placed(messages, lambda: self._shows_system_messages)
-            messages, tools = self.model.formats.for_template(messages, tools, template=facts)
+            messages, tools = self.model.formats.for_template(
+                messages, tools, template=facts, keeps_places=prompt.keeps_places
+            )
         own = self.model.formats.facts_for(has_tools=bool(tools), template=facts)
         if not is_plain:
             messages = with_parts(messages, self.model.message_parts, self.model.images)
@@ -283,10 +281,6 @@ class Generator:
             "continue_final_message": prompt.continue_final_message,
             "kwargs": {"tools": tools, **variables},
         }
-
-    @cached_property
-    def _shows_system_messages(self) -> bool:
-        return shows_system_messages(self.model.chat_template)
 
     async def tokenise(
         self,
@@ -345,12 +339,14 @@ class Generator:
         deadline_s: float | None = None,
         retention: Retention | None = None,
         images: tuple[ImageInput, ...] = (),
+        reservation: Reservation | None = None,
     ) -> Generation:
         """A generation that fits and is admitted, but not started. The caller must enter or discard
         it.
 
         Args:
             param: the parameter that the prompt came from, for error messages.
+            reservation: of a request that is already admitted.
             deadline_s: seconds from now within which the first token is wanted.
 
         Raises:
@@ -375,9 +371,10 @@ class Generator:
         check_logprobs(params, self._max_logprobs)
         params = with_special_stops(params, self.model.tokenizer, vocab_size=info.vocab_size)
         check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        reservation = await self._admission.admit(
-            caller, len(prompt_token_ids), params, deadline_s=deadline_s
-        )
+        if reservation is None:
+            reservation = await self._admission.admit(
+                caller, len(prompt_token_ids), params, deadline_s=deadline_s
+            )
         try:
             for name, grammar in options.grammars:
                 try:
@@ -549,11 +546,12 @@ def _no_documents(template: ChatTemplate) -> str:
     return f"the chat template shows no documents{hint}"
 
 
-def _is_plain(message: Mapping[str, Any]) -> bool:
-    """Whether every template shows it as it is."""
+def _is_plain(message: Mapping[str, Any], *, is_first: bool) -> bool:
+    """Whether every template shows it as it is, or refuses it."""
     return (
         isinstance(message.get("content"), str)
         and message.get("role") != "tool"
+        and (is_first or message.get("role") != "system")
         and "tool_calls" not in message
         and "tool_call_id" not in message
     )

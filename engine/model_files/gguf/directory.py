@@ -32,7 +32,7 @@ from penstock.engine.model_files.json_file import (
     is_present,
     weight_samples,
 )
-from penstock.kernels.cpu.build import BuildError, cache_dir, remove_orphans, unfinished
+from penstock.kernels.cache_folder import NoCacheError, cache_dir, remove_orphans, unfinished
 
 _VERSION = 8  # of what is written; a change makes other directories
 _SAMPLING = "general.sampling."  # begins keys of what a model's makers recommend
@@ -61,7 +61,7 @@ def gguf_directory(file: Path) -> Path:
             _make(read_gguf(file), folder)
         elif (folder / GGUF_FILE).resolve() != file.resolve():  # the same file, moved or copied
             link_parts(read_gguf(file), folder)
-    except BuildError as error:
+    except NoCacheError as error:
         raise ModelLoadError(f"{file}: no place for its configuration: {error}") from error
     except OSError as error:
         raise ModelLoadError(f"{file}: {error}") from error

@@ -19,8 +19,6 @@ from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.api.shared.choices import Answer, Choice
 from penstock.gateway.api.shared.idempotency import (
     IdempotentAnswers,
-    idempotency_key,
-    refuse_with_key,
 )
 from penstock.gateway.api.shared.json_api import (
     CLIENT_GONE,
@@ -73,18 +71,14 @@ class ChatCompletions:
         chat = await parsed(self._generator.paced_work, ChatRequest, body, parse_request)
         caller = caller_of(request.scope)
         model = await self._generator.adapters.require(chat.model, caller, task="generate")
-        key = idempotency_key(request, body, caller)
-        plan = partial(self._planned, request, chat)
-        source: DeltaSource
-        is_resumed = False
-        if key is None:
-            source = await plan(f"chatcmpl-{uuid.uuid4().hex}")
-        else:
-            refuse_with_key(chat.beyond_one_output)
-            source = logged = await self._answers.attach(
-                key, caller, plan, continues_prompt=chat.continues_prompt
-            )
-            is_resumed = logged.is_resumed
+        source, is_resumed = await self._answers.source(
+            request,
+            body,
+            partial(self._planned, request, chat),
+            new_id=f"chatcmpl-{uuid.uuid4().hex}",
+            continues_prompt=chat.continues_prompt,
+            unsupported=chat.beyond_one_output,
+        )
         served = self._generator.model
         syntax = None if source.output_format is None else source.output_format.syntax
         answer = _Answer(

@@ -15,6 +15,7 @@ import logging
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -23,6 +24,7 @@ from msgspec import structs
 from penstock.engine.chat_formats import Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
+from penstock.gateway.api.responses.compaction import Summary
 from penstock.gateway.api.responses.events import num_closing_events, response_object
 from penstock.gateway.api.responses.logged_generation import packed
 from penstock.gateway.api.shared.logprobs import TokenObjects
@@ -43,7 +45,7 @@ from penstock.gateway.storage.conversations.store import (
     ConversationStore,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.response_log.item_kinds import MESSAGE
+from penstock.gateway.storage.response_log.item_kinds import COMPACTION, MESSAGE
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, ResponseHeader
 
@@ -116,6 +118,31 @@ class _Newest:
     begun_by: Piece | None = None
 
 
+class _Said:
+    """The text of a summary.
+
+    Args:
+        shown: its beginning, which is in the log.
+
+    Attributes:
+        text: all of it so far.
+    """
+
+    def __init__(self, shown: str) -> None:
+        self.text = ""
+        self._num_taken = len(shown)
+
+    def add(self, piece: Piece) -> None:
+        """Messages are its lines."""
+        self.text += "\n" + piece.text if piece.begins and self.text else piece.text
+
+    def take(self) -> str:
+        """What is new."""
+        new = self.text[self._num_taken :]
+        self._num_taken += len(new)
+        return new
+
+
 class ResponseTask:
     """Runs one response; the owner of its log.
 
@@ -123,6 +150,7 @@ class ResponseTask:
         turn: the turn as stored while the response runs; None if it is not to be stored.
         remember: called with the ended turn, before any reader sees the end.
         prompt_text: the text that the prompt was tokenised from, if known.
+        summary: what is written first, the prompt being made from it.
 
     Attributes:
         log: the response's log.
@@ -138,12 +166,15 @@ class ResponseTask:
         turn: StoredTurn | None,
         remember: Callable[[StoredTurn], None] | None = None,
         prompt_text: str | None = None,
+        summary: Summary | None = None,
         conversations: ConversationStore,
         settings: ResponseTaskSettings,
     ) -> None:
         self.log = log
         self.failure: Failure | None = None
         self._generation = generation
+        self._summary = summary
+        self._writing = generation  # what is being written
         self._tokenizer = tokenizer
         self._turn = turn
         self._remember = remember
@@ -152,7 +183,7 @@ class ResponseTask:
         self._prompt_text = prompt_text
         self._conversations = conversations
         self._settings = settings
-        self._num_logged = len(log.token_ids)  # token ids of the branch in the log
+        self._num_logged = len(log.token_ids)  # token ids of what is being written, in the log
         self._logprobs: tuple[dict[str, Any], ...] = ()  # not logged yet
         self._held_logprobs: tuple[TokenLogprobs, ...] = ()  # of tokens without text so far
         self._first: TokenLogprobs | None = None  # of the output's first token, if it came here
@@ -214,17 +245,9 @@ class ResponseTask:
         try:
             if after is not None:
                 await after()
-            with generation:
-                if self._phase is Phase.STARTING:
-                    self._move_to(Phase.GENERATING)
-                else:  # it was stopped before it was submitted
-                    generation.cancel()
-                while not await consume(generation, self._log_deltas):  # noqa: ASYNC110  (it paces entries)
-                    await asyncio.sleep(self._settings.interval_s)
-            if self._phase is Phase.ABANDONED:
-                raise GenerationFailedError(
-                    f"nobody read this response for {self._settings.grace_s:.0f} s"
-                )
+            if self._summary is not None and not await self._summarise(self._summary):
+                return self._end(FinishReason.ABORT)
+            await self._write(generation, self._log_deltas)
             branch = generation.branches[0]
             reason = branch.finish_reason
             assert reason is not None
@@ -244,6 +267,63 @@ class ResponseTask:
             self.failure = failure_of(error)
             code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
             return self._end(None, error=(code, self.failure.message))
+
+    async def _write(
+        self, generation: Generation, log_deltas: Callable[[Sequence[Delta]], bool]
+    ) -> None:
+        self._writing = generation
+        with generation:
+            if self._phase is Phase.STARTING:
+                self._move_to(Phase.GENERATING)
+            elif self._phase is not Phase.GENERATING:  # it was stopped before it was submitted
+                generation.cancel()
+            while not await consume(generation, log_deltas):  # noqa: ASYNC110  (it paces entries)
+                await asyncio.sleep(self._settings.interval_s)
+        if self._phase is Phase.ABANDONED:
+            raise GenerationFailedError(
+                f"nobody read this response for {self._settings.grace_s:.0f} s"
+            )
+
+    async def _summarise(self, summary: Summary) -> bool:
+        """Write the summary, and make the answer's prompt of it; False: it was cancelled."""
+        written, text, used = summary.generation, summary.shown, summary.spent
+        try:
+            if written is not None:
+                said = _Said(summary.shown)
+                await self._write(written, partial(self._log_summary, said))
+                text, used = said.text, written.usage
+                if written.branches[0].finish_reason is FinishReason.ABORT:
+                    self._generation.discard(used)
+                    return False
+            if not text.strip():
+                raise GenerationFailedError("the model wrote no summary")
+            self._prompt_text, token_ids = await summary.prompt(text.strip())
+            self._generation.put_prompt(token_ids, max_model_len=summary.max_model_len, spent=used)
+        except BaseException:
+            self._generation.discard(used if written is None else written.usage)
+            raise
+        self._writing = self._generation
+        self._num_logged = len(self._generation.request.output_token_ids)
+        if not self._num_logged and self._newest.output_index <= 0:
+            self._newest = _Newest(0, COMPACTION.type)
+            if self._generation.output_format is None:  # then nothing says that a message begins
+                self._newest = _Newest(1, MESSAGE.type, Piece(MESSAGE.type, "", True))
+                self._log("")
+        return True
+
+    def _log_summary(self, said: _Said, deltas: Sequence[Delta]) -> bool:
+        """Log the deltas of a summary as one entry. Its thoughts are not shown."""
+        for delta in deltas:
+            if delta.notice is not None or delta.queue_position is not None:
+                self._notify(delta)
+            for piece in delta.parts:
+                if piece.kind == MESSAGE.type:
+                    said.add(piece)
+        text = said.take()
+        if text:
+            self._newest = _Newest(0, COMPACTION.type)
+            self._append(text)
+        return self._settings.interval_s <= 0
 
     def _log_deltas(self, deltas: Sequence[Delta]) -> bool:
         """Log the deltas since the last call as one entry, or more if there are notices; whether
@@ -309,7 +389,7 @@ class ResponseTask:
 
     def _append(self, text: str) -> None:
         newest = self._newest
-        token_ids = self._generation.branches[0].token_ids
+        token_ids = self._writing.branches[0].token_ids
         new = tuple(token_ids[self._num_logged :])
         self._num_logged += len(new)
         logprobs, self._logprobs = self._logprobs, ()
@@ -321,7 +401,7 @@ class ResponseTask:
     def _end(
         self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
     ) -> EndEntry:
-        usage = self._generation.usage
+        usage = self._writing.usage
         if not usage.output_tokens:  # perhaps it was to go on, and has not
             usage = dataclasses.replace(usage, output_tokens=len(self._token_ids))
         return EndEntry(
@@ -368,6 +448,10 @@ class ResponseTask:
         if not header.generates and status == "incomplete":
             status = "completed"
         response = response_object(self.log, end)
+        if header.compaction is not None and self._prompt_text is not None:
+            prompt_token_ids = array("I", self._generation.request.prompt_token_ids)
+            rendering = rendering_of(self._prompt_text, origin_of(turn))
+            turn = dataclasses.replace(turn, prompt_token_ids=prompt_token_ids, prompt=rendering)
         return dataclasses.replace(
             turn,
             status=status,
@@ -444,7 +528,7 @@ class ResponseTask:
     def _stop(self, phase: Phase) -> None:
         if self._phase in (Phase.STARTING, Phase.GENERATING):
             self._move_to(phase)
-            self._generation.cancel()
+            self._writing.cancel()
 
 
 def _logged(usage: Usage, header: ResponseHeader) -> tuple[int, ...]:

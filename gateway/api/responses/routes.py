@@ -41,7 +41,6 @@ from penstock.gateway.api.shared.json_api import (
 from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
-from penstock.gateway.generation.generation import DeltaSource
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
@@ -133,15 +132,11 @@ class Responses:
     async def compact(self, request: Request) -> Response:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         asked = await parsed(self._service.paced_work, CompactRequest, body, parse_request)
-        caller = caller_of(request.scope)
-        key = idempotency_key(request, body, caller)
-        deadline_s = deadline_of(request.scope)
-        prompt, plan = await self._service.compaction(asked, caller, deadline_s=deadline_s)
-        source: DeltaSource
-        if key is None:
-            source = await plan(new_response_id(prompt.position.conversation_id))
-        else:
-            source = await self._answers.attach(key, caller, plan, continues_prompt=False)
+        prompt, plan = await self._service.compaction(
+            asked, caller_of(request.scope), deadline_s=deadline_of(request.scope)
+        )
+        new_id = new_response_id(prompt.position.conversation_id)
+        source, _ = await self._answers.source(request, body, plan, new_id=new_id)
         *said, _ = prompt.all_items  # without the instruction
         whole = await unless_gone(request, compacted(source, said, prompt.files))
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)

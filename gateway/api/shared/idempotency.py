@@ -33,9 +33,9 @@ from penstock.engine.request import SamplingParams
 from penstock.gateway.api.responses.logged_generation import LoggedGeneration
 from penstock.gateway.api.responses.response_task import ResponseTask
 from penstock.gateway.api.responses.service import ResponseService
-from penstock.gateway.auth.callers import Caller
+from penstock.gateway.auth.callers import Caller, caller_of
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.storage.conversations.ids import conversation_of, derived_response_id
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogExistsError
@@ -106,6 +106,33 @@ class IdempotentAnswers:
     def __init__(self, service: ResponseService) -> None:
         self._service = service
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def source(
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        plan: Plan,
+        *,
+        new_id: str,
+        continues_prompt: bool = False,
+        unsupported: Iterable[str] = (),
+    ) -> tuple[DeltaSource, bool]:
+        """What answers a request: a new generation, or the log that its key stands for; and whether
+        another request has begun it.
+
+        Args:
+            new_id: of the generation, where there is no key.
+            unsupported: parameters of the request that need one without a key.
+
+        Raises as `attach`, and RequestRefusedError: the key is not valid, or not supported here.
+        """
+        caller = caller_of(request.scope)
+        key = idempotency_key(request, body, caller)
+        if key is None:
+            return await plan(new_id), False
+        refuse_with_key(unsupported)
+        logged = await self.attach(key, caller, plan, continues_prompt=continues_prompt)
+        return logged, logged.is_resumed
 
     async def attach(
         self, key: IdempotencyKey, caller: Caller, plan: Plan, *, continues_prompt: bool

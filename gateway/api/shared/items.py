@@ -41,7 +41,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.images.loader import shown_url, stored_image, stored_url
 from penstock.gateway.storage.conversations.records import Item, StoredTurn
 from penstock.gateway.storage.response_log.item_kinds import COMPACTION_TRIGGER
-from penstock.gateway.storage.sealed_text import unsealed
+from penstock.gateway.storage.sealed_text import sealed, unsealed
 
 MAX_LISTED = 100  # OpenAI's limit
 CALLS = ("function_call", "custom_tool_call")
@@ -206,14 +206,30 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 def since_compaction(items: Sequence[Item]) -> Sequence[Item]:
     """Items without those that the newest compaction stands for: of those before it, only what
-    users and the system have said is left. A trigger is left only where it is the last."""
+    users and the system have said is left. One that was cut off stands for nothing. A trigger is
+    left only where it is the last."""
+    items = [item for item in items if not _is_cut_off(item)]
     newest = max((at for at, item in enumerate(items) if item["type"] == "compaction"), default=0)
     rest = [item for item in items[newest:-1] if item["type"] != COMPACTION_TRIGGER]
     return [*(item for item in items[:newest] if _is_kept(item)), *rest, *items[-1:]]
 
 
+def _is_cut_off(item: Item) -> bool:
+    return bool(item["type"] == "compaction" and item.get("status", "completed") != "completed")
+
+
 def _is_kept(item: Item) -> bool:
     return item.get("role") in ("user", "system", "developer")
+
+
+def compaction_item(summary: str) -> Item:
+    """What stands for a conversation's items before it."""
+    return {
+        "id": new_item_id("cmp_"),
+        "type": "compaction",
+        "status": "completed",
+        "encrypted_content": sealed(summary),
+    }
 
 
 def summary_of(compaction: Item) -> str:

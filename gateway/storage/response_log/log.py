@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
@@ -163,22 +163,13 @@ class ResponseLog:
         return self.end is not None
 
     @property
-    def pieces(self) -> list[Piece]:
-        """The output so far, in parts."""
-        return [
-            Piece(entry.kind, entry.text, entry.num_events > 1, entry.name)
-            for entry in self.entries
-            if isinstance(entry, DeltaEntry)
-        ]
+    def deltas(self) -> list[DeltaEntry]:
+        """The output so far."""
+        return [entry for entry in self.entries if isinstance(entry, DeltaEntry)]
 
     @property
     def token_ids(self) -> list[int]:
-        return [
-            token_id
-            for entry in self.entries
-            if isinstance(entry, DeltaEntry)
-            for token_id in entry.token_ids
-        ]
+        return token_ids_of(self.deltas)
 
     @property
     def open_item(self) -> tuple[int, str] | None:
@@ -272,6 +263,15 @@ class ResponseLog:
     def _wake(self) -> None:
         for reader in self.readers:
             reader.wake()
+
+
+def pieces_of(deltas: Sequence[DeltaEntry]) -> list[Piece]:
+    """Output in parts."""
+    return [Piece(each.kind, each.text, each.num_events > 1, each.name) for each in deltas]
+
+
+def token_ids_of(deltas: Sequence[DeltaEntry]) -> list[int]:
+    return [token_id for entry in deltas for token_id in entry.token_ids]
 
 
 class LogReader:

@@ -31,6 +31,21 @@ INTERRUPTED = FinishReason.ERROR  # the server was stopped, and could not go on 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """The conversation of a response is compacted first: the first output item is its summary.
+
+    Attributes:
+        request: what writes the summary.
+        output_format: how thoughts are found in it; they are not shown.
+        around: the text of the answer's prompt, before the summary and after it.
+    """
+
+    request: Request
+    output_format: OutputFormat | None
+    around: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHeader:
     """Everything that is known before the first token.
 
@@ -39,7 +54,8 @@ class ResponseHeader:
             from it. In a turn it is the response id without its prefix, so that an item's id leads
             to its turn.
         echo: the fields of the Response object that only repeat the request.
-        request: as sent to the engine, with its seed; its `request_id` is the response's id.
+        request: as sent to the engine, with its seed; its `request_id` is the response's id. With
+            `compaction`, its prompt is known once there is a summary.
         generates: False if the prompt is only prepared, so there is no output.
         output_format: how thoughts and tool calls are found in the output; None: it is one message,
             which begins with the response. Otherwise each item begins with its first delta.
@@ -52,6 +68,7 @@ class ResponseHeader:
         continues_prompt: its text continues the prompt's.
         rendering: length and digest of the text that the prompt was tokenised from, if known, and
             by what that was done (`Rendering`).
+        compaction: what comes before the answer.
     """
 
     response_id: str
@@ -71,10 +88,11 @@ class ResponseHeader:
     input_items: tuple[Mapping[str, Any], ...] = ()
     rendering: tuple[int, bytes] | tuple[int, bytes, bytes] | None = None
     output_format: OutputFormat | None = None
+    compaction: Compaction | None = None
 
     @property
     def is_text_only(self) -> bool:
-        return self.output_format is None
+        return self.output_format is None and self.compaction is None
 
     @property
     def num_opening_events(self) -> int:

@@ -37,8 +37,10 @@ def tokenizer() -> Tokenizer:
 
 def row(name: str, loop: Loop) -> str:
     """A template's row of the table."""
-    about = loop.formats.described.replace("|", "\\|").replace("`", "'")
-    return f"| {name} | `{about}` | {WRONG.get(name, 'yes')} |"
+    about, _, _ = loop.formats.described.partition("; ")
+    about = about.replace("|", "\\|").replace("`", "'")
+    again = f"{loop.facts.rewritten:.0%}".replace("%", " %")
+    return f"| {name} | `{about}` | {again} | {loop.facts.late_system} | {WRONG.get(name, 'yes')} |"
 
 
 @pytest.mark.external

@@ -18,7 +18,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.generation.served_model import load_model
-from penstock.kernels.cpu.build import CACHE_VARIABLE
+from penstock.kernels.cache_folder import CACHE_VARIABLE
 
 from ..conftest import ANSWER, Serve, Served, listen
 from ..fake_engine import FakeEngine

@@ -21,7 +21,7 @@ from penstock.engine.model_files.resolve import (
     resolve_model,
     weights_fingerprint,
 )
-from penstock.kernels.cpu.build import CACHE_VARIABLE
+from penstock.kernels.cache_folder import CACHE_VARIABLE
 
 from .written import convert
 
