@@ -219,6 +219,8 @@ def _launch(
     with log.open("w", encoding="utf-8") as file:
         return subprocess.Popen(  # noqa: S603  (our own command)
             command,
+            # What a bench says is not kept among the user's chats.
+            env={"PENSTOCK_DATA_DIR": "none", **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=file if stderr is None else stderr,

@@ -447,8 +447,6 @@ def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Dec
         tokenizer_revision=None,
         revision=None,
         hf_overrides=None,
-        rope_scaling=None,
-        rope_theta=None,
         model_impl="native",
         dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
         quantization_override=(),  # they name the target's modules

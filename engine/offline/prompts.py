@@ -14,17 +14,10 @@ from typing import Any, TypeGuard, cast
 import msgspec
 
 from penstock.engine.chat_formats import OfferedTools, Tool, ToolMode
-from penstock.engine.config import (
-    CacheConfig,
-    DeviceConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    SchedulerConfig,
-    without_enforce_eager,
-)
+from penstock.engine.config import SECTIONS, EngineConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.request import SEED_MASK, ImageInput, SamplingParams
+from penstock.engine.settings.declaration import settings_of, take_twins
 from penstock.engine.text import Tokenizer
 from penstock.engine.type_checks import misfits
 from penstock.engine.vision.image_file import LoadedImage, data_of_url, load_image
@@ -36,14 +29,6 @@ Conversation = Sequence[Message]
 
 _MAX_IMAGE_BYTES = 1 << 28
 _IMAGE_KINDS = ("image_url", "image_pil")  # of parts, as in vLLM
-
-_SECTIONS = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-    "device": DeviceConfig,
-    "lora": LoraConfig,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +79,8 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an unknown name, or a value that cannot work.
     """
-    settings = {"model": model, **without_enforce_eager(settings)}
-    names = {name: [item.name for item in fields(kind)] for name, kind in _SECTIONS.items()}
+    settings = {"model": model, **take_twins(settings_of(*SECTIONS.values()), settings)}
+    names = {name: [item.name for item in fields(kind)] for name, kind in SECTIONS.items()}
     known = [name for section in names.values() for name in section]
     for name in settings:
         if name not in known:
@@ -106,7 +91,7 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
         section: _section(
             kind, {name: settings[name] for name in names[section] if name in settings}
         )
-        for section, kind in _SECTIONS.items()
+        for section, kind in SECTIONS.items()
     }
     return EngineConfig(**sections)
 

@@ -24,15 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.config import (
-    CacheConfig,
-    DeviceConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    SchedulerConfig,
-    TlsFiles,
-)
+from penstock.engine.config import SECTIONS, EngineConfig, TlsFiles
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.models.registry import is_native
@@ -442,13 +434,8 @@ def _short(keys: Iterable[bytes]) -> bytes:
 
 def parse_config(values: Mapping[str, Any]) -> EngineConfig:
     """An `EngineConfig` from the plain mapping `dataclasses.asdict` makes of one."""
-    return EngineConfig(
-        model=ModelConfig(**values["model"]),
-        cache=CacheConfig(**values["cache"]),
-        scheduler=SchedulerConfig(**values["scheduler"]),
-        device=DeviceConfig(**values["device"]),
-        lora=LoraConfig(**values["lora"]),
-    )
+    sections: dict[str, Any] = {name: kind(**values[name]) for name, kind in SECTIONS.items()}
+    return EngineConfig(**sections)
 
 
 def serve(config: Mapping[str, Any], status: Status) -> None:

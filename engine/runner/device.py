@@ -22,8 +22,6 @@ def select_device(config: DeviceConfig, ranks: Ranks = ALONE) -> torch.device:
     Raises:
         ConfigError: CUDA is requested but not available.
     """
-    if config.num_threads is not None and config.num_threads < 1:
-        raise ConfigError(f"--num-threads must be at least 1, not {config.num_threads}")
     torch.set_num_threads(
         config.num_threads or max(1, _default_num_threads() // ranks.num_on_cores)
     )

@@ -239,7 +239,7 @@ class _Server(HttpServer):
 async def _serve(server: _Server, listener: socket.socket, *, status: Status, formats: str) -> None:
     async def announce() -> None:
         await server.app.state.engine.wait_ready()
-        status.ready(formats=formats)
+        status.ready(formats=formats, place=server.app.state.place)
 
     tasks = [asyncio.create_task(announce()), asyncio.create_task(_trim_memory())]
     try:

@@ -21,9 +21,9 @@ from penstock.engine.process.logs import configure_logging
 from penstock.engine.request import RequestOutput
 from penstock.gateway.engines.engine_link import EngineLink
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_engines import EngineRecord, RedisEngines
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.engines import EngineRecord, RedisEngines
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 _RENEW_S = 1.0
 _LOG = logging.getLogger(__name__)

@@ -124,7 +124,7 @@ class Running:
         with log.open("wb") as file:
             self._popen = subprocess.Popen(  # noqa: S603  (a command of ours)
                 [str(word) for word in command],
-                env={**os.environ, **env},
+                env={"PENSTOCK_DATA_DIR": "none", **os.environ, **env},
                 stdin=pipes.get("stdin", subprocess.DEVNULL),
                 stdout=pipes.get("stdout", file),
                 stderr=file,

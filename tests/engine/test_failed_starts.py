@@ -16,7 +16,7 @@ from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.startup import build_core
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.launch.cli import engine_config, resolve_settings
+from penstock.gateway.launch.settings import engine_config, resolve_settings
 
 
 def fault(**settings: Any) -> str:

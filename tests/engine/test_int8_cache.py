@@ -32,7 +32,8 @@ from penstock.engine.runner.device import check_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.startup import build_core
-from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
+from penstock.gateway.launch.cli import _parser
+from penstock.gateway.launch.settings import engine_config, resolve_settings
 from penstock.load.quality import held_out_texts
 
 from .greedy_parity import requests

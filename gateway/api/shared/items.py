@@ -8,10 +8,13 @@ clients expect: `{"object": "list", "data", "first_id", …}`.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
+import orjson
 from pydantic import ConfigDict, Field
 from starlette.datastructures import QueryParams
 
@@ -40,7 +43,7 @@ from penstock.gateway.storage.conversations.records import Item, StoredTurn
 from penstock.gateway.storage.response_log.item_kinds import COMPACTION_TRIGGER
 from penstock.gateway.storage.sealed_text import unsealed
 
-_MAX_LISTED = 100  # OpenAI's limit
+MAX_LISTED = 100  # OpenAI's limit
 CALLS = ("function_call", "custom_tool_call")
 _IMAGE_TYPE = "input_image"
 _IMAGE = ImagePart("")  # of a stored item, in a template
@@ -76,7 +79,7 @@ class Query(Model):
 class PageQuery(Query):
     """A page of a list."""
 
-    limit: Annotated[int, Field(ge=1, le=_MAX_LISTED)] = 20
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
 
@@ -262,6 +265,36 @@ def stored_images(items: Iterable[Item], files: Mapping[str, bytes]) -> list[Loa
 def shown_items(turn: StoredTurn) -> tuple[Item, ...]:
     """A turn's input items as they are listed: with their images."""
     return tuple(shown_item(item, turn.images) for item in turn.items)
+
+
+def without_item(turn: StoredTurn, item_id: str) -> StoredTurn:
+    """A turn without an item, in its Response object too."""
+    response = turn.response
+    if response:
+        shown = orjson.loads(response)
+        shown["output"] = [item for item in shown["output"] if item["id"] != item_id]
+        response = orjson.dumps(shown)
+    return dataclasses.replace(
+        turn,
+        items=tuple(item for item in turn.items if item["id"] != item_id),
+        output=tuple(item for item in turn.output if item["id"] != item_id),
+        response=response,
+    )
+
+
+def without_ids(turn: StoredTurn) -> StoredTurn:
+    """A turn without the token ids of the conversation up to it, and without images of others."""
+    own = {image.digest for image in stored_images(turn.items, turn.images)}
+    return dataclasses.replace(
+        turn,
+        prompt_token_ids=array("I"),
+        output_token_ids=array("I"),
+        prompt=None,
+        whole=None,
+        prefix_id=None,
+        images={digest: file for digest, file in turn.images.items() if digest in own},
+        places=(),
+    )
 
 
 def shown_item(item: Item, files: Mapping[str, bytes]) -> Item:

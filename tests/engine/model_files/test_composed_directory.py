@@ -166,12 +166,13 @@ SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings
 def test_other_positions(tmp_path: Path, own: dict[str, object], expected: object) -> None:
     """As transformers 4 and 5 write them."""
     (tmp_path / "config.json").write_text(json.dumps(own))
-    path = composed(model=str(tmp_path), rope_scaling=json.dumps(SCALING), rope_theta=7.0)
+    overrides = json.dumps({"rope_scaling": SCALING, "rope_theta": 7.0})
+    path = composed(model=str(tmp_path), hf_overrides=overrides)
     assert json.loads((path / "config.json").read_text()) == expected
 
 
 def test_a_longer_context_by_scaling() -> None:
-    config = ModelConfig(rope_scaling=json.dumps(SCALING), max_model_len=8192)
+    config = ModelConfig(hf_overrides=json.dumps({"rope_scaling": SCALING}), max_model_len=8192)
     assert "8,192 tokens" in summarise(config, CacheConfig())
 
 
@@ -229,7 +230,7 @@ def test_mistakes_name_a_repository(tmp_path: Path) -> None:
     [
         ({"tokenizer": "/no/such"}, "--tokenizer: model path '/no/such' is not a directory"),
         ({"hf_overrides": "[1]"}, "--hf-overrides must be a JSON object"),
-        ({"hf_overrides": "{"}, "--hf-overrides is not JSON"),
+        ({"hf_overrides": "{"}, "--hf-overrides must be a JSON object"),
     ],
 )
 def test_what_cannot_be_composed(settings: dict[str, str], said: str) -> None:

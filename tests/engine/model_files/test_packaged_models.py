@@ -23,7 +23,7 @@ from penstock.engine.model_files.resolve import (
     read_generation_defaults,
     resolve_model,
 )
-from penstock.gateway.launch.cli import resolve_settings
+from penstock.gateway.launch.settings import resolve_settings
 from tests.support.fetched import python_packages
 
 from .stub_hub import stub_hub

@@ -354,7 +354,7 @@ def test_text_that_repeats_itself():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "--speculative-config must be a JSON object, not '{'"),
         ("[1]", "must be a JSON object"),
         ({"method": "magic"}, "method must be one of ngram, draft_model, eagle3, not 'magic'"),
         (

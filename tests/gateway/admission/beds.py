@@ -14,8 +14,8 @@ from penstock.gateway.admission.quotas import LocalQuotas, Quotas
 from penstock.gateway.admission.redis_quotas import RedisQuotas
 from penstock.gateway.admission.refusals import MAX_RETRY_S, NotAdmittedError
 from penstock.gateway.auth.callers import Caller, TenantLimits
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ..conftest import PATIENCE_S, until
 

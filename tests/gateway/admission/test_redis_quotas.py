@@ -11,8 +11,8 @@ import pytest
 from penstock.gateway.admission.quotas import Hold, LocalQuotas
 from penstock.gateway.admission.redis_quotas import RedisQuotas
 from penstock.gateway.auth.callers import Caller
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ...redis_server import RedisCluster, RedisServer
 from ..conftest import PATIENCE_S, RedisPath, until

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from penstock.engine.request import Adapter
-from penstock.gateway.storage.redis_link import RedisLink
+from penstock.gateway.storage.redis.link import RedisLink
 
 _TTL_S = 7 * 86400  # renewed by every gateway that reads
 _decode = msgspec.msgpack.Decoder(Adapter | None).decode
@@ -23,6 +23,8 @@ class RedisAdapterChanges:
         server: what all gateways of one server have in common, and no other server: the address
             of their engine.
     """
+
+    is_shared = True
 
     def __init__(self, link: RedisLink, *, server: str) -> None:
         self._link = link
@@ -45,6 +47,3 @@ class RedisAdapterChanges:
         with self._link.answering(self._key):
             await self._link.client.hset(self._key, name, msgspec.msgpack.encode(adapter))
             await self._link.client.expire(self._key, _TTL_S)
-
-    async def close(self) -> None:
-        await self._link.aclose()

@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from redis.commands import AsyncCoreCommands
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from penstock.gateway.storage.redis_errors import is_away
+from penstock.gateway.storage.redis.errors import is_away
 
 _LOG = logging.getLogger(__name__)
 _HEAL_EVERY_S = 0.1

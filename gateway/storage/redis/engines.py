@@ -25,7 +25,7 @@ from typing import cast
 
 import msgspec
 
-from penstock.gateway.storage.redis_link import RedisLink, Script
+from penstock.gateway.storage.redis.link import RedisLink, Script
 
 LEASE_S = 3.0
 # Between reads of all records: as many seconds as keep a gateway's share of Redis small.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from penstock.gateway.storage.redis_errors import SLOW, STATES, state_of
+from penstock.gateway.storage.redis.errors import SLOW, STATES, state_of
 
 SLOW_S = 0.1  # a round trip that a client notices at every token
 _NUM_SAMPLES = 8  # of the round trip, two a second

@@ -1,4 +1,4 @@
--- What all tenants keep in this Redis: see `redis_shares`.
+-- What all tenants keep in this Redis: see `redis.shares`.
 --
 -- KEYS  1 sorted set, all scores 0: tenant|last use (µs, 16 digits)|object, so a tenant's are oldest
 --         first

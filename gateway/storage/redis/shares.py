@@ -22,12 +22,12 @@ from typing import Any, TypeAlias
 from redis.exceptions import RedisError
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_errors import state_of
-from penstock.gateway.storage.redis_link import RedisLink, Script
+from penstock.gateway.storage.redis.errors import state_of
+from penstock.gateway.storage.redis.link import RedisLink, Script
 from penstock.gateway.storage.tenant_shares import QuotaOf, no_quotas
 
 _LOG = logging.getLogger(__name__)
-_SCRIPT = Script(files("penstock.gateway.storage").joinpath("shares.lua").read_text("utf-8"))
+_SCRIPT = Script(files("penstock.gateway.storage.redis").joinpath("shares.lua").read_text("utf-8"))
 _KEYS = [f"penstock:{{stored}}:{name}" for name in ("order", "objects", "ends", "tenants")]
 _SHARE_OF_MAXMEMORY = 0.75  # the rest is Redis's own for these objects, and what else it keeps
 _LOOK_EVERY_S = 60.0  # at maxmemory

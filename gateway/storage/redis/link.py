@@ -28,10 +28,10 @@ from redis.asyncio.sentinel import (
 from redis.backoff import ExponentialWithJitterBackoff
 
 from penstock.gateway.storage.conversations.store import UnreadableDataError, store_unavailable
-from penstock.gateway.storage.redis_cluster import ClusterClient, node_name
-from penstock.gateway.storage.redis_errors import STATES, detail_of, is_away, is_foreign
-from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.cluster import ClusterClient, node_name
+from penstock.gateway.storage.redis.errors import STATES, detail_of, is_away, is_foreign
+from penstock.gateway.storage.redis.health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.redis.url import RedisAddress
 
 _LOG = logging.getLogger(__name__)
 _NUM_AT_ONCE = 16  # scripts at one node; more only keep the event loop from reading answers
