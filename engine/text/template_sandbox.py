@@ -4,7 +4,7 @@ gateway starts. The frames on stdin and stdout are those of `penstock.engine.pro
 Jinja's sandbox restricts what a template can access, but not how long it computes, and neither the
 event loop nor a thread can be stopped in the middle of that. A process can.
 
-Run by the gateway as `python -m penstock.engine.chat_formats.template_sandbox PARENT_PID`. It
+Run by the gateway as `python -m penstock.engine.text.template_sandbox PARENT_PID`. It
 imports little, so that it starts quickly.
 """
 
