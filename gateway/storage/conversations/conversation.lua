@@ -12,11 +12,12 @@ local seen, tenant, ttl_ms, what, turn = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARG
 
 -- The version, and what gateways that know of no version change.
 local function state()
-  local values = redis.call('HMGET', FIELDS, 'version', 'num_turns', 'head', 'running')
-  for index = 1, 4 do
+  local names = {'version', 'num_turns', 'head', 'running', 'num_bytes'}
+  local values = redis.call('HMGET', FIELDS, unpack(names))
+  for index = 1, #names do
     values[index] = values[index] or ''
   end
-  return table.concat(values, '|')
+  return table.concat(values, '|') .. '|' .. redis.call('HLEN', LINKS)
 end
 
 local owner = redis.call('HGET', FIELDS, 'tenant')

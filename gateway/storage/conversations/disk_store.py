@@ -51,6 +51,7 @@ _T = TypeVar("_T")
 DEFAULT_MAX_BYTES = 4 << 30
 _MAX_UNSTORED_USES = 64
 _CLOSE_S = 5.0  # for which the end of a server waits for erasing
+_ERASE_DROPPED_S = 10.0  # how long what was dropped to make room may wait for more of it
 _MAX_MENDED = 8  # shards, in a search
 _NO_USES: Uses = {}
 _Operation = Callable[[Tree, int, Uses], "Change | None"]
@@ -109,19 +110,24 @@ class DiskConversationStore:
         self._dropping: set[str] = set()
         self._merger: asyncio.Task[None] | None = None
         self._is_merging_due = False
+        self._erasing_later: asyncio.TimerHandle | None = None
 
     @property
     def num_bytes(self) -> int:
         return self._shelf.num_bytes
 
     async def start(self) -> None:
-        """Learn what is stored. Raises: DiskError."""
-        for tenant, conversation_id, num_bytes in await self._disk.run(rows.all_by_use):
-            self._shelf.put(tenant, conversation_id, num_bytes)
+        """Learn what is stored."""
+        try:
+            for tenant, conversation_id, num_bytes in await self._disk.run(rows.all_by_use):
+                self._shelf.put(tenant, conversation_id, num_bytes)
+        except DiskError as error:  # if it was damaged, an empty one has taken its place
+            _LOG.warning("cannot read which conversations there are: %s", error)
         self._erase_soon()
 
     async def close(self) -> None:
         """Store what waits. What could not be erased yet is erased by the next server."""
+        self._erase_now_if_later()
         if self._merger is not None:
             await asyncio.wait({self._merger}, timeout=_CLOSE_S)
             self._merger.cancel()
@@ -129,6 +135,7 @@ class DiskConversationStore:
 
     async def erased(self) -> None:
         """Returns when all that was deleted is in no file any longer."""
+        self._erase_now_if_later()
         while self._merger is not None and not self._merger.done():
             await asyncio.wait({self._merger})
         await self._disk.erased()
@@ -517,7 +524,9 @@ class DiskConversationStore:
         def done(_: None, error: Exception | None) -> None:
             self._dropping.discard(conversation_id)
             _log_failure(None, error)
-            self._erase_soon()
+            if self._erasing_later is None:
+                loop = asyncio.get_running_loop()
+                self._erasing_later = loop.call_later(_ERASE_DROPPED_S, self._erase_now_if_later)
 
         self._disk.submit(partial(rows.drop, conversation_id=conversation_id), done)
 
@@ -528,6 +537,12 @@ class DiskConversationStore:
         self._is_merging_due = True
         if self._merger is None or self._merger.done():
             self._merger = asyncio.create_task(self._erase(), name="erase texts")
+
+    def _erase_now_if_later(self) -> None:
+        if self._erasing_later is not None:
+            self._erasing_later.cancel()
+            self._erasing_later = None
+            self._erase_soon()
 
     async def _erase(self) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.storage.conversations import disk_texts
+from penstock.gateway.storage.conversations import disk_rows, disk_texts
 from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
@@ -355,3 +355,21 @@ async def test_a_damaged_index_is_made_again(disk_bed: DiskBed) -> None:
     await store.erased()
     assert (await store.search(TENANT, "pear", limit=5)) == ([], False)
     assert len((await store.search(TENANT, "apple", limit=5))[0]) == 1
+
+
+async def test_damage_that_a_start_meets_does_not_prevent_it(
+    disk_bed: DiskBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, conversation = disk_bed.store(), a_conversation()
+    disk_bed.disk._on_emptied = store.forget_all
+
+    def meet(_: sqlite3.Connection) -> None:
+        error = sqlite3.DatabaseError("malformed")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_rows, "all_by_use", meet)
+        await store.start()
+    await store.create(conversation)
+    assert len((await store.list_page(TENANT, limit=1))[0]) == 1

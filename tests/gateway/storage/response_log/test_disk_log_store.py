@@ -142,15 +142,20 @@ def held(started: Process) -> Any:
 
 async def test_an_event_is_seen_after_its_commit(started: Process) -> None:
     log = await begin(started)
-    with held(started), log.read() as reader:
-        add_delta(log)
-        add_delta(log)
-        assert not reader.take()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not reader.take()
-        assert log.num_published == 0
-    await seen(log, 2)
+    published: list[int] = []
+    with log.read() as reader:
+        with held(started):
+            add_delta(log)
+            add_delta(log)
+            assert not reader.take()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not reader.take()
+            assert log.num_published == 0
+            add_delta(log)
+            assert reader.when_ready(lambda: published.append(log.num_published))
+        await seen(log, 3)
+    assert published == [2], "the third is the next transaction's"
 
 
 async def test_an_iteration_of_all_responses_is_one_row(started: Process) -> None:
@@ -191,6 +196,24 @@ async def test_of_what_has_ended_the_journal_keeps_nothing(started: Process) -> 
     assert await started.rows("log_journal") == 0
     assert await started.rows("log_running") == 0
     assert await started.rows("log_ended") == 3
+
+
+async def test_the_journal_keeps_what_is_needed(tmp_path: Path) -> None:
+    """When a response ends, the rows go that only it needed."""
+    async with process(tmp_path) as started:
+        first = await begin(started)
+        for number in range(300):
+            add_delta(first)
+            await seen(first, number + 1)
+        second = await begin(started, 1)
+        third = await begin(started, 1)
+        add_end(first)
+        await read_to_end(first)
+        assert await started.rows("log_journal") < 10
+        folder = started.killed("first")
+    async with process(folder) as one:
+        for log in (second, third):
+            assert one.carried_on[log.header.response_id].entries == log.entries
 
 
 async def test_a_response_that_runs_long_does_not_keep_the_journal_of_others(
