@@ -126,6 +126,7 @@ class DiskLogStore(InMemory):
         self._dirty: dict[_Running, None] = {}
         self._is_due = self._is_writing = self._is_leaving = False
         self._written: list[asyncio.Future[None]] = []  # who waits for the transaction
+        self._has_dropped = False  # logs that are still in the files
         self._written_s = 0.0  # when the last transaction began
         self._beat: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -147,8 +148,7 @@ class DiskLogStore(InMemory):
             found = Found()
         self._rows.extend(found.rows)
         self._num_deltas = sum(num for _, num in found.rows)
-        if found.rows:
-            self._next_row = found.rows[-1][0] + 1
+        self._next_row = found.last_row + 1
         for response_id, tenant, ended_s, num_bytes in found.ended:
             self._ended.add(tenant, response_id, num_bytes, ended_s=ended_s)
         self._keys = itertools.count(max((*found.running, *found.unreadable), default=0) + 1)
@@ -282,6 +282,7 @@ class DiskLogStore(InMemory):
         Raises:
             DiskError.
         """
+        row = min(row, self._next_row - 1)
         while self._first_needed() <= row:
             each = next(iter(self._running.values()))
             if each in self._unlogged:
@@ -303,6 +304,7 @@ class DiskLogStore(InMemory):
 
     def _forget(self, response_id: str) -> None:
         self._disk.submit(forget(response_id), _ignore)
+        self._has_dropped = True
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -447,6 +449,9 @@ class DiskLogStore(InMemory):
         is_silent = asyncio.get_running_loop().time() - self._written_s >= _BEAT_S
         if self._running and is_silent and not self._is_writing:
             self._write(())
+        if self._has_dropped:
+            self._has_dropped = False
+            self._disk.erase_soon()
         self._beat_later()
 
     # -- what the disk did not take ----------------------------------------------------------
