@@ -19,8 +19,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
-from penstock.engine.logs import LogWriter
-from penstock.engine.transport.tls import CurrentContext, gateway_context
+from penstock.engine.process.logs import LogWriter
+from penstock.engine.protocol.tls import CurrentContext, gateway_context
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.api.adapters.routes import Adapters
@@ -31,16 +31,16 @@ from penstock.gateway.api.completions.routes import Completions
 from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
 from penstock.gateway.api.embeddings.prompts import PooledPrompts
 from penstock.gateway.api.embeddings.routes import Embeddings
-from penstock.gateway.api.idempotency import IdempotentAnswers
 from penstock.gateway.api.infill.routes import Infill
-from penstock.gateway.api.json_api import UpgradeRequired
 from penstock.gateway.api.models import Models
-from penstock.gateway.api.operations import operations_of, routes_of
 from penstock.gateway.api.rerank.routes import Rerank
 from penstock.gateway.api.responses.response_task import ResponseTaskSettings
 from penstock.gateway.api.responses.routes import Responses
 from penstock.gateway.api.responses.service import ResponseService, ResponseServiceSettings
 from penstock.gateway.api.responses.websocket import ResponsesSocket
+from penstock.gateway.api.shared.idempotency import IdempotentAnswers
+from penstock.gateway.api.shared.json_api import UpgradeRequired
+from penstock.gateway.api.shared.operations import operations_of, routes_of
 from penstock.gateway.api.status.routes import Description, Status
 from penstock.gateway.api.status.stats_socket import StatsSocket
 from penstock.gateway.api.tickets import TicketDesk
@@ -58,9 +58,9 @@ from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.grammar_check import GrammarCheck
-from penstock.gateway.generation.image_fetch import ImageFetcher
-from penstock.gateway.generation.images import ImageLoader
-from penstock.gateway.generation.local_images import LocalImages
+from penstock.gateway.generation.images.fetch import ImageFetcher
+from penstock.gateway.generation.images.loader import ImageLoader
+from penstock.gateway.generation.images.local import LocalImages
 from penstock.gateway.generation.pooled import Embedder
 from penstock.gateway.generation.served_model import ServedModel, load_model
 from penstock.gateway.generation.template_process import TemplateProcess
@@ -299,6 +299,7 @@ def _service_settings(config: GatewayConfig) -> ResponseServiceSettings:
             store_patience_s=config.redis_patience_ms / 1e3,
         ),
         retention_s=config.session_retention_s,
+        engine_wait_s=config.engine_wait_s,
         needs_storage=config.session_storage == "required",
     )
 

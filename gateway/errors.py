@@ -167,6 +167,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",
+    413: "request_too_large",
     504: "timeout_error",
 }
 

@@ -137,21 +137,16 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
     Raises:
         DiskError, NewerSchemaError: the database in the folder cannot be used; it is free again.
     """
-    from penstock.gateway.storage.conversations import disk_rows
     from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
     from penstock.gateway.storage.disk import Disk
-    from penstock.gateway.storage.idempotency import disk_claims
     from penstock.gateway.storage.idempotency.disk_claims import DiskClaims
-    from penstock.gateway.storage.response_log import disk_journal
     from penstock.gateway.storage.response_log.disk_store import DiskLogStore
 
     def emptied() -> None:
         conversations.forget_all()
         logs.emptied()
 
-    # Further versions of a schema are further statements at the end.
-    migrations = (disk_rows.SCHEMA, disk_journal.SCHEMA, disk_claims.SCHEMA)
-    database = Disk(folder.path, migrations, on_emptied=emptied)
+    database = Disk(folder.path, migrations(), on_emptied=emptied)
     try:
         database.open()
     except BaseException:
@@ -187,6 +182,15 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
         start=start,
         close=close,
     )
+
+
+def migrations() -> tuple[str, ...]:
+    """The schema of the database on disk. Further versions are further statements at the end."""
+    from penstock.gateway.storage.conversations import disk_rows
+    from penstock.gateway.storage.idempotency import disk_claims
+    from penstock.gateway.storage.response_log import disk_journal
+
+    return (disk_rows.SCHEMA, disk_journal.SCHEMA, disk_claims.SCHEMA)
 
 
 def redis(

@@ -32,9 +32,11 @@ class WakeUps:
         calls, self._calls = self._calls, []
         with WRITES:
             ENDS.is_near = True
-            _run_all(calls)
-            ENDS.is_near = False
-            ENDS.run()
+            try:
+                _run_all(calls)
+            finally:
+                ENDS.is_near = False
+                ENDS.run()
 
 
 class _Ends:

@@ -26,10 +26,10 @@ import torch
 from penstock.engine.config import DEMO_MODEL, EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
-from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.cpu.library import load_library
 from penstock.load.engine_runs import PARTS, Phase, Run, greedy_request, run_requests, step_timer
 from penstock.load.limits import Ceilings, MemoryReader, ReadWeights, products_per_s

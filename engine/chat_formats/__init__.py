@@ -4,6 +4,7 @@ parser          the state machine: text → pieces of messages, thoughts and cal
 output_format   what an output may contain; pieces under the caller's names of tools
 offered_tools   the tools of a request, and how a model's outputs are written
 template_facts  what a chat template shows of a model's formats, found by rendering
+rewritten       how much of a turn it writes otherwise in later prompts
 kept_facts      that, on disk
 call_format     a format of calls as a value, with its parser and what a grammar needs
 formats         those that have names; reasoning has those of thoughts
@@ -13,12 +14,14 @@ literals        arguments as in Python
 grammar         grammars in a format
 history         earlier calls as chat templates want them
 tools_in_text   tools, calls and results for chat templates that do not show them
+system_messages those in the middle, for chat templates that show them elsewhere
+contents        joins contents of messages
 """
 
 from penstock.engine.chat_formats.call_format import CallFormat
 from penstock.engine.chat_formats.formats import TOOL_FORMATS, tool_format_of
 from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
-from penstock.engine.chat_formats.history import template_messages, template_variables
+from penstock.engine.chat_formats.history import template_messages, with_known_effort
 from penstock.engine.chat_formats.kept_facts import keep_facts, kept_facts
 from penstock.engine.chat_formats.offered_tools import ModelFormats, OfferedTools, ToolMode
 from penstock.engine.chat_formats.output_format import (
@@ -64,6 +67,6 @@ __all__ = [
     "of_request",
     "pieces_after",
     "template_messages",
-    "template_variables",
     "tool_format_of",
+    "with_known_effort",
 ]

@@ -16,6 +16,7 @@ from penstock.engine.chat_formats.output_format import OutputFormat
 from penstock.engine.chat_formats.parser import Tool
 from penstock.engine.chat_formats.reasoning import ReasoningFormat
 from penstock.engine.chat_formats.syntax import OutputSyntax, syntax_of, texts_of
+from penstock.engine.chat_formats.system_messages import placed
 from penstock.engine.chat_formats.template_facts import ModelFacts, TemplateFacts
 from penstock.engine.chat_formats.tools_in_text import (
     FALLBACK_FORMAT,
@@ -75,6 +76,12 @@ class ModelFormats:
     @property
     def described(self) -> str:
         """In a phrase, for whoever starts a server."""
+        share = round(100 * self.facts.with_tools.rewritten)
+        again = f"; {share} % of a turn is computed again" if share else ""
+        return f"{self._written}{again}"
+
+    @property
+    def _written(self) -> str:
         calls = "no calls"
         if self.tools:
             own = isinstance(self.tools, CallFormat)
@@ -96,14 +103,22 @@ class ModelFormats:
         return self.facts.with_tools if has_tools else self.facts.plain
 
     def for_template(
-        self, messages: Messages, tools: Tools | None, *, template: TemplateFacts | None = None
+        self,
+        messages: Messages,
+        tools: Tools | None,
+        *,
+        template: TemplateFacts | None = None,
+        keeps_places: bool = False,
     ) -> tuple[Messages, Tools | None]:
         """Messages and tools of which a chat template shows everything.
 
         Args:
             template: as for `facts_for`.
+            keeps_places: no system message may be shown elsewhere.
         """
         facts = self.facts_for(has_tools=bool(tools), template=template)
+        if facts.late_system == "lost" or (keeps_places and facts.late_system == "moved"):
+            messages = placed(messages)
         calls = self._calls(template)
         return with_tools_in_text(
             messages,

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.engine.chat_formats.call_format import CallFormat, call_format_of
 from penstock.engine.chat_formats.reasoning import ReasoningFormat
+from penstock.engine.chat_formats.rewritten import rewritten_share
 from penstock.engine.chat_formats.tool_format import (
     ARGUMENTS,
     ID,
@@ -31,7 +32,7 @@ from penstock.engine.chat_formats.tool_format import (
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.text.chat_template import ChatTemplate
 
-VERSION = 1  # of what is found, for those who keep it
+VERSION = 2  # of what is found, for those who keep it
 MAX_CPU_S = 0.25
 _NAMES = ("penstock_first", "penstock_second")
 _IDS = ("pensto001", "pensto002")  # nine letters and digits, as Mistral's templates insist
@@ -108,6 +109,9 @@ class TemplateFacts:
         shows_parallel: it shows all calls of a message.
         shows_calls_beside_text: also of one with a text.
         alternates: it wants the roles of user and assistant to alternate.
+        late_system: it shows system messages in the middle where they are ("kept") or elsewhere
+            ("moved"), or it refuses or drops them ("lost").
+        rewritten: the share of a turn that later prompts have otherwise (`rewritten_share`).
     """
 
     calls: CallFormat | str = ""
@@ -125,6 +129,8 @@ class TemplateFacts:
     shows_parallel: bool = True
     shows_calls_beside_text: bool = True
     alternates: bool = False
+    late_system: str = "kept"
+    rewritten: float = 0.0
 
     def as_fields(self) -> dict[str, Any]:
         """As plain values, for storage."""
@@ -310,7 +316,12 @@ class _Discovery:
             shows_system=_SYSTEM in (system or ""),
             shows_tools=shows_tools or not wants_tools,
         )
-        return self._with_calls(facts, opened, answer, shown)
+        facts = self._with_calls(facts, opened, answer, shown)
+        return replace(
+            facts,
+            late_system=self._late_system(),
+            rewritten=self._rewritten(facts),
+        )
 
     def _switched(self, prompt: str) -> str:
         """The variable that switches thoughts, which are on from then on."""
@@ -414,6 +425,33 @@ class _Discovery:
         result = {"role": "tool", "tool_call_id": _IDS[0], "name": _NAMES[0], "content": _RESULT}
         whole = self._render(_USER, self._message("", calls=[_VALUES]), result)
         return _RESULT in (whole or "")
+
+    def _late_system(self) -> str:
+        """Where system messages are shown that come after an answer and after a question."""
+        begun = [{"role": "system", "content": "x"}, _USER, self._message(_TEXT)]
+        late = {"role": "system", "content": _SYSTEM}
+        more = {"role": "user", "content": _RESULT}
+        is_moved = False
+        for rest in ([late, more], [more, late]):
+            messages = [*begun, *rest]
+            text = self._render(*messages, prompts=True) or ""
+            places = [text.rfind(message["content"]) for message in messages[1:]]
+            if min(places) < 0:
+                return "lost"
+            is_moved |= places != sorted(places)
+        return "moved" if is_moved else "kept"
+
+    def _rewritten(self, facts: TemplateFacts) -> float:
+        self._ids = _IDS
+        return rewritten_share(
+            lambda messages: self._render(*messages, prompts=True),
+            self._message,
+            name=_NAMES[0],
+            key=_KEYS[0],
+            system=_SYSTEM if facts.shows_system else "",
+            has_thoughts=facts.thoughts is not None or facts.calls == "openai",
+            has_calls=self._tools is not None and facts.shows_calls and facts.shows_results,
+        )
 
     # -- calls -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.chat_formats.call_format import CallFormat
+from penstock.engine.chat_formats.contents import joined, text_of
 from penstock.engine.chat_formats.formats import tool_format_of
 from penstock.engine.chat_formats.template_facts import TemplateFacts
 from penstock.engine.chat_formats.tool_format import ID, NUMBER, Frame
@@ -72,7 +73,12 @@ def of_request(facts: TemplateFacts, source: str) -> TemplateFacts:
     if facts.calls:
         return facts
     knows = _KNOWS_TOOLS.search(source) is not None
-    return TemplateFacts(thoughts=facts.thoughts, shows_tools=knows, shows_calls=knows)
+    return TemplateFacts(
+        thoughts=facts.thoughts,
+        shows_tools=knows,
+        shows_calls=knows,
+        late_system=facts.late_system,
+    )
 
 
 def scope_of(facts: TemplateFacts, *, has_tools: bool) -> TemplateScope:
@@ -109,7 +115,7 @@ def with_tools_in_text(
             calls = message.pop("tool_calls", None)
             if calls:
                 written = _calls_in(frame, calls)
-                message["content"] = _appended(_without_line_end(message.get("content")), written)
+                message["content"] = joined(_without_line_end(message.get("content")), written)
     if not scope.results:
         shown = _without_results(shown)
     if tools and not scope.tools:
@@ -137,7 +143,7 @@ def _introduction(tools: Tools, tool_format: CallFormat | str) -> str:
 def _introduce(messages: list[dict[str, Any]], text: str) -> None:
     """Add a text to the system message."""
     if messages and messages[0].get("role") in _SYSTEM_ROLES:
-        messages[0]["content"] = _appended(messages[0].get("content"), f"\n{text}")
+        messages[0]["content"] = joined(messages[0].get("content"), text, "\n\n")
     else:
         messages.insert(0, {"role": "system", "content": text})
 
@@ -149,7 +155,7 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if is_system and message.get("role") in ("user", *_SYSTEM_ROLES):
             before = shown.pop()["content"]
-            message = {**message, "content": _joined(before, message.get("content"))}
+            message = {**message, "content": joined(before, message.get("content"), "\n\n")}
         is_system = message.get("role") in _SYSTEM_ROLES
         shown.append({**message, "role": "user"} if is_system else message)
     return shown
@@ -165,7 +171,7 @@ def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if role in _SYSTEM_ROLES and last and last["role"] not in _SYSTEM_ROLES:
             role = "user"
         if role != "tool" and role == last.get("role") and "tool_calls" not in last:
-            content = _joined(last.get("content"), message.get("content"))
+            content = joined(last.get("content"), message.get("content"), "\n\n")
             shown[-1] = {**last, **message, "role": role, "content": content}
         else:
             shown.append({**message, "role": role})
@@ -179,15 +185,16 @@ def _without_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     is_result = False  # the last message tells results
     for message in messages:
         if message.get("role") == "tool":
-            text = f"<tool_response>\n{_text_of(message.get('content'))}\n</tool_response>"
+            text = f"<tool_response>\n{text_of(message.get('content'))}\n</tool_response>"
             if is_result:
-                shown[-1]["content"] = _appended(shown[-1]["content"], text)
+                shown[-1]["content"] = joined(shown[-1]["content"], text)
             else:
                 shown.append({"role": "user", "content": text})
             is_result = True
             continue
         if is_result and message.get("role") == "user":
-            shown[-1]["content"] = _prepended(shown[-1]["content"], message.get("content"))
+            before, content = shown[-1]["content"], message.get("content")
+            shown[-1]["content"] = joined(before, content, "\n\n")
         else:
             shown.append(message)
         is_result = False
@@ -223,31 +230,6 @@ def _written(frame: Frame, calls: Sequence[tuple[str, str]]) -> str:
     return "".join([*frame.first, "".join(frame.between).join(each), *frame.last])
 
 
-def _appended(content: Any, text: str) -> Any:
-    if isinstance(content, list):
-        return [*content, {"type": "text", "text": text}]
-    return f"{content}\n{text}" if content else text.removeprefix("\n")
-
-
 def _without_line_end(content: Any) -> Any:
     """An answer's text without the line end that the model wrote before a call."""
     return content.removesuffix("\n") if isinstance(content, str) else content
-
-
-def _prepended(text: str, content: Any) -> Any:
-    if isinstance(content, list):
-        return [{"type": "text", "text": text}, *content]
-    return f"{text}\n\n{content}" if content else text
-
-
-def _joined(before: Any, content: Any) -> Any:
-    if not isinstance(before, list):
-        return _prepended(before, content) if before else content
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    return [*before, *parts]
-
-
-def _text_of(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.get("text", "") for part in content)
-    return content or ""

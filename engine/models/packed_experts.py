@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
+from penstock.engine.model_files.free_memory import free_cpu_bytes
 from penstock.engine.models.packed_linear import CpuLinear, RankSums, write_rounding
-from penstock.kernels.cpu.build import BuildError, cache_dir
+from penstock.kernels.cache_folder import NoCacheError, cache_dir
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
@@ -33,7 +33,7 @@ def memory_for_experts(library: CpuLibrary, num_bytes: int) -> WeightMemory:
         return library.memory
     try:
         folder = cache_dir()
-    except BuildError as error:
+    except NoCacheError as error:
         raise ModelLoadError(f"the experts are more than memory holds: {error}") from error
     _log.warning(
         "the experts take %s bytes, and memory has %s free: they are read from a file in %s",

@@ -1,11 +1,11 @@
 """A process that renders untrusted chat templates: those of requests, and a model's own when a
-gateway starts. The frames on stdin and stdout are those of `penstock.engine.sandbox`.
+gateway starts. The frames on stdin and stdout are those of `penstock.engine.process.sandbox`.
 
 Jinja's sandbox restricts what a template can access, but not how long it computes, and neither the
 event loop nor a thread can be stopped in the middle of that. A process can.
 
-Run by the gateway as `python -m penstock.engine.text.template_sandbox PARENT_PID`. It imports
-little, so that it starts quickly.
+Run by the gateway as `python -m penstock.engine.text.template_sandbox PARENT_PID`. It
+imports little, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from typing import Any, TypedDict
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.sandbox import limit_process, refusal, serve
+from penstock.engine.process.sandbox import limit_process, refusal, serve
 from penstock.engine.text.chat_template import MAX_CPU_S, ChatTemplate
 
 MAX_MEMORY_BYTES = 512 << 20  # of address space, about 100 MiB of it Python's own

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.engine.config import Quantization
 from penstock.engine.weights.formats.packing import unpack_nibbles
 from penstock.engine.weights.matrix import QuantizedMatrix
-from penstock.kernels.cpu.build import BuildError, cache_dir, is_private, unfinished
+from penstock.kernels.cache_folder import NoCacheError, cache_dir, is_private, unfinished
 
 _log = logging.getLogger(__name__)
 _VERSION = 2  # of the numbers that quantizing gives; a change makes other folders
@@ -49,7 +49,7 @@ class ConvertedMatrices:
         self._name = f"{fingerprint.hex()[:24]}-{{}}-{str(dtype).removeprefix('torch.')}-{_VERSION}"
         try:
             self._root = cache_dir() / "weights"
-        except BuildError as error:
+        except NoCacheError as error:
             _log.warning("weights are quantized again at each start: %s", error)
 
     def find(self, name: str, kind: Quantization, shape: torch.Size) -> QuantizedMatrix | None:
@@ -185,7 +185,7 @@ def _remove_oldest(root: Path, *, besides: set[Path], max_bytes: int) -> None:
 
 
 def _checksum(name: str, columns_per_scale: int, tensors: Mapping[str, Tensor]) -> str:
-    """Of a file's content, CRC-32: 15 ms for 100 MB."""
+    """The CRC-32 of a file's content: 15 ms for 100 MB."""
     found = zlib.crc32(f"{name} {columns_per_scale}".encode())
     for key in sorted(tensors):
         tensor = tensors[key]

@@ -78,6 +78,22 @@ class Reservation:
         self._hold.release(num_prompt - num_cached + num_output)
 
 
+class PartReservation(Reservation):
+    """That of a request's first part, which runs before the rest of it."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: Reservation) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def started(self) -> None:
+        self._whole.started()
+
+    def wait_s(self, num_tokens_ahead: int) -> float:
+        return self._whole.wait_s(num_tokens_ahead)
+
+
 class Admission:
     """Admission control of one gateway."""
 

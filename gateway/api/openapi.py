@@ -15,11 +15,11 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from penstock.engine.request import SAMPLING_PARAMETERS, FinishReason
-from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.responses.item_kinds import MESSAGE
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Unread, Use
+from penstock.gateway.api.shared.operations import Operation
 from penstock.gateway.config import ANY_NAME
 
 _STATUSES = {
@@ -35,6 +35,7 @@ _STATUSES = {
     429: "The tenant's rate limit is reached; Retry-After says when to retry.",
     431: "The request header is too large.",
     500: "The engine failed on this request, or the server has a bug.",
+    501: "This store of conversations cannot do that.",
     503: "The queue is full, or the engine or the session store is unavailable; Retry-After says "
     "when to retry.",
 }
@@ -580,9 +581,27 @@ ANSWERS: dict[str, Schema] = {
     "InputTokens": _object(object=_one_of("response.input_tokens"), input_tokens=INTEGER),
     "Items": _page(ref("Item")),
     "Conversation": _object(
-        id=STRING, object=_one_of("conversation"), created_at=INTEGER, metadata=_map(STRING)
+        {"pinned": _BOOLEAN},
+        id=STRING,
+        object=_one_of("conversation"),
+        created_at=INTEGER,
+        metadata=_map(STRING),
     ),
-    "Conversations": _page(ref("Conversation"), penstock=_object(durable=_BOOLEAN)),
+    "Conversations": _page(
+        ref("Conversation"),
+        penstock=_object(
+            {"num_dropped": INTEGER, "dropped_at": INTEGER},
+            store=_one_of("memory", "disk", "redis"),
+            durable=_BOOLEAN,
+        ),
+    ),
+    "FoundConversations": _object(
+        object=_one_of("list"),
+        data=_list(
+            _object(conversation=ref("Conversation"), turn=nullable(STRING), excerpt=STRING)
+        ),
+        has_more=_BOOLEAN,
+    ),
     "Tree": _object(
         object=_one_of("conversation.tree"),
         conversation_id=STRING,

@@ -22,15 +22,16 @@ from functools import reduce
 import msgspec
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import ImageInput, Request, RequestOutput
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     DropPrefix,
     EngineInfo,
     EngineStats,
     Message,
     UnloadAdapter,
 )
-from penstock.gateway.config import KVTransfer, Routing
+from penstock.engine.request import ImageInput, Request, RequestOutput
+from penstock.engine.settings.declaration import default_of
+from penstock.gateway.config import GatewayConfig, KVTransfer, Routing
 from penstock.gateway.engines.engine_link import EngineLink, Tls, is_remote
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.kv_transfer import Handover
@@ -38,7 +39,7 @@ from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.engines.routing import Router
 
 MAX_ENGINE_LIVES = 5
-ENGINE_WAIT_S = 60.0
+ENGINE_WAIT_S: float = default_of(GatewayConfig, "engine_wait_s")
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _FIND_AGAIN_S = 1.5  # how long after a loss new requests wait for the engine

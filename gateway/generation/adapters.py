@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.pooling import Task
+from penstock.engine.pooling.settings import Task
 from penstock.engine.request import Adapter
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from penstock.engine.chat_formats import (
     OutputFormat,
     OutputItem,
@@ -121,6 +123,34 @@ class Generation:
         self._has_started = False
         self._num_cached_tokens = 0
         self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._spent_before = NO_USAGE
+
+    def put_prompt(self, token_ids: Sequence[int], *, max_model_len: int, spent: Usage) -> None:
+        """Replace the prompt of a generation that has not begun.
+
+        Args:
+            spent: on what the prompt was made from; counts as this one's.
+
+        Raises:
+            GenerationFailedError: it leaves no room for output.
+        """
+        room = max_model_len - len(token_ids)
+        if room < 1:
+            raise GenerationFailedError(
+                f"the compacted conversation has {len(token_ids)} tokens, which leaves no room for "
+                f"output within {max_model_len}"
+            )
+        params = self.request.sampling_params
+        limited = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
+        self.request = msgspec.structs.replace(
+            self.request, prompt_token_ids=tuple(token_ids), sampling_params=limited
+        )
+        self._num_prompt_tokens = len(token_ids)
+        self._spent_before = spent
+
+    @property
+    def reservation(self) -> Reservation:
+        return self._reservation
 
     def __enter__(self) -> Generation:
         """
@@ -146,9 +176,20 @@ class Generation:
         self._meter.finished((reason or rest).value)
         self._release_reservation()
 
-    def discard(self) -> None:
-        """Release the reservation of a generation that will not be entered."""
-        self._reservation.release()
+    def discard(self, spent: Usage | None = None) -> None:
+        """Release the reservation of a generation that will not be entered.
+
+        Args:
+            spent: what it was to be made from has cost this.
+        """
+        if spent is not None:
+            self._spent_before = spent
+        used = self._spent_before
+        self._reservation.release(
+            num_prompt=used.prompt_tokens,
+            num_cached=used.cached_tokens,
+            num_output=used.output_tokens,
+        )
 
     def cancel(self) -> None:
         """Stop the generation. Output that has already arrived is still delivered, then the end."""
@@ -176,13 +217,15 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """The prompt is counted once; output tokens include all computed branches."""
+        before = self._spent_before
+        reasoning_tokens = sum(branch.num_reasoning_tokens for branch in self.branches)
         return Usage(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            output_tokens=sum(len(branch.token_ids) for branch in self.branches),
-            reasoning_tokens=sum(branch.num_reasoning_tokens for branch in self.branches),
-            cached_tokens=self._num_cached_tokens,
-            draft_tokens=self._num_draft_tokens,
-            accepted_draft_tokens=self._num_accepted_tokens,
+            prompt_tokens=before.prompt_tokens + len(self.request.prompt_token_ids),
+            output_tokens=before.output_tokens + sum(len(each.token_ids) for each in self.branches),
+            reasoning_tokens=before.reasoning_tokens + reasoning_tokens,
+            cached_tokens=before.cached_tokens + self._num_cached_tokens,
+            draft_tokens=before.draft_tokens + self._num_draft_tokens,
+            accepted_draft_tokens=before.accepted_draft_tokens + self._num_accepted_tokens,
         )
 
     def best(self) -> Sequence[int]:
@@ -388,6 +431,9 @@ class Usage:
     reasoning_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+
+
+NO_USAGE = Usage(0, 0, 0)
 
 
 class DeltaSource(Source[Delta], Protocol):

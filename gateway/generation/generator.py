@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,9 +28,10 @@ from penstock.engine.chat_formats import (
     Piece,
     TemplateFacts,
     template_messages,
-    template_variables,
+    with_known_effort,
 )
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import (
     Adapter,
     ImageInput,
@@ -42,7 +43,6 @@ from penstock.engine.request import (
 from penstock.engine.text import OutputText, with_special_stops
 from penstock.engine.text.bad_words import bad_words_token_ids
 from penstock.engine.text.chat_template import MAX_CPU_S, ChatTemplate, SlowTemplateError
-from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import MessageParts, with_parts
 from penstock.gateway import installed_version
@@ -64,11 +64,10 @@ from penstock.gateway.generation.context_limits import (
 from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
-from penstock.gateway.generation.images import ImageLoader
+from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
-from penstock.gateway.generation.prompt_memory import PromptMemory
+from penstock.gateway.generation.prompt_memory import MIN_KNOWN_CHARS, PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
-from penstock.gateway.generation.system_messages import placed, shows_system_messages
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
@@ -89,8 +88,7 @@ class ChatPrompt:
     """A conversation and how to render it; `images` are those of its messages, in order.
 
     Attributes:
-        keeps_places: system messages in its middle stay there, also where the template would move,
-            drop or refuse them (`system_messages`).
+        keeps_places: no system message may be shown elsewhere (`chat_formats.system_messages`).
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -170,9 +168,9 @@ class Generator:
         self, text: str, *, add_special_tokens: bool, must_fit: bool, tenant: str = ""
     ) -> list[int]:
         """The token ids of a rendered conversation. Raises as `tokenise`."""
-        if add_special_tokens:
+        if add_special_tokens or len(text) < MIN_KNOWN_CHARS:
             return await self.tokenise(
-                text, add_special_tokens=True, param="messages", must_fit=must_fit
+                text, add_special_tokens=add_special_tokens, param="messages", must_fit=must_fit
             )
         reused = await self.long_work.run(
             partial(self._memory.search(tenant), text), is_long=len(text) >= LONG_TEXT_CHARS
@@ -196,6 +194,8 @@ class Generator:
             InvalidRequestError: the template raises an error, or requests may not have templates.
         """
         text = await self._rendered(prompt)
+        if not prompt.images:
+            return text
         return self.images.expanded(text, prompt.images, param="messages")
 
     async def _rendered(self, prompt: ChatPrompt) -> str:
@@ -258,29 +258,29 @@ class Generator:
         Args:
             facts: of the request's own template.
         """
-        reads = self._reads_part if prompt.template is None else names_parts_of(source)
-        written = as_read(prompt.messages, reads)
-        if prompt.keeps_places:
-            written = placed(written, lambda: self._shows_system_messages)
-        messages, tools = self.model.formats.for_template(
-            written,
-            prompt.tools,
-            template=facts,
+        messages, tools = prompt.messages, prompt.tools
+        is_plain = not (tools or prompt.keeps_places or self.model.images) and all(
+            _is_plain(message, is_first=not at) for at, message in enumerate(messages)
         )
+        if not is_plain:
+            reads = self._reads_part if prompt.template is None else names_parts_of(source)
+            messages = as_read(messages, reads)
+            messages, tools = self.model.formats.for_template(
+                messages, tools, template=facts, keeps_places=prompt.keeps_places
+            )
         own = self.model.formats.facts_for(has_tools=bool(tools), template=facts)
-        variables = {**self.model.template_defaults, **prompt.kwargs}
+        if not is_plain:
+            messages = with_parts(messages, self.model.message_parts, self.model.images)
+            messages = template_messages(messages, own)
+        variables: Mapping[str, Any] = {**self.model.template_defaults, **prompt.kwargs}
+        if "reasoning_effort" in variables:
+            variables = with_known_effort(variables, own.calls)
         return {
-            "messages": template_messages(
-                with_parts(messages, self.model.message_parts, self.model.images), own
-            ),
+            "messages": messages,
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": tools, **template_variables(variables, own.calls)},
+            "kwargs": {"tools": tools, **variables},
         }
-
-    @cached_property
-    def _shows_system_messages(self) -> bool:
-        return shows_system_messages(self.model.chat_template)
 
     async def tokenise(
         self,
@@ -339,12 +339,14 @@ class Generator:
         deadline_s: float | None = None,
         retention: Retention | None = None,
         images: tuple[ImageInput, ...] = (),
+        reservation: Reservation | None = None,
     ) -> Generation:
         """A generation that fits and is admitted, but not started. The caller must enter or discard
         it.
 
         Args:
             param: the parameter that the prompt came from, for error messages.
+            reservation: of a request that is already admitted.
             deadline_s: seconds from now within which the first token is wanted.
 
         Raises:
@@ -369,9 +371,10 @@ class Generator:
         check_logprobs(params, self._max_logprobs)
         params = with_special_stops(params, self.model.tokenizer, vocab_size=info.vocab_size)
         check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        reservation = await self._admission.admit(
-            caller, len(prompt_token_ids), params, deadline_s=deadline_s
-        )
+        if reservation is None:
+            reservation = await self._admission.admit(
+                caller, len(prompt_token_ids), params, deadline_s=deadline_s
+            )
         try:
             for name, grammar in options.grammars:
                 try:
@@ -541,6 +544,17 @@ def _no_documents(template: ChatTemplate) -> str:
     able = [repr(name) for name, source in template.named.items() if "documents" in source]
     hint = f"; chat_template may be {' or '.join(able)}" if able else ""
     return f"the chat template shows no documents{hint}"
+
+
+def _is_plain(message: Mapping[str, Any], *, is_first: bool) -> bool:
+    """Whether every template shows it as it is, or refuses it."""
+    return (
+        isinstance(message.get("content"), str)
+        and message.get("role") != "tool"
+        and (is_first or message.get("role") != "system")
+        and "tool_calls" not in message
+        and "tool_call_id" not in message
+    )
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -21,16 +21,16 @@ from penstock.engine.chat_formats import (
     kept_facts,
 )
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import (
+from penstock.engine.model_files.resolve import (
     GenerationDefaults,
     read_generation_defaults,
     resolve_model,
 )
-from penstock.engine.pooling import ModelPooling, Task, read_pooling
+from penstock.engine.model_files.users_files import named_as_users_do
+from penstock.engine.pooling.settings import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.engine.text.fill_in_middle import FillInMiddle
-from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
 from penstock.engine.vision.message_parts import MessageParts, parts_of
 from penstock.gateway.config import GatewayConfig
@@ -86,8 +86,9 @@ class ServedModel:
             RequestRefusedError: 404: this server does not have the model.
             InvalidRequestError: the model does something else.
         """
-        if task is not None and (name is None or self.has(name)):
-            self.pooling.require(task)
+        is_this = name is None or self.has(name)
+        if is_this and task is not None and task not in self.pooling.tasks:
+            raise self.pooling.refusal()
         if name is None:
             return self.name
         if not self.has(name):

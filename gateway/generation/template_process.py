@@ -16,7 +16,7 @@ import orjson
 
 from penstock.engine.chat_formats import ModelFacts, TemplateFacts, of_request
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.sandbox import CPU_SIGNAL, LENGTH_BYTES, framed
+from penstock.engine.process.sandbox import CPU_SIGNAL, LENGTH_BYTES, framed
 from penstock.engine.text.chat_template import MAX_CPU_S, TemplateFiles, located
 from penstock.engine.text.template_sandbox import TemplateJob
 from penstock.gateway.errors import RequestRefusedError

@@ -31,8 +31,8 @@ import uvloop
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.logs import LogWriter, configure_logging
-from penstock.engine.process import LISTEN_FD, Status, run_child
+from penstock.engine.process.launch import LISTEN_FD, Status, run_child
+from penstock.engine.process.logs import LogWriter, configure_logging
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.generation.served_model import load_model

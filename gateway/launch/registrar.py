@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engine.logs import configure_logging
-from penstock.engine.process import Status, run_child
+from penstock.engine.process.launch import Status, run_child
+from penstock.engine.process.logs import configure_logging
 from penstock.engine.request import RequestOutput
 from penstock.gateway.engines.engine_link import EngineLink
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError

@@ -56,6 +56,17 @@ def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(home, ".local", "share", "penstock")
 
 
+def folder(asked: str | None) -> Path:
+    """
+    Args:
+        asked: None: the user's own.
+
+    Raises:
+        DataDirError: there is no home.
+    """
+    return default_folder() if asked is None else Path(asked).expanduser().absolute()
+
+
 def claim(asked: str | None) -> DataDir:
     """Make the folder, and take it for this process.
 
@@ -66,16 +77,16 @@ def claim(asked: str | None) -> DataDir:
         DataDirError: it cannot be written, another server has it, or it is the user's own and on a
             network file system.
     """
-    folder = default_folder() if asked is None else Path(asked).expanduser().absolute()
-    lock_fd = _locked(folder)
-    kind = file_system(folder)
+    path = folder(asked)
+    lock_fd = _locked(path)
+    kind = file_system(path)
     if kind in _NETWORK:
         if asked is None:
             os.close(lock_fd)
-            raise DataDirError(f"{folder} is on a network file system ({kind})")
+            raise DataDirError(f"{path} is on a network file system ({kind})")
         text = "%s is on a network file system (%s): chats may be lost or damaged there"
-        _LOG.warning(text, folder, kind)
-    return DataDir(folder, lock_fd)
+        _LOG.warning(text, path, kind)
+    return DataDir(path, lock_fd)
 
 
 def _locked(folder: Path) -> int:

@@ -8,30 +8,29 @@ loaded only if nobody else but root can have written it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.kernels.cache_folder import (
+    NoCacheError,
+    cache_dir,
+    is_private,
+    private_folder,
+    unfinished,
+)
 from penstock.kernels.cpu.isa import Isa
 
-CACHE_VARIABLE = "PENSTOCK_CACHE_DIR"
 _SOURCES = Path(__file__).parent
 _COMPILED = ("kernels.c", "pool.c", "ranks.c")
 _SYSTEM_COMPILERS = ["cc", "gcc", "clang"]
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
 _TIMEOUT_S = 120.0
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_UNFINISHED, _UNFINISHED_S = "unfinished-", 3600.0  # after which nobody writes them any more
 
 
 class BuildError(Exception):
@@ -46,7 +45,10 @@ def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
     """
     compiler = find_compiler()
     flags = (*_FLAGS, *isa.flags, *(f"-D{define}" for define in defines))
-    cache = _private_folder(cache_dir())
+    try:
+        cache = private_folder(cache_dir())
+    except NoCacheError as error:
+        raise BuildError(str(error)) from error
     path = cache / f"kernels-{_digest_of_inputs(compiler, flags, cache)[:24]}.so"
     if not _is_intact(path):
         _compile(compiler, flags, path)
@@ -84,81 +86,6 @@ def _digest_of_inputs(compiler: tuple[str, ...], flags: tuple[str, ...], cache: 
     for source in sorted(_SOURCES.glob("*.[ch]")):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
-
-
-def cache_dir() -> Path:
-    """The folder for what can be made again; created if missing.
-
-    Raises:
-        BuildError: there is no place for it.
-    """
-    chosen = os.environ.get(CACHE_VARIABLE)
-    try:
-        folder = (
-            Path(chosen)
-            if chosen
-            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-        )
-    except RuntimeError as error:  # a container's user without an entry in the user database
-        raise BuildError(f"no place for a cache ({error}): set {CACHE_VARIABLE}") from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be written: {error}") from error
-    return folder
-
-
-def is_private(path: Path) -> bool:
-    """Whether nobody but this user and root may write a file or folder that is there."""
-    if not hasattr(os, "geteuid"):
-        return True
-    try:
-        about = path.stat()
-    except OSError:
-        return False
-    return about.st_uid in (0, os.geteuid()) and not about.st_mode & _OTHERS_MAY_WRITE
-
-
-def _private_folder(cache: Path) -> Path:
-    """The cache, or a folder in it where others may write to the cache.
-
-    Raises:
-        BuildError: that is not this user's alone either.
-    """
-    if is_private(cache):
-        return cache
-    folder = cache / f"private-{os.geteuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be written: {error}") from error
-    if not is_private(folder):
-        raise BuildError(f"others may write to {cache} and {folder}: set {CACHE_VARIABLE}")
-    return folder
-
-
-@contextlib.contextmanager
-def unfinished(folder: Path) -> Iterator[Path]:
-    """A folder in `folder` for what is not finished yet, removed at the end; those that killed
-    processes have left are removed too.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=folder) as own:
-        for left in folder.glob(f"{_UNFINISHED}*"):
-            with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > _UNFINISHED_S:
-                    shutil.rmtree(left, ignore_errors=True)
-        yield Path(own)
-
-
-def remove_orphans(folder: Path, *, link: str) -> None:
-    """Remove the folders in `folder` whose file of this name is a link to what is gone."""
-    for each in folder.iterdir():
-        origin = each / link
-        if origin.is_symlink() and not origin.exists():
-            shutil.rmtree(each, ignore_errors=True)
 
 
 def _is_intact(path: Path) -> bool:

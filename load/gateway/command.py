@@ -27,7 +27,7 @@ import psutil
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.gateway.launch.child import Child
 from penstock.load.gateway.readers import IDLE, LETTER, MAX_FRAMES, ClockFile

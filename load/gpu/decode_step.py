@@ -27,8 +27,8 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.models.registry import read_model_config
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.startup import build_core
-from penstock.engine.transport.messages import EngineInfo
 from penstock.load.engine_runs import make_requests, run_requests
 from penstock.load.gpu.bench import COPY, Bench, DecodeSizes
 from penstock.load.machine import frozen_garbage

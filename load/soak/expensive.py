@@ -25,7 +25,7 @@ import orjson
 import psutil
 
 from penstock.engine.config import TlsFiles
-from penstock.engine.transport.tls import CurrentContext, gateway_context
+from penstock.engine.protocol.tls import CurrentContext, gateway_context
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import Tls
 from penstock.load.soak.journal import Kind

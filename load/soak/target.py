@@ -25,7 +25,7 @@ import psutil
 import tokenizers
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load.client.records import Address
 from penstock.load.launch import Started, peer_engine, redis_server
 from penstock.load.launch import server as launch_server

@@ -5,30 +5,22 @@ The model has random weights; what it writes is what a grammar leaves it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from ..system.processes import Served, serve, wait_until
-from . import scripted_server
-from .test_codex import call, tiny_model
+from ..system.processes import Served
+from .agents import KILLED, VICTIMS, call, check_hits, killed, lines, scripted
 
 pytestmark = [pytest.mark.external]
 
 SAID = "All lines are written."
 SUMMARY = "<summary>Lines are written to lines.txt.</summary>"
-KILLED = (2, 6)  # turns, which take long enough
-RUNNING = "penstock:num_requests_running"
 
 
 def thought(text: str, *, num_words: int = 1) -> str:
@@ -38,19 +30,6 @@ def thought(text: str, *, num_words: int = 1) -> str:
 def written(number: int, *, num_words: int = 1) -> str:
     command = f"echo {number} >> lines.txt"
     return thought(call("Bash", command=command, description="Write a line"), num_words=num_words)
-
-
-@contextmanager
-def scripted(folder: Path, texts: Sequence[str]) -> Iterator[Served]:
-    """A server that answers its prompts with these texts."""
-    (folder / "grammars.json").write_text(json.dumps([f"start: {json.dumps(t)}" for t in texts]))
-    command = (
-        *("env", f"{scripted_server.FILE}={folder / 'grammars.json'}"),
-        *(sys.executable, "-m", scripted_server.__name__),
-    )
-    model = (str(tiny_model(folder / "model")), "--served-model-name", "tiny")
-    with serve(*model, log=folder / "log", command=command) as served:
-        yield served
 
 
 def run(program: Path, server: Served, folder: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -80,11 +59,6 @@ def run(program: Path, server: Served, folder: Path, *arguments: str) -> list[di
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def lines(folder: Path) -> list[str]:
-    file = folder / "work" / "lines.txt"
-    return file.read_text().split() if file.exists() else []
-
-
 def prompts(events: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     """Of each message: how many tokens its prompt has, and how many of them were cached."""
     found: dict[str, tuple[int, int]] = {}
@@ -96,13 +70,6 @@ def prompts(events: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
             ]
             found[event["message"]["id"]] = sum(parts), parts[2]
     return list(found.values())
-
-
-def check_hits(found: Sequence[tuple[int, int]]) -> None:
-    """From the second turn on, the previous prompt was cached."""
-    for (before, _), (num_tokens, num_cached) in itertools.pairwise(found):
-        assert num_tokens > before
-        assert num_cached >= 0.98 * before
 
 
 def test_ten_turns_of_prompts_that_only_grow(claude_code: Path, tmp_path: Path) -> None:
@@ -124,31 +91,14 @@ def test_ten_turns_of_prompts_that_only_grow(claude_code: Path, tmp_path: Path) 
 
 
 @pytest.mark.process_kills
-@pytest.mark.parametrize("victim", ["engine", "gateway"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_no_call_is_made_twice(claude_code: Path, tmp_path: Path, victim: str) -> None:
     """Although engine or gateway are killed in the middle of turns."""
     texts = [written(n, num_words=500 if n in KILLED else 1) for n in range(10)]
     with scripted(tmp_path, [*texts, thought(SAID)]) as server:
-        killer = threading.Thread(target=_kill, args=(server, tmp_path, victim))
-        killer.start()
-        events = run(claude_code, server, tmp_path, "-p", "Write ten lines.")
-        killer.join()
+        with killed(server, tmp_path, victim):
+            events = run(claude_code, server, tmp_path, "-p", "Write ten lines.")
         assert lines(tmp_path) == [str(number) for number in range(10)]
         assert events[-1]["result"] == SAID
-        assert server.log.read_text().count(f"the {victim} died") == 2
-
-
-def _kill(server: Served, folder: Path, victim: str) -> None:
-    for number in KILLED:
-        wait_until(lambda number=number: len(lines(folder)) == number and _is_busy(server))
-        server.renew_family()
-        server.child(f"penstock-{victim}").kill()
-
-
-def _is_busy(server: Served) -> bool:
-    try:
-        metrics = httpx.get(f"{server.base_url}/metrics").text
-    except httpx.HTTPError:
-        return False
-    values = [line.split()[-1] for line in metrics.splitlines() if line.startswith(RUNNING)]
-    return any(float(value) > 0 for value in values)
+        assert len(prompts(events)) == 11
+        check_hits(prompts(events), victim)

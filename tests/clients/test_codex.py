@@ -1,4 +1,5 @@
-"""OpenAI's Codex, unedited, reads a file through its shell tool, and compacts its conversation.
+"""OpenAI's Codex, unedited, reads a file through its shell tool, and writes ten lines, one in each
+turn, with a compaction between them and deaths in the middle of turns.
 
 The model has random weights; what it writes is what a grammar leaves it.
 """
@@ -7,70 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.engine.model_files import DEMO_MODEL_PATH
-
-from ..system.processes import Served, serve
-from . import scripted_server
+from ..system.processes import Served
+from .agents import CONTEXT, KILLED, VICTIMS, call, check_hits, killed, lines, scripted
 
 pytestmark = [pytest.mark.node, pytest.mark.external]
 
-CONTEXT = 65_536
 COMPACTS_AT = 14_400  # tokens: after five turns of 1,250 each, and 9,700 before them
 TRANSPORTS = ("sse", "websocket")
 SAID = "I read the note."
 EXAMPLE = Path(__file__).parents[2] / "clients" / "examples" / "codex.toml"
 IN_EXAMPLE = ("Qwen/Qwen3-4B", "40960", "http://127.0.0.1:8000", "supports_websockets = true")
-
-
-def tiny_model(folder: Path) -> Path:
-    """Random weights, with the built-in model's tokenizer and chat template."""
-    demo = json.loads((DEMO_MODEL_PATH / "config.json").read_text())
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=demo["vocab_size"],
-        eos_token_id=demo["eos_token_id"],
-        bos_token_id=demo["bos_token_id"],
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-    )
-    transformers.utils.logging.disable_progress_bar()
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL_PATH / name, folder)
-    return folder
-
-
-def call(name: str, **arguments: str) -> str:
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
-
-
-@contextmanager
-def scripted(folder: Path, texts: Sequence[str]) -> Iterator[Served]:
-    """A server that answers its prompts with these texts."""
-    (folder / "grammars.json").write_text(json.dumps([f"start: {json.dumps(t)}" for t in texts]))
-    command = (
-        *("env", f"{scripted_server.FILE}={folder / 'grammars.json'}"),
-        *(sys.executable, "-m", scripted_server.__name__),
-    )
-    model = (str(tiny_model(folder / "model")), "--served-model-name", "tiny")
-    with serve(*model, log=folder / "log", command=command) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
@@ -130,22 +83,60 @@ def test_a_file_is_read(codex: Path, server: Served, tmp_path: Path, transport: 
     assert events[-1]["type"] == "turn.completed"
 
 
+def written(number: int, *, more: str = "", num_words: int = 0) -> str:
+    command = f"echo {number} >> lines.txt{more}"
+    return "Hm " * num_words + call("exec_command", cmd=command)
+
+
+def turns(folder: Path) -> list[list[tuple[int, int]]]:
+    """Of each turn, how many tokens its prompt has, and how many of them were cached; a list from
+    each compaction to the next."""
+    [file] = (folder / "home" / "sessions").rglob("*.jsonl")
+    found: list[list[tuple[int, int]]] = [[]]
+    for line in file.read_text().splitlines():
+        event = json.loads(line)
+        if event["type"] == "compacted":
+            found.append([])
+        elif event["payload"].get("type") == "token_count" and event["payload"]["info"]:
+            used = event["payload"]["info"]["last_token_usage"]
+            turn = (used["input_tokens"], used["cached_input_tokens"])
+            if turn[0] and found[-1][-1:] != [turn]:  # told again where a stream broke off
+                found[-1].append(turn)
+    return found
+
+
 def test_ten_turns_with_a_compaction(codex: Path, tmp_path: Path) -> None:
     """It asks the server for one where it takes it for OpenAI's."""
-    more = [f"echo {number} >> lines.txt" for number in range(10)]
-    more[:5] = [f"{command}; seq 300" for command in more[:5]]  # of 1,250 tokens each
-    calls = [call("exec_command", cmd=command) for command in more]
-    texts = [*calls[:5], "Lines are written.", *calls[5:], SAID]
-    with scripted(tmp_path, texts) as server:
+    early = [written(number, more="; seq 300") for number in range(5)]  # of 1,250 tokens each
+    late = [written(number) for number in range(5, 10)]
+    with scripted(tmp_path, [*early, "Lines are written.", *late, SAID]) as server:
         config = config_of(server, has_websockets=False).replace(
             '"penstock"\nbase', '"OpenAI"\nbase'
         )
         limit = f"model_auto_compact_token_limit = {COMPACTS_AT}\n"
         told = run(codex, server, tmp_path, limit + config, "Write ten lines.")
-        written = (tmp_path / "work" / "lines.txt").read_text().split()
-        assert written == [str(number) for number in range(10)]
-        events = [json.loads(line) for line in told.splitlines()]
-        assert events[-1]["type"] == "turn.completed"
-        used = events[-1]["usage"]
-        assert used["cached_input_tokens"] > 0.75 * used["input_tokens"]
+        assert lines(tmp_path) == [str(number) for number in range(10)]
+        assert json.loads(told.splitlines()[-1])["type"] == "turn.completed"
+        before, after = turns(tmp_path)
+        assert (len(before), len(after)) == (5, 6)
+        check_hits(before)
+        check_hits(after)
         assert " 400 in" not in server.log.read_text()
+
+
+@pytest.mark.process_kills
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_no_call_is_made_twice(codex: Path, tmp_path: Path, victim: str, transport: str) -> None:
+    """Although engine or gateway are killed in the middle of turns."""
+    texts = [written(n, num_words=500 if n in KILLED else 0) for n in range(10)]
+    with scripted(tmp_path, [*texts, SAID]) as server:
+        config = config_of(server, has_websockets=transport == "websocket")
+        with killed(server, tmp_path, victim):
+            told = run(codex, server, tmp_path, config, "Write ten lines.")
+        assert lines(tmp_path) == [str(number) for number in range(10)]
+        items = [json.loads(line).get("item", {}) for line in told.splitlines()]
+        assert [item["text"] for item in items if item.get("text")][-1] == SAID
+        [found] = turns(tmp_path)
+        assert len(found) == 11
+        check_hits(found, victim)

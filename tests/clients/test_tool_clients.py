@@ -29,7 +29,7 @@ def test_node_with_anthropics_api(demo_server: Served, node_modules: Path) -> No
     shutil.copy(PACKAGES / "anthropic.mjs", node_modules)
     outcomes = json.loads(run(["node", "anthropic.mjs"], demo_server, cwd=node_modules))
     assert {name: fault for name, fault in outcomes.items() if fault} == {}
-    assert len(outcomes) == 8
+    assert len(outcomes) == 10
 
 
 @pytest.mark.external

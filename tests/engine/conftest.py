@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.kernels.cpu.build import CACHE_VARIABLE, cache_dir
+from penstock.kernels.cache_folder import CACHE_VARIABLE, cache_dir
 from penstock.kernels.cpu.library import load_library
 
 from .greedy_parity import reference_tokens

@@ -12,16 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.engine.request import (
-    FinishReason,
-    Notice,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.frames import FrameReader, decode, encode, framed
+from penstock.engine.protocol.messages import (
     Abort,
     DropPrefix,
     EngineInfo,
@@ -33,6 +25,14 @@ from penstock.engine.transport.messages import (
     Step,
     Submit,
     UnloadAdapter,
+)
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
 )
 
 INFO = EngineInfo(
@@ -72,6 +72,7 @@ class FakeEngine:
         self.step_s = step_s
         self.info = info
         self.scripts: dict[int, list[int]] = {}
+        self.script_of: Callable[[Request], list[int] | None] = lambda _: None
         self.drafts = (0, 0)
         self.mean_logprobs: dict[int, float] = {}
         self.others: tuple[int, ...] = (7,)
@@ -277,7 +278,8 @@ class FakeEngine:
         self, first: RequestOutput, params: SamplingParams, *, num_known: int = 0
     ) -> Iterator[RequestOutput]:
         index = first.index
-        script = self.scripts.get(index, self.script)
+        own = self.script_of(self.submitted[first.request_id])
+        script = own or self.scripts.get(index, self.script)
         for number in itertools.count(num_known):
             if index == 0 and number in self.notices:
                 yield RequestOutput(request_id=first.request_id, notice=self.notices[number])

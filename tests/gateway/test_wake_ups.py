@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.gateway.http.raw_writer import pump
-from penstock.gateway.wake_ups import WRITES, WakeUps
+from penstock.gateway.wake_ups import ENDS, WRITES, WakeUps
 
 
 @contextlib.asynccontextmanager
@@ -52,6 +52,32 @@ async def test_nothing_is_written_before_the_last_callback() -> None:
         assert (read(peer), read(other)) == (b"12", b"a")
         WRITES.write(first, b"3")  # outside of a callback at once
         assert read(peer) == b"3"
+
+
+async def test_what_is_done_for_all_comes_after_the_last_callback() -> None:
+    """What it writes is still written with theirs. Outside of a callback it is the next turn's."""
+    wake_ups = WakeUps()
+    done: list[str] = []
+    async with connection() as (transport, peer):
+
+        def store() -> None:
+            done.append("stored")
+            WRITES.write(transport, b"seen")
+
+        def append(what: str) -> None:
+            done.append(what)
+            if what == "1":
+                ENDS.add(store)
+
+        for what in ("1", "2", "3"):
+            wake_ups.add(lambda what=what: append(what))  # type: ignore[misc]
+        await turns()
+        assert done == ["1", "2", "3", "stored"]
+        assert read(peer) == b"seen"
+        ENDS.add(store)
+        assert done[-2:] == ["3", "stored"]
+        await turns()
+        assert done[-2:] == ["stored", "stored"]
 
 
 async def test_a_callback_that_fails_does_not_stop_the_others(

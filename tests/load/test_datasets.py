@@ -10,8 +10,8 @@ from statistics import fmean
 
 import pytest
 
-from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load.client.records import Dialogue
 from penstock.load.workloads.datasets import (
     Conversations,
@@ -26,7 +26,7 @@ from penstock.load.workloads.datasets import (
     load_tokenizer,
 )
 
-DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
+DEMO_TOKENIZER = DEMO_MODEL_PATH
 
 
 def write_lines(path: Path, items: Sequence[object]) -> Path:

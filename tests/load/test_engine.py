@@ -15,10 +15,10 @@ from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.language_model import DrawnTokens
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
-from penstock.engine.transport.messages import EngineInfo
 from penstock.load import engine_runs, machine
 from penstock.load.engine import Side, limit_rows, speeds
 from penstock.load.engine_runs import OTHER, PARTS, Phase, Run, Step, make_requests, run_requests

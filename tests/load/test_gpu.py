@@ -18,7 +18,7 @@ import torch
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.models.loader import load_model
-from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.kernels.gpu import measuring
 from penstock.kernels.gpu.measuring import Timer
 from penstock.load.gpu.attention import causal_flop

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS
-from penstock.kernels.cpu.build import CACHE_VARIABLE
+from penstock.kernels.cache_folder import CACHE_VARIABLE
 from penstock.kernels.cpu.library import load_library
 from penstock.load.kernels.command import CaseMaker, Copy, measure
 from penstock.load.limits import Ceilings, products_per_s

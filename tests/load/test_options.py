@@ -12,8 +12,8 @@ from statistics import fmean, stdev
 
 import pytest
 
-from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load.client.records import Dialogue, Endpoint
 from penstock.load.workloads.datasets import load_tokenizer, plain_ids
 from penstock.load.workloads.driver import Arrivals, ClosedLoop, OpenLoop, gamma_offsets
@@ -24,7 +24,7 @@ from penstock.load.workloads.options import (
     make_dialogues,
 )
 
-DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
+DEMO_TOKENIZER = DEMO_MODEL_PATH
 
 
 def write_lines(path: Path, items: Sequence[object]) -> Path:

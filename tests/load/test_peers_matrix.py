@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load.client.records import Dialogue, StreamRecord, Turn
 from penstock.load.peers import environments, matrix, models, workloads
 from penstock.load.peers.environments import Environment, InstallError
@@ -21,7 +21,7 @@ from penstock.load.peers.rivals import RIVALS, HttpServer, Rival, RivalError, Se
 from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import RunResult
 
-from ..engine.gguf.written import convert
+from ..engine.model_files.gguf.written import convert
 from ..held_port import held_port, number_of
 from ..system.processes import wait_gone
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.kernels.cpu.build import cache_dir
+from penstock.kernels.cache_folder import cache_dir
 
 _FETCH_TIMEOUT_S = 600.0
 _NPM_OPTIONS = ("--no-audit", "--no-fund", "--ignore-scripts")

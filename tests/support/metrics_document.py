@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 from prometheus_client.core import Metric
 
-from penstock.engine.transport.messages import EngineStats
+from penstock.engine.protocol.messages import EngineStats
 from penstock.gateway import app, shared_state
 from penstock.gateway.storage.redis.health import RedisHealth
 from penstock.gateway.telemetry.metrics import Metrics

@@ -220,7 +220,7 @@ class UserMessage(_Lenient):
     role: Literal["user"]
     content: Annotated[
         list[_UserBlock],
-        Field(max_length=MAX_ITEMS, fail_fast=True),
+        Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
         BeforeValidator(_listed, json_schema_input_type=str | list[_UserBlock]),
     ]
 

@@ -16,19 +16,19 @@ from penstock.gateway.api.anthropic.schema import (
     MessagesRequest,
 )
 from penstock.gateway.api.chat.planning import planned, rendered
-from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key
-from penstock.gateway.api.json_api import (
+from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.idempotency import IdempotentAnswers
+from penstock.gateway.api.shared.json_api import (
     CLIENT_GONE,
     json_response,
     parsed,
     read_json,
     unless_gone,
 )
-from penstock.gateway.api.operations import operation
-from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient
-from penstock.gateway.generation.generation import DeltaSource, Generation
+from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.generator import ChatPrompt, Generator
 from penstock.gateway.http.event_stream import EventStream
 
@@ -74,17 +74,13 @@ class Messages:
         asked = await parsed(self._generator.paced_work, MessagesRequest, body, parse_request)
         caller = caller_of(request.scope)
         model = await self._generator.adapters.require(asked.model, caller, task="generate")
-        key = idempotency_key(request, body, caller)
-        plan = partial(self._planned, request, asked)
-        source: DeltaSource
-        is_resumed = False
-        if key is None:
-            source = await plan(f"msg_{uuid.uuid4().hex}")
-        else:
-            source = logged = await self._answers.attach(
-                key, caller, plan, continues_prompt=asked.continues_prompt
-            )
-            is_resumed = logged.is_resumed
+        source, is_resumed = await self._answers.source(
+            request,
+            body,
+            partial(self._planned, request, asked),
+            new_id=f"msg_{uuid.uuid4().hex}",
+            continues_prompt=asked.continues_prompt,
+        )
         info = self._engine.info_for_running()
         answer = MessageAnswer(
             asked,

@@ -116,15 +116,9 @@ class ContextEdit(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_type(cls, value: Any) -> Any:
+    def _drop_unknown(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != _CLEARS_THOUGHTS:
-            raise PydanticCustomError(
-                "unsupported_parameter",
-                "this server only knows the edit {known}, not {kind}",
-                {"known": repr(_CLEARS_THOUGHTS), "kind": repr(kind)},
-            )
-        return value
+        return value if kind in (None, _CLEARS_THOUGHTS) else {"type": kind}
 
 
 class ContextManagement(Model):
@@ -166,6 +160,15 @@ class Conversation(SamplingRequest):
                 "is the assistant's and the last one, so that the answer continues it: it must end "
                 "with text",
             )
+        for index, edit in enumerate(self.context_management.edits):
+            if edit.type != _CLEARS_THOUGHTS:
+                # By these words Claude Code knows that it has to send it no more.
+                raise RequestRefusedError(
+                    f"{self.model or 'this model'} does not support the '{edit.type}' context "
+                    f"management strategy; this server knows '{_CLEARS_THOUGHTS}'",
+                    code="unsupported_parameter",
+                    param=f"context_management.edits[{index}].type",
+                )
         _ = self.offered
         return self
 

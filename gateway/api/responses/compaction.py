@@ -1,5 +1,6 @@
-"""`POST /v1/responses/compact`: a conversation becomes its users' messages and one item, which
-stands for all the rest.
+"""A conversation becomes its users' messages and one item, which stands for all the rest: by `POST
+/v1/responses/compact`, by a trigger as the last item, or, with `context_management`, before an
+answer whose prompt is too long.
 
 The model writes a summary under a fixed instruction (`items.INSTRUCTION`), at the end of the same
 prompt as before, so that nearly all of it is in the cache. The item has the summary sealed, and is
@@ -9,15 +10,40 @@ as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.gateway.api.items import new_item_id, shown_item
 from penstock.gateway.api.responses.events import usage_object
+from penstock.gateway.api.shared.items import compaction_item, shown_item
 from penstock.gateway.errors import GenerationFailedError
-from penstock.gateway.generation.generation import DeltaSource, collected
+from penstock.gateway.generation.generation import (
+    NO_USAGE,
+    DeltaSource,
+    Generation,
+    Usage,
+    collected,
+)
 from penstock.gateway.storage.conversations.records import Item
-from penstock.gateway.storage.sealed_text import sealed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The summary that comes before an answer.
+
+    Attributes:
+        generation: writes it; None: it is written.
+        shown: its text so far, in the log.
+        spent: on what is in the log.
+        prompt: the text and the ids of the answer's prompt, with the summary.
+        max_model_len: tokens of the context.
+    """
+
+    generation: Generation | None
+    prompt: Callable[[str], Awaitable[tuple[str, Sequence[int]]]]
+    max_model_len: int
+    shown: str = ""
+    spent: Usage = NO_USAGE
 
 
 async def compacted(
@@ -38,18 +64,12 @@ async def compacted(
     if not summary:
         raise GenerationFailedError("the model wrote no summary")
     request, used = source.request, source.usage
-    compaction = {
-        "id": new_item_id("cmp_"),
-        "type": "compaction",
-        "status": "completed",
-        "encrypted_content": sealed(summary),
-    }
     kept = [shown_item(item, files) for item in items if item.get("role") == "user"]
     return {
         "id": request.request_id,
         "object": "response.compaction",
         "created_at": int(request.arrival_s),
-        "output": [*kept, compaction],
+        "output": [*kept, compaction_item(summary)],
         "usage": usage_object(
             used.prompt_tokens, used.cached_tokens, used.output_tokens, used.reasoning_tokens
         ),

@@ -13,12 +13,12 @@ from typing import Any
 from penstock.engine.chat_formats import Piece
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.logprobs import TokenObjects
 from penstock.gateway.api.responses.logged_generation import packed
+from penstock.gateway.api.shared.logprobs import TokenObjects
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.storage.response_log.log import Run
-from penstock.gateway.storage.response_log.record import MESSAGE
+from penstock.gateway.storage.response_log.record import COMPACTION, MESSAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,35 @@ class _Newest:
     begun_by: Piece | None = None
 
 
+class SummaryText:
+    """The text of a summary that a generation writes.
+
+    Args:
+        shown: its beginning, which is in the log.
+
+    Attributes:
+        text: all of it so far.
+    """
+
+    def __init__(self, generation: Generation, shown: str) -> None:
+        self.generation = generation
+        self.text = ""
+        self._num_taken = len(shown)
+
+    def add(self, piece: Piece) -> None:
+        """Messages are its lines."""
+        self.text += "\n" + piece.text if piece.begins and self.text else piece.text
+
+    def take(self) -> str:
+        """What is new."""
+        new = self.text[self._num_taken :]
+        self._num_taken += len(new)
+        return new
+
+
 class DeltaWriter:
-    """The output of one generation, which may continue what the log has of it."""
+    """The output of one generation, which may continue what the log has of it. A summary may come
+    before it, by another generation."""
 
     def __init__(self, run: Run, generation: Generation, tokenizer: Tokenizer) -> None:
         self._run = run
@@ -45,7 +72,8 @@ class DeltaWriter:
         self._tokenizer = tokenizer
         # Logprobs belong to whatever text there is, or else to the messages among the items.
         self._is_text = generation.output_format is None or not header.is_turn
-        self._num_logged = len(run.log.token_ids)  # token ids of the branch in the log
+        self._writing = generation  # what is being written
+        self._num_logged = len(run.log.token_ids)  # token ids of what is being written, in the log
         self._newest = _Newest(*(run.log.open_item or (-1, MESSAGE)))
         self._logprobs: tuple[dict[str, Any], ...] = ()  # not logged yet
         self._held_logprobs: tuple[TokenLogprobs, ...] = ()  # of tokens without text so far
@@ -71,6 +99,29 @@ class DeltaWriter:
             if delta.logprobs or self._held_logprobs:
                 self._keep_logprobs(delta, begins=begins)
         self._log(text)
+
+    def write_summary(self, said: SummaryText, deltas: Sequence[Delta]) -> None:
+        """Log the deltas of a summary as one entry. Its thoughts are not shown."""
+        self._writing = said.generation
+        for delta in deltas:
+            if delta.notice is not None or delta.queue_position is not None:
+                self._notify(delta)
+            for piece in delta.parts:
+                if piece.kind == MESSAGE:
+                    said.add(piece)
+        if text := said.take():
+            self._newest = _Newest(0, COMPACTION)
+            self._append(text)
+
+    def end_summary(self) -> None:
+        """The summary is whole, and the output follows."""
+        self._writing = self._generation
+        self._num_logged = len(self._generation.request.output_token_ids)
+        if not self._num_logged and self._newest.output_index <= 0:
+            self._newest = _Newest(0, COMPACTION)
+            if self._generation.output_format is None:  # then nothing says that a message begins
+                self._newest = _Newest(1, MESSAGE, Piece(MESSAGE, "", True))
+                self._log("")
 
     def write_rest(self) -> None:
         """Log the last token ids, which have no text."""
@@ -121,7 +172,7 @@ class DeltaWriter:
 
     def _append(self, text: str) -> None:
         newest = self._newest
-        token_ids = self._generation.branches[0].token_ids
+        token_ids = self._writing.branches[0].token_ids
         new = tuple(token_ids[self._num_logged :])
         self._num_logged += len(new)
         logprobs, self._logprobs = self._logprobs, ()

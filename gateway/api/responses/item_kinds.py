@@ -126,7 +126,7 @@ def _compaction(content: ItemContent) -> JsonObject:
         "id": content.id,
         "type": "compaction",
         "status": content.status,
-        "encrypted_content": sealed(content.text) if content.text else "",
+        "encrypted_content": sealed(content.text.strip()) if content.text else "",
     }
 
 
@@ -219,7 +219,8 @@ CUSTOM_TOOL_CALL = ItemKind(
     opening={},
     closing={"response.custom_tool_call_input.done": _input},
 )
-# What a message is where the conversation was to be compacted: it is the summary.
+# What a message is where the conversation was to be compacted: it is the summary. Before an answer
+# it is an item of its own.
 COMPACTION = ItemKind(
     type="compaction",
     id_prefix="cmp_",
@@ -233,7 +234,7 @@ COMPACTION = ItemKind(
     is_silent=True,
 )
 KINDS: Mapping[str, ItemKind] = {
-    kind.type: kind for kind in (MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_TOOL_CALL)
+    kind.type: kind for kind in (MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_TOOL_CALL, COMPACTION)
 }
 
 

@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from penstock.engine.chat_formats import OutputFormat, tool_format_of
-from penstock.engine.errors import PromptTooLongError
+from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
-from penstock.gateway.api.items import item_object, messages_of, shown_items, stored_images
-from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.responses.schema import MAX_SUMMARY_TOKENS, ResponsesRequest
 from penstock.gateway.api.responses.truncation import droppable, room_for_output, without
 from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
+from penstock.gateway.api.shared.items import (
+    compaction_item,
+    item_object,
+    messages_of,
+    shown_items,
+    stored_images,
+)
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
-from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.generation.prompt_ids import (
     Reused,
     origin_of,
@@ -73,6 +80,22 @@ class TurnPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryPrompt:
+    """The prompt of the summary that comes before an answer.
+
+    Attributes:
+        request: for it.
+        around: see `Compaction`.
+    """
+
+    request: ResponsesRequest
+    token_ids: Sequence[int]
+    output_format: OutputFormat | None
+    images: tuple[ImageInput, ...]
+    around: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A turn's prompt.
 
@@ -83,6 +106,7 @@ class Prompt:
         output_format: how thoughts and tool calls are found in the output.
         images: in the ids.
         files: the images of all items, by digest.
+        summary: what is to be written first; then a mark stands for it in this prompt.
     """
 
     position: TurnPosition
@@ -93,6 +117,7 @@ class Prompt:
     output_format: OutputFormat | None = None
     images: tuple[ImageInput, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    summary: SummaryPrompt | None = None
 
     @property
     def all_items(self) -> Sequence[Item]:
@@ -164,25 +189,92 @@ class PromptBuilder:
             )
         shown = [*all_items(position.path), *new]
         files = _files(position, loaded)
-        rendered = await self._fitting(request, position, shown, files, must_fit=must_fit)
-        output_format = None
-        if request.generates:
-            output_format = request.offered.output_format(
-                self._generator.model.formats,
-                rendered.text,
-                template=await self._generator.template_facts(request.chat_template),
-            )
+        summary = None
+        rendered = await self._within_threshold(request, position, shown, files, must_fit=must_fit)
+        if rendered is None:
+            summary, rendered = await self._compacting(request, position, shown, files)
         located = self._generator.images.located(rendered.token_ids, rendered.images, param="input")
         return Prompt(
             position=position,
             items=items,
             token_ids=rendered.token_ids,
-            text=rendered.text,
+            text=rendered.text if summary is None else None,
             origin=origin,
-            output_format=output_format,
+            output_format=await self._output_format(request, rendered.text),
             images=located,
             files=files,
+            summary=summary,
         )
+
+    async def _output_format(self, request: ResponsesRequest, text: str) -> OutputFormat | None:
+        if not request.generates:
+            return None
+        return request.offered.output_format(
+            self._generator.model.formats,
+            text,
+            template=await self._generator.template_facts(request.chat_template),
+        )
+
+    async def _within_threshold(
+        self,
+        request: ResponsesRequest,
+        position: TurnPosition,
+        items: Sequence[Item],
+        files: Mapping[str, bytes],
+        *,
+        must_fit: bool,
+    ) -> _Rendered | None:
+        """The rendering of a conversation; None: it is to be compacted first. Raises as `build`."""
+        most = None
+        if must_fit and request.context_management:
+            most = request.compacts_above(await self._generator.max_model_len())
+        if most is None:
+            return await self._fitting(request, position, items, files, must_fit=must_fit)
+        try:
+            rendered = await self._rendered(request, position, items, files, must_fit=True)
+        except PromptTooLongError:
+            return None
+        return rendered if len(rendered.token_ids) <= most else None
+
+    async def _compacting(
+        self,
+        request: ResponsesRequest,
+        position: TurnPosition,
+        items: Sequence[Item],
+        files: Mapping[str, bytes],
+    ) -> tuple[SummaryPrompt, _Rendered]:
+        """The prompts of a conversation's summary, and of the answer after it. Raises as `build`.
+
+        Raises:
+            InvalidRequestError: the template does not show a summary.
+        """
+        max_model_len = await self._generator.max_model_len()
+        num_tokens = room_for_output(MAX_SUMMARY_TOKENS, max_model_len)
+        asked = request.for_summary(num_tokens)
+        trigger = item_object(asked.items[-1], len(items))
+        written = await self._fitting(asked, position, [*items, trigger], files, must_fit=True)
+        mark = secrets.token_hex(16)
+        rendered = await self._fitting(
+            request,
+            position,
+            [*items, compaction_item(mark)],
+            files,
+            must_fit=True,
+            num_more_tokens=num_tokens,
+        )
+        before, is_shown, after = rendered.text.partition(mark)
+        if not is_shown or mark in after:
+            raise InvalidRequestError(
+                "the chat template does not show a summary as it is", param="context_management"
+            )
+        summary = SummaryPrompt(
+            request=asked,
+            token_ids=written.token_ids,
+            output_format=await self._output_format(asked, written.text),
+            images=self._generator.images.located(written.token_ids, written.images, param="input"),
+            around=(before, after),
+        )
+        return summary, rendered
 
     async def _fitting(
         self,
@@ -192,12 +284,16 @@ class PromptBuilder:
         files: Mapping[str, bytes],
         *,
         must_fit: bool,
+        num_more_tokens: int = 0,
     ) -> _Rendered:
         """The rendering of a conversation: with `truncation: "auto"`, of the most of it that fits.
 
+        Args:
+            num_more_tokens: which the prompt will have; then too.
+
         Raises as `build`.
         """
-        if not request.drops_items:
+        if not (request.drops_items or num_more_tokens):
             return await self._rendered(request, position, items, files, must_fit=must_fit)
         max_model_len = await self._generator.max_model_len()
         groups = droppable(items)
@@ -210,11 +306,11 @@ class PromptBuilder:
                 if num_dropped == len(groups):
                     raise
                 return None
-            fits = len(rendered.token_ids) + room <= max_model_len
+            fits = len(rendered.token_ids) + num_more_tokens + room <= max_model_len
             return rendered if fits or num_dropped == len(groups) else None
 
         room = room_for_output(request.output_limit, max_model_len)
-        least_room = room if request.compacts else int(request.generates)
+        least_room = room if request.compacts or num_more_tokens else int(request.generates)
         whole = await attempt(0, least_room)
         if whole is not None:
             return whole

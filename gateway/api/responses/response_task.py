@@ -13,11 +13,14 @@ import dataclasses
 import enum
 import logging
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from penstock.engine.request import FinishReason
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.responses.delta_writer import DeltaWriter
+from penstock.gateway.api.responses.compaction import Summary
+from penstock.gateway.api.responses.delta_writer import DeltaWriter, SummaryText
 from penstock.gateway.api.responses.events import num_closing_events
 from penstock.gateway.api.responses.reader_grace import ReaderGrace
 from penstock.gateway.api.responses.running_turn import RunningTurn, ended_turn, turn_of
@@ -84,6 +87,7 @@ class ResponseTask:
         turn: None if it is not to be stored.
         remember: called with the ended turn, before any reader sees the end.
         prompt_text: the text that the prompt was tokenised from, if known.
+        summary: what is written first, the prompt being made from it.
 
     Attributes:
         log: the response's log.
@@ -99,12 +103,15 @@ class ResponseTask:
         turn: RunningTurn | None,
         remember: Callable[[StoredTurn], None] | None = None,
         prompt_text: str | None = None,
+        summary: Summary | None = None,
         settings: ResponseTaskSettings,
     ) -> None:
         self.log = log
         self.failure: Failure | None = None
         self._log_run = run = log.run or Run(log)  # another gateway may have it already
         self._generation = generation
+        self._summary = summary
+        self._writing = generation  # what is being written
         self._tokenizer = tokenizer
         self._turn = turn
         self._remember = remember
@@ -165,17 +172,9 @@ class ResponseTask:
         try:
             if after is not None:
                 await after()
-            with generation:
-                if self._phase is Phase.STARTING:
-                    self._move_to(Phase.GENERATING)
-                else:  # it was stopped before it was submitted
-                    generation.cancel()
-                while not await consume(generation, self._write):  # noqa: ASYNC110  (it paces entries)
-                    await asyncio.sleep(self._settings.interval_s)
-            if self._phase is Phase.ABANDONED:
-                raise GenerationFailedError(
-                    f"nobody read this response for {self._settings.grace_s:.0f} s"
-                )
+            if self._summary is not None and not await self._summarise(self._summary):
+                return self._end(FinishReason.ABORT)
+            await self._write(generation, self._writer.write)
             reason = generation.branches[0].finish_reason
             assert reason is not None
             if not self.log.header.is_turn:
@@ -193,15 +192,55 @@ class ResponseTask:
             code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
             return self._end(None, error=(code, self.failure.message))
 
-    def _write(self, deltas: Sequence[Delta]) -> bool:
-        """Log what has arrived; whether the next may follow at once."""
-        self._writer.write(deltas)
-        return self._settings.interval_s <= 0
+    async def _write(
+        self, generation: Generation, write: Callable[[Sequence[Delta]], None]
+    ) -> None:
+        """Write a generation to its end."""
+        may_follow = self._settings.interval_s <= 0
+
+        def handle(deltas: Sequence[Delta]) -> bool:
+            write(deltas)
+            return may_follow
+
+        self._writing = generation
+        with generation:
+            if self._phase is Phase.STARTING:
+                self._move_to(Phase.GENERATING)
+            elif self._phase is not Phase.GENERATING:  # it was stopped before it was submitted
+                generation.cancel()
+            while not await consume(generation, handle):  # noqa: ASYNC110  (it paces entries)
+                await asyncio.sleep(self._settings.interval_s)
+        if self._phase is Phase.ABANDONED:
+            raise GenerationFailedError(
+                f"nobody read this response for {self._settings.grace_s:.0f} s"
+            )
+
+    async def _summarise(self, summary: Summary) -> bool:
+        """Write the summary, and make the answer's prompt of it; False: it was cancelled."""
+        written, text, used = summary.generation, summary.shown, summary.spent
+        try:
+            if written is not None:
+                said = SummaryText(written, summary.shown)
+                await self._write(written, partial(self._writer.write_summary, said))
+                text, used = said.text, written.usage
+                if written.branches[0].finish_reason is FinishReason.ABORT:
+                    self._generation.discard(used)
+                    return False
+            if not text.strip():
+                raise GenerationFailedError("the model wrote no summary")
+            self._prompt_text, token_ids = await summary.prompt(text.strip())
+            self._generation.put_prompt(token_ids, max_model_len=summary.max_model_len, spent=used)
+        except BaseException:
+            self._generation.discard(used if written is None else written.usage)
+            raise
+        self._writing = self._generation
+        self._writer.end_summary()
+        return True
 
     def _end(
         self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
     ) -> EndEntry:
-        usage = self._generation.usage
+        usage = self._writing.usage
         if not usage.output_tokens:  # perhaps it was to go on, and has not
             usage = dataclasses.replace(usage, output_tokens=len(self._token_ids))
         return EndEntry(
@@ -220,10 +259,16 @@ class ResponseTask:
         return self._generation.branches[0].token_ids or self.log.token_ids
 
     def _ended(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
-        token_ids, whole = self._token_ids, None
-        if self._prompt_text is not None:
+        token_ids, whole, prompt = self._token_ids, None, self._prompt_text
+        if prompt is not None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-            whole = rendering_of(self._prompt_text + text, origin_of(turn))
+            whole = rendering_of(prompt + text, origin_of(turn))
+            if self.log.header.compaction is not None:
+                prompt_token_ids = array("I", self._generation.request.prompt_token_ids)
+                rendering = rendering_of(prompt, origin_of(turn))
+                turn = dataclasses.replace(
+                    turn, prompt_token_ids=prompt_token_ids, prompt=rendering
+                )
         return ended_turn(turn, self.log, end, token_ids=token_ids, whole=whole)
 
     # -- `Runner` ----------------------------------------------------------------------------
@@ -247,7 +292,7 @@ class ResponseTask:
     def _stop(self, phase: Phase) -> None:
         if self._phase in (Phase.STARTING, Phase.GENERATING):
             self._move_to(phase)
-            self._generation.cancel()
+            self._writing.cancel()
 
 
 def _logged(usage: Usage, header: ResponseHeader) -> tuple[int, ...]:

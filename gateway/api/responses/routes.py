@@ -15,21 +15,6 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.api.idempotency import (
-    IdempotencyKey,
-    IdempotentAnswers,
-    idempotency_key,
-    refuse_with_key,
-)
-from penstock.gateway.api.items import ItemsQuery, item_page
-from penstock.gateway.api.json_api import (
-    CLIENT_GONE,
-    json_response,
-    parsed,
-    read_json,
-    unless_gone,
-)
-from penstock.gateway.api.operations import operation
 from penstock.gateway.api.responses.compaction import compacted
 from penstock.gateway.api.responses.events import Event, response_object
 from penstock.gateway.api.responses.logged_generation import as_exception
@@ -39,9 +24,23 @@ from penstock.gateway.api.responses.schema import CompactRequest, ResponsesReque
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.idempotency import (
+    IdempotencyKey,
+    IdempotentAnswers,
+    idempotency_key,
+    refuse_with_key,
+)
+from penstock.gateway.api.shared.items import ItemsQuery, item_page
+from penstock.gateway.api.shared.json_api import (
+    CLIENT_GONE,
+    json_response,
+    parsed,
+    read_json,
+    unless_gone,
+)
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
-from penstock.gateway.generation.generation import DeltaSource
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
@@ -134,15 +133,11 @@ class Responses:
     async def compact(self, request: Request) -> Response:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         asked = await parsed(self._service.paced_work, CompactRequest, body, parse_request)
-        caller = caller_of(request.scope)
-        key = idempotency_key(request, body, caller)
-        deadline_s = deadline_of(request.scope)
-        prompt, plan = await self._service.compaction(asked, caller, deadline_s=deadline_s)
-        source: DeltaSource
-        if key is None:
-            source = await plan(new_response_id(prompt.position.conversation_id))
-        else:
-            source = await self._answers.attach(key, caller, plan, continues_prompt=False)
+        prompt, plan = await self._service.compaction(
+            asked, caller_of(request.scope), deadline_s=deadline_of(request.scope)
+        )
+        new_id = new_response_id(prompt.position.conversation_id)
+        source, _ = await self._answers.source(request, body, plan, new_id=new_id)
         *said, _ = prompt.all_items  # without the instruction
         whole = await unless_gone(request, compacted(source, said, prompt.files))
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)

@@ -42,6 +42,7 @@ from penstock.gateway.errors import RequestRefusedError
 MAX_SUMMARY_TOKENS = 4096
 _MAX_EVENTS = 8
 _MAX_KEY_CHARS = 512
+_MAX_RULES = 8
 
 
 class ResponseExtensions(Extensions):
@@ -82,6 +83,17 @@ class BackgroundOptions(Model):
     continuation_id: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
 
 
+class ContextManagement(Model):
+    """OpenAI's: a conversation whose prompt has more tokens than the threshold is compacted before
+    it is answered; None: than three quarters of the context."""
+
+    type: Literal["compaction"]
+    compact_threshold: Annotated[int, Field(ge=1)] | None = None
+
+    def threshold(self, max_model_len: int) -> int:
+        return self.compact_threshold or max_model_len * 3 // 4
+
+
 class ResponsesRequest(SamplingRequest):
     endpoint: ClassVar = Endpoint.RESPONSES
 
@@ -111,6 +123,9 @@ class ResponsesRequest(SamplingRequest):
     reasoning: ReasoningOptions = ReasoningOptions()
     enable_thinking: bool | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
+    context_management: Annotated[list[ContextManagement], Field(max_length=_MAX_RULES)] = Field(
+        default_factory=list
+    )
     safety_identifier: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
     penstock: ResponseExtensions = ResponseExtensions()
@@ -201,6 +216,36 @@ class ResponsesRequest(SamplingRequest):
     def compacts(self) -> bool:
         """Whether the conversation is to be summarised instead of answered."""
         return any(isinstance(item, CompactionTrigger) for item in self.items[-1:])
+
+    def compacts_above(self, max_model_len: int) -> int | None:
+        """Tokens of a prompt above which the conversation is compacted before it is answered;
+        None: it is not. One that leaves no room for output always is."""
+        if self.compacts or not self.generates:
+            return None
+        thresholds = [rule.threshold(max_model_len) for rule in self.context_management]
+        return min([*thresholds, max_model_len - 1]) if thresholds else None
+
+    def for_summary(self, max_tokens: int) -> ResponsesRequest:
+        """The request for the summary with which the answer begins."""
+        trigger = CompactionTrigger(type="compaction_trigger")
+        asked = self.model_copy(
+            update={
+                "input": [*self.items, trigger],
+                "max_output_tokens": max_tokens,
+                "context_management": [],
+                # What is asked of the answer only.
+                "include": [],
+                "top_logprobs": None,
+                "prediction": None,
+                "stop": [],
+                "stop_token_ids": [],
+                "min_tokens": 0,
+                "ignore_eos": False,
+            }
+        )
+        for name in ("offered", "constraint"):  # which were found for the answer
+            asked.__dict__.pop(name, None)
+        return asked
 
     @property
     def drops_items(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,8 +20,14 @@ import orjson
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import Retention, SamplingParams
-from penstock.gateway.api.items import without_ids, without_item
-from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
+from penstock.gateway.admission.admission import PartReservation, Reservation
+from penstock.gateway.api.responses.compaction import Summary
+from penstock.gateway.api.responses.prompt import (
+    LaneMemory,
+    Prompt,
+    PromptBuilder,
+    SummaryPrompt,
+)
 from penstock.gateway.api.responses.response_task import (
     ResponseInterruptedError,
     ResponseTask,
@@ -30,10 +36,11 @@ from penstock.gateway.api.responses.response_task import (
 from penstock.gateway.api.responses.running_turn import RunningTurn, turn_of
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
+from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.generation import NO_USAGE, Generation, Usage
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.paced_work import PacedWork
 from penstock.gateway.sources import next_of
@@ -44,9 +51,15 @@ from penstock.gateway.storage.conversations.store import (
     NotFoundError,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.response_log.log import Outage, ResponseLog, response_expired
+from penstock.gateway.storage.response_log.log import (
+    Outage,
+    ResponseLog,
+    pieces_of,
+    response_expired,
+    token_ids_of,
+)
 from penstock.gateway.storage.response_log.log_store import LogStore
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import Compaction, DeltaEntry, ResponseHeader
 from penstock.gateway.telemetry.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
@@ -65,7 +78,7 @@ class ResponseServiceSettings:
 
     task: ResponseTaskSettings = field(default_factory=ResponseTaskSettings)
     retention_s: float = 0.0
-    engine_wait_s: float = 60.0
+    engine_wait_s: float
     needs_storage: bool = True
 
 
@@ -145,9 +158,25 @@ class ResponseService:
             response_id, request, prompt, caller, deadline_s=deadline_s, retention=retention
         )
         try:
+            summary = None
+            if prompt.summary is not None:
+                summary = await self._planned(
+                    f"{response_id}_summary",
+                    prompt.summary.request,
+                    prompt.summary,
+                    caller,
+                    reservation=PartReservation(generation.reservation),
+                )
             if claim is not None:
                 await claim(response_id)
-            header = _header(request, caller, prompt=prompt, generation=generation, model=model)
+            header = _header(
+                request,
+                caller,
+                prompt=prompt,
+                generation=generation,
+                summary=summary,
+                model=model,
+            )
             log = await self._stored(header, prompt) if request.store else None
         except BaseException:
             generation.discard()
@@ -157,7 +186,14 @@ class ResponseService:
             # It was to be resumable; without `store` nobody expects it.
             log = ResponseLog(header, is_resumable=not request.store)
         remember = None if memory is None or request.store else memory.keep
-        task = self._task(generation, log, has_turn=is_stored, text=prompt.text, remember=remember)
+        task = self._task(
+            generation,
+            log,
+            has_turn=is_stored,
+            text=prompt.text,
+            remember=remember,
+            summary=None if summary is None else self._summary(header, summary),
+        )
         self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
         return task
 
@@ -177,13 +213,18 @@ class ResponseService:
         self,
         response_id: str,
         request: ResponsesRequest,
-        prompt: Prompt,
+        prompt: Prompt | SummaryPrompt,
         caller: Caller,
         *,
-        deadline_s: float | None,
+        deadline_s: float | None = None,
         retention: Retention | None = None,
+        reservation: Reservation | None = None,
     ) -> Generation:
-        """Plan the generation of a prompt. Raises as `create`."""
+        """Plan the generation of a prompt. Raises as `create`.
+
+        Args:
+            reservation: see `Generator.plan`.
+        """
         options = request.options(self._generator.model.sampling_defaults())
         return await self._generator.plan(
             response_id,
@@ -194,6 +235,7 @@ class ResponseService:
             deadline_s=deadline_s,
             retention=retention,
             images=prompt.images,
+            reservation=reservation,
         )
 
     async def num_input_tokens(self, request: ResponsesRequest, caller: Caller) -> int:
@@ -250,6 +292,7 @@ class ResponseService:
         has_turn: bool,
         text: str | None,
         remember: Callable[[StoredTurn], None] | None = None,
+        summary: Summary | None = None,
     ) -> ResponseTask:
         return ResponseTask(
             generation,
@@ -258,6 +301,7 @@ class ResponseService:
             turn=RunningTurn(turn_of(log.header), self._conversations) if has_turn else None,
             remember=remember,
             prompt_text=text,
+            summary=summary,
             settings=self._settings.task,
         )
 
@@ -274,15 +318,21 @@ class ResponseService:
         after = self._wait_for_engine
         if log.outage is not None:
             after = partial(self._wait_to_go_on, log, log.outage)
+        header, deltas = log.header, log.deltas
+        summary = None
+        if header.compaction is not None:
+            written = [entry for entry in deltas if not entry.output_index]
+            deltas = deltas[len(written) :]
+            summary = self._taken_over(log, header.compaction, written, is_whole=bool(deltas))
         generation = self._generator.resume(
-            log.header.request,
-            output_token_ids=log.token_ids,
-            shown=log.pieces,
+            header.request,
+            output_token_ids=token_ids_of(deltas),
+            shown=pieces_of(deltas),
             epoch=log.replica.epoch,
-            continues_prompt=log.header.continues_prompt or log.header.continues,
-            output_format=log.header.output_format,
+            continues_prompt=header.continues_prompt or header.continues,
+            output_format=header.output_format,
         )
-        task = self._task(generation, log, has_turn=log.header.is_turn, text=None)
+        task = self._task(generation, log, has_turn=header.is_turn, text=None, summary=summary)
         self._keep(task.start(after=after))
 
     async def _wait_to_go_on(self, log: ResponseLog, outage: Outage) -> None:
@@ -300,6 +350,56 @@ class ResponseService:
         await self._engine.wait_ready()
         if outage.pool != self._engine.pool:
             raise ResponseInterruptedError("the server was started again with another model")
+
+    def _taken_over(
+        self,
+        log: ResponseLog,
+        compaction: Compaction,
+        written: Sequence[DeltaEntry],
+        *,
+        is_whole: bool,
+    ) -> Summary:
+        """A summary that another gateway has begun."""
+        request = compaction.request
+        token_ids = token_ids_of(written)
+        text = "".join(entry.text for entry in written)
+        spent = Usage(len(request.prompt_token_ids), len(token_ids), 0)
+        generation = None
+        if not is_whole:
+            generation = self._generator.resume(
+                request,
+                output_token_ids=token_ids,
+                shown=(),
+                epoch=log.replica.epoch,
+                output_format=compaction.output_format,
+            )
+        return self._summary(log.header, generation, shown=text, spent=spent)
+
+    def _summary(
+        self,
+        header: ResponseHeader,
+        generation: Generation | None,
+        *,
+        shown: str = "",
+        spent: Usage = NO_USAGE,
+    ) -> Summary:
+        assert header.compaction is not None
+        before, after = header.compaction.around
+
+        async def prompt(summary: str) -> tuple[str, Sequence[int]]:
+            text = f"{before}{summary}{after}"
+            token_ids = await self._generator.tokenise(
+                text, add_special_tokens=False, param="input", must_fit=False
+            )
+            return text, token_ids
+
+        return Summary(
+            generation=generation,
+            prompt=prompt,
+            max_model_len=self._engine.info_for_running().max_model_len,
+            shown=shown,
+            spent=spent,
+        )
 
     async def _wait_for_engine(self) -> None:
         try:
@@ -462,9 +562,17 @@ def _header(
     *,
     prompt: Prompt,
     generation: Generation,
+    summary: Generation | None,
     model: str,
 ) -> ResponseHeader:
     position, rendering = prompt.position, prompt.rendering
+    compaction = None
+    if summary is not None and prompt.summary is not None:
+        compaction = Compaction(
+            request=summary.request,
+            output_format=summary.output_format,
+            around=prompt.summary.around,
+        )
     return ResponseHeader(
         response_id=generation.request.request_id,
         conversation_id=position.conversation_id,
@@ -481,6 +589,7 @@ def _header(
         input_items=prompt.items,
         rendering=(rendering.num_chars, rendering.digest, rendering.origin),
         output_format=generation.output_format,
+        compaction=compaction,
     )
 
 

@@ -74,7 +74,7 @@ _ROWS: tuple[_Row, ...] = (
     (_MESSAGES, Use.REFUSED, "moderation", ()),
     (_CHAT, Use.REFUSED, "function_call", ("none", "auto")),
     (_CHAT, Use.REFUSED, "modalities", (["text"],)),
-    (_RESPONSES, Use.REFUSED, "prompt context_management", ()),
+    (_RESPONSES, Use.REFUSED, "prompt", ()),
     (_RESPONSES, Use.REFUSED, "access_programs", ({"cyber": "standard"},)),
     (_RESPONSES, Use.REFUSED, "image", ({"context_compression": "auto"},)),
     ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.gateway import installed_version
-from penstock.gateway.api.json_api import json_response
-from penstock.gateway.api.operations import operation, operations_of
+from penstock.gateway.api.shared.json_api import json_response
+from penstock.gateway.api.shared.operations import operation, operations_of
 from penstock.gateway.auth.callers import Caller, caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import EngineLink

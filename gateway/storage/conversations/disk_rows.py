@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.gateway.storage.conversations import disk_texts, tree
+from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.conversations.store import no_conversation
 from penstock.gateway.storage.conversations.tree import Change, Node, Tree, Uses
-from penstock.gateway.storage.conversations.turn_codec import chunk_names
+from penstock.gateway.storage.conversations.turn_codec import chunk_names, unpack
 
 SCHEMA = f"""
     CREATE TABLE tenants (
@@ -291,6 +292,12 @@ def content(
             "SELECT content FROM chunks WHERE conversation = ? AND name = ?", (number, name)
         ).fetchone()
     return bodies, chunks
+
+
+def turn(connection: sqlite3.Connection, row: Row, turn_id: str) -> StoredTurn:
+    """A turn as it is stored: one that runs is `in_progress`."""
+    (body,), chunks = content(connection, row.number, [turn_id])
+    return unpack(row.tree.info(turn_id, 0), body, chunks)
 
 
 def uses(connection: sqlite3.Connection, number: int) -> Uses:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -62,6 +63,7 @@ from penstock.gateway.storage.redis.shares import RedisShares
 _FOLDER = files("penstock.gateway.storage.conversations")
 _CONVERSATION = Script(_FOLDER.joinpath("conversation.lua").read_text("utf-8"))
 _LISTING = Script(_FOLDER.joinpath("listing.lua").read_text("utf-8"))
+_TREE_IN_KEY = re.compile(rb"\{([0-9a-f]{24})\}")
 _NEW, _UNSEEN = b"new", b""  # states
 _MAX_TRIES = 64  # of an operation; each other one was another gateway's success
 _MAX_CACHED = 100_000  # turns and chunks of the trees that are kept, about 40 MB
@@ -148,6 +150,16 @@ class RedisConversationStore:
         if found is not None:
             self._tell(made.tenant, made.conversation_id, found.seen.tree)
         await self._list(conversation)
+
+    async def all(self) -> AsyncIterator[tuple[str, str]]:
+        """Tenant and id of every conversation in this Redis, in no order."""
+        pattern = "penstock:{*}:conversation"
+        with self._link.answering(pattern):
+            async for key in self._link.client.scan_iter(pattern):
+                found = _TREE_IN_KEY.search(key)
+                tenant: Any = found and await self._link.client.hget(key, "tenant")
+                if found and tenant is not None:
+                    yield tenant.decode(), f"conv_{found[1].decode()}"
 
     async def get(self, tenant: str, conversation_id: str) -> Conversation:
         seen = (await self._read(tenant, conversation_id)).seen

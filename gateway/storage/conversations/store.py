@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Protocol
 
+from penstock.engine.settings.declaration import default_of
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.records import (
     Conversation,
@@ -26,7 +28,7 @@ from penstock.gateway.storage.conversations.records import (
 )
 
 StoreKind = Literal["memory", "disk", "redis"]
-DEFAULT_TTL_S = 7 * 24 * 3600.0
+DEFAULT_TTL_S: float = default_of(GatewayConfig, "session_ttl_s")
 DEFAULT_LEASE_S = 30.0
 # Of what a conversation has of items without a response, which no engine's context bounds: whoever
 # reads the conversation decodes them all, and 8 MiB of small parts take 0.2 s and 80 MB.

@@ -35,6 +35,7 @@ from penstock.engine.request import (
 from penstock.gateway.storage.response_log.record import (
     ITEM_EVENTS,
     MESSAGE,
+    Compaction,
     DeltaEntry,
     EndEntry,
     Entry,
@@ -227,7 +228,25 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
         del named["output_format"]
     else:
         named["output_format"] = header.output_format.as_fields()
-    params = _request_fields(header.request.sampling_params)
+    if header.compaction is None:
+        del named["compaction"]
+    else:
+        named["compaction"] = _compaction_fields(header.compaction)
+    request = _all_request_fields(header.request)
+    return {**named, "echo": dict(header.echo), "request": request}
+
+
+def _compaction_fields(compaction: Compaction) -> dict[str, Any]:
+    output_format = compaction.output_format
+    return {
+        "request": _all_request_fields(compaction.request),
+        "output_format": None if output_format is None else output_format.as_fields(),
+        "around": compaction.around,
+    }
+
+
+def _all_request_fields(asked: Request) -> dict[str, Any]:
+    params = _request_fields(asked.sampling_params)
     params["logit_bias"] = dict(params["logit_bias"])
     params["beam_search"] = _optional_fields(params["beam_search"])
     grammar = params.get("structured_outputs")
@@ -236,13 +255,13 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
         if not grammar.triggers:  # of which older gateways know nothing
             fields = {name: fields[name] for name in ("kind", "text")}
         params["structured_outputs"] = fields
-    request = _request_fields(header.request)
+    request = _request_fields(asked)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
     request["adapter"] = _optional_fields(request["adapter"])
     if "images" in request:
         request["images"] = [structs.asdict(image) for image in request["images"]]
-    return {**named, "echo": dict(header.echo), "request": request}
+    return request
 
 
 def _grammar(fields: Mapping[str, Any]) -> StructuredOutputs:
@@ -260,7 +279,7 @@ def _request_fields(record: Struct) -> dict[str, Any]:
 
 def _read_header(named: dict[str, Any]) -> ResponseHeader:
     rendering = named["rendering"]
-    output_format = named.get("output_format")
+    compaction = named.get("compaction")
     nonce = named.pop(_ITEM_ID).removeprefix(_MESSAGE_PREFIX)
     return ResponseHeader(
         **{
@@ -269,10 +288,24 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
             "request": _read_request(named["request"]),
             "input_items": tuple(named["input_items"]),
             "rendering": None if rendering is None else tuple(rendering),
-            "output_format": (
-                None if output_format is None else OutputFormat.from_fields(output_format)
-            ),
+            "output_format": _read_format(named.get("output_format")),
+            "compaction": None if compaction is None else _read_compaction(**compaction),
         }
+    )
+
+
+def _read_format(fields: Mapping[str, Any] | None) -> OutputFormat | None:
+    return None if fields is None else OutputFormat.from_fields(fields)
+
+
+def _read_compaction(
+    request: dict[str, Any], output_format: Mapping[str, Any] | None, around: Sequence[str]
+) -> Compaction:
+    before, after = around
+    return Compaction(
+        request=_read_request(request),
+        output_format=_read_format(output_format),
+        around=(before, after),
     )
 
 

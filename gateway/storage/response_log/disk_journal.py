@@ -157,12 +157,14 @@ class Found:
         running: logs by key, in the next epoch.
         unreadable: keys of those that cannot go on.
         rows: the journal's, of which only the running need any: number, how many deltas.
+        last_row: of the journal, as far as any log that is there was in it.
         ended: response, tenant, when, bytes; oldest first.
     """
 
     running: dict[int, ResponseLog] = field(default_factory=dict)
     unreadable: list[int] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)
+    last_row: int = 0
     ended: list[tuple[str, str, float, int]] = field(default_factory=list)
 
 
@@ -186,6 +188,8 @@ def recover(connection: sqlite3.Connection, *, storage: Storage) -> Found:
         found.running[key] = log
     query = "SELECT response_id, tenant, ended_s, length(log) FROM log_ended ORDER BY ended_s"
     found.ended = connection.execute(query).fetchall()
+    (last_row,) = connection.execute("SELECT max(last_row) FROM log_ended").fetchone()
+    found.last_row = max([last_row or 0, *(number for number, _ in found.rows[-1:])])
     return found
 
 

@@ -150,8 +150,7 @@ class DiskLogStore(InMemory):
             found = Found()
         self._rows.extend(found.rows)
         self._num_deltas = sum(num for _, num in found.rows)
-        if found.rows:
-            self._next_row = found.rows[-1][0] + 1
+        self._next_row = found.last_row + 1
         for response_id, tenant, ended_s, num_bytes in found.ended:
             self._ended.add(tenant, response_id, num_bytes, ended_s=ended_s)
         self._keys = itertools.count(max((*found.running, *found.unreadable), default=0) + 1)
@@ -285,6 +284,7 @@ class DiskLogStore(InMemory):
         Raises:
             DiskError.
         """
+        row = min(row, self._next_row - 1)
         while self._first_needed() <= row:
             each = next(iter(self._running.values()))
             if each in self._unlogged:

@@ -8,7 +8,7 @@ A slow reader gets several entries at a time and costs only its position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -301,22 +301,13 @@ class ResponseLog:
         return self.replica.next_number
 
     @property
-    def pieces(self) -> list[Piece]:
-        """The output so far, in parts."""
-        return [
-            Piece(entry.kind, entry.text, entry.num_events > 1, entry.name)
-            for entry in self.entries
-            if isinstance(entry, DeltaEntry)
-        ]
+    def deltas(self) -> list[DeltaEntry]:
+        """The output so far."""
+        return [entry for entry in self.entries if isinstance(entry, DeltaEntry)]
 
     @property
     def token_ids(self) -> list[int]:
-        return [
-            token_id
-            for entry in self.entries
-            if isinstance(entry, DeltaEntry)
-            for token_id in entry.token_ids
-        ]
+        return token_ids_of(self.deltas)
 
     @property
     def open_item(self) -> tuple[int, str] | None:
@@ -419,3 +410,12 @@ class LogReader(Cursor):
     def __exit__(self, *_: object) -> None:
         self.forget_call()
         self.log.end_reading(self)
+
+
+def pieces_of(deltas: Sequence[DeltaEntry]) -> list[Piece]:
+    """Output in parts."""
+    return [Piece(each.kind, each.text, each.num_events > 1, each.name) for each in deltas]
+
+
+def token_ids_of(deltas: Sequence[DeltaEntry]) -> list[int]:
+    return [token_id for entry in deltas for token_id in entry.token_ids]

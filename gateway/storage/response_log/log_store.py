@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from penstock.engine.settings.declaration import default_of
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.codec import decode_log, encode_log
 from penstock.gateway.storage.response_log.ended_logs import EndedLogs
@@ -26,7 +28,7 @@ from penstock.gateway.storage.response_log.record import ResponseHeader
 from penstock.gateway.storage.response_log.replica import Commands, Role
 from penstock.gateway.storage.tenant_shares import TenantShares
 
-DEFAULT_TTL_S = 3600.0
+DEFAULT_TTL_S: float = default_of(GatewayConfig, "response_log_ttl_s")
 
 
 class LogExistsError(Exception):

@@ -41,11 +41,26 @@ ITEM_EVENTS: Mapping[str, ItemEvents] = {
         ItemEvents(REASONING, 2, 3),
         ItemEvents("function_call", 1, 2),
         ItemEvents("custom_tool_call", 1, 2),
+        ItemEvents(COMPACTION, 1, 1),
     )
 }
-_COMPACTION_EVENTS = ItemEvents(COMPACTION, 1, 1)
 COMPACTION_TRIGGER = "compaction_trigger"  # the last input item of a request to compact
 INTERRUPTED = FinishReason.ERROR  # the server was stopped, and could not go on with it afterwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """The conversation of a response is compacted first: the first output item is its summary.
+
+    Attributes:
+        request: what writes the summary.
+        output_format: how thoughts are found in it; they are not shown.
+        around: the text of the answer's prompt, before the summary and after it.
+    """
+
+    request: Request
+    output_format: OutputFormat | None
+    around: tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +72,8 @@ class ResponseHeader:
             from it. In a turn it is the response id without its prefix, so that an item's id leads
             to its turn.
         echo: the fields of the Response object that only repeat the request.
-        request: as sent to the engine, with its seed; its `request_id` is the response's id.
+        request: as sent to the engine, with its seed; its `request_id` is the response's id. With
+            `compaction`, its prompt is known once there is a summary.
         generates: False if the prompt is only prepared, so there is no output.
         output_format: how thoughts and tool calls are found in the output; None: it is one message,
             which begins with the response. Otherwise each item begins with its first delta.
@@ -70,6 +86,7 @@ class ResponseHeader:
         continues_prompt: its text continues the prompt's.
         rendering: length and digest of the text that the prompt was tokenised from, if known, and
             by what that was done (`Rendering`).
+        compaction: what comes before the answer.
     """
 
     response_id: str
@@ -89,10 +106,11 @@ class ResponseHeader:
     input_items: tuple[Mapping[str, Any], ...] = ()
     rendering: tuple[int, bytes] | tuple[int, bytes, bytes] | None = None
     output_format: OutputFormat | None = None
+    compaction: Compaction | None = None
 
     @property
     def is_text_only(self) -> bool:
-        return self.output_format is None
+        return self.output_format is None and self.compaction is None
 
     @property
     def num_opening_events(self) -> int:
@@ -112,7 +130,7 @@ class ResponseHeader:
     def item_events(self, kind: str) -> ItemEvents:
         """Of an item of this kind here: a key of `ITEM_EVENTS`."""
         if kind == MESSAGE and self.compacts:
-            return _COMPACTION_EVENTS
+            kind = COMPACTION
         return ITEM_EVENTS[kind]
 
 

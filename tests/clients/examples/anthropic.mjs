@@ -117,6 +117,30 @@ const cases = {
     assert.deepEqual(expressions, ["12 + 30"]);
   },
 
+  async "AI SDK: errors"() {
+    const other = createAnthropic({ baseURL: `${baseURL}/v1`, apiKey: "none" })("other");
+    const image = { type: "image", image: Buffer.from(PIXEL, "base64"), mediaType: "image/png" };
+    for (const [wrong, status, words] of [
+      [{ model: other, prompt: "Hello!" }, 404, /does not exist/],
+      [{ messages: [{ role: "user", content: [image] }] }, 400, /takes no images/], // nor does it
+      [{ prompt: "Hello! ".repeat(100_000) }, 400, /^prompt is too long: /],
+    ]) {
+      const error = await generateText({ model, maxRetries: 0, ...wrong }).catch((each) => each);
+      assert.equal(error.statusCode, status, String(error));
+      assert.match(error.message, words);
+    }
+  },
+
+  async "AI SDK: text and usage, whole and streamed"() {
+    const asked = { model, maxRetries: 0, temperature: 0, prompt: "Hello!", system: "Be brief." };
+    const whole = await generateText(asked);
+    const streamed = streamText(asked);
+    assert.equal(await streamed.text, whole.text);
+    assert.equal((await streamed.usage).outputTokens, whole.usage.outputTokens);
+    assert.equal((await streamed.usage).inputTokens, whole.usage.inputTokens);
+    assert.equal(whole.finishReason, "stop");
+  },
+
   async "AI SDK: a tool that must be called"() {
     const { tools } = made();
     for (const toolChoice of ["required", { type: "tool", toolName: "calculator" }]) {

@@ -17,7 +17,7 @@ from penstock.engine.chat_formats import (
     ReasoningFormat,
     TemplateFacts,
     template_messages,
-    template_variables,
+    with_known_effort,
 )
 from penstock.engine.chat_formats.template_facts import MAX_CPU_S, facts_of
 from penstock.engine.text.chat_template import ChatTemplate
@@ -151,8 +151,8 @@ def test_a_text_beside_thoughts_is_a_thought_where_a_template_refuses_both() -> 
 )
 def test_efforts(effort: Any, shown: Any) -> None:
     variables = {"reasoning_effort": effort, "enable_thinking": True}
-    assert template_variables(variables, "hermes") == variables
-    known = template_variables(variables, "openai")
+    assert with_known_effort(variables, "hermes") == variables
+    known = with_known_effort(variables, "openai")
     assert known == {**variables, "reasoning_effort": shown}
 
 
@@ -178,3 +178,80 @@ def test_hostile_templates_are_bounded(source: str) -> None:
     begun_s = time.thread_time()
     facts_in(source)
     assert time.thread_time() - begun_s < 4 * MAX_CPU_S
+
+
+# -- what later prompts have otherwise -------------------------------------------------------------
+
+GROWING = (
+    "{{ tools | tojson if tools }}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content @ %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</call>'
+    "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+DROPPING = "{% set last = namespace(at=0) %}{% for m in messages if m.role == 'user' %}" + (
+    "{% set last.at = loop.index %}{% endfor %}{% set users = namespace(n=0) %}" + GROWING
+).replace("<{{ m.role }}>", "{% if m.role == 'user' %}{% set users.n = users.n + 1 %}{% endif %}@@")
+TOOLS_LAST = (
+    "{% for m in messages %}{% if loop.last and tools %}{{ tools | tojson }}{% endif %}"
+    + GROWING.partition("{% for m in messages %}")[2]
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "least", "most"),
+    [
+        pytest.param(GROWING.replace("@", ""), 0.0, 0.0, id="nothing"),
+        pytest.param(
+            # Of all but the last turn's assistant, as Qwen3 does.
+            DROPPING.replace("@@", "<{{ m.role }}>").replace("@", "and users.n == last.at"),
+            0.9,
+            0.97,
+            id="thoughts of earlier turns",
+        ),
+        pytest.param(GROWING.replace("@", "and false"), 0.0, 0.0, id="no thoughts at all"),
+        pytest.param(
+            GROWING.replace("@", "and loop.last"), 0.5, 0.9, id="thoughts, whoever speaks next"
+        ),
+        pytest.param(TOOLS_LAST.replace("@", ""), 1.0, 1.0, id="tools before the last message"),
+        pytest.param(
+            GROWING.replace("@", "").replace(
+                "{{ m.content }}",
+                "{{ 'old' if m.role == 'tool' and not loop.last else m.content }}",
+            ),
+            0.5,
+            0.9,
+            id="results",
+        ),
+        pytest.param(
+            GROWING.replace("@", "").replace("<think>", "{{ messages | length }}<think>"),
+            0.5,
+            1.0,
+            id="a number",
+        ),
+    ],
+)
+def test_what_is_computed_again(source: str, least: float, most: float) -> None:
+    template = ChatTemplate(source, {})
+    facts = ModelFacts.found_in(template)
+    assert facts.with_tools.calls
+    assert least <= facts.with_tools.rewritten <= most
+    told = ModelFormats.of(facts, {}).described
+    assert ("computed again" in told) == bool(most)
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (GROWING.replace("@", ""), "kept"),
+        ("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+         "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "moved"),
+        ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+         "{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}", "lost"),
+        ("{{ messages | tojson }}", "kept"),
+        ("{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.content }}"
+         "{% endif %}{% endfor %}", "lost"),
+    ],
+)  # fmt: skip
+def test_where_late_system_messages_are_shown(source: str, shown: str) -> None:
+    assert facts_in(source).late_system == shown

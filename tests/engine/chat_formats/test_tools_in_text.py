@@ -195,7 +195,7 @@ def test_roles_alternate_where_they_must(name: str) -> None:
     text = prompt(ALL[name], messages)
     written = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
     said = [
-        "Be brief.", "# Tools", "Be kind.", "Hello!", "How is the weather?", "I look.",
+        "Be brief.", "Be kind.", "# Tools", "Hello!", "How is the weather?", "I look.",
         f"Let me see.\n{written}", "<tool_response>\nrain", "It is late.", "And now?",
     ]  # fmt: skip
     places = [text.find(each) for each in said]

@@ -31,7 +31,7 @@ from penstock.gateway.storage.sealed_text import sealed, unsealed
 
 from ..conftest import ANSWER, IMAGE, Serve, Served, until
 from ..fake_engine import NUM_CACHED
-from ..generation.test_images import file_of, small
+from ..generation.images.test_images import file_of, small
 from .keyed import KEY
 from .test_parameters import known
 from .test_tools import ARGUMENTS, CALL, PARSERS, SCHEMA, says, written
@@ -496,6 +496,38 @@ async def test_system_messages_keep_their_place(serve: Serve, chat_template: str
         )
 
 
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system messages come first') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("chat_template", [FIRST_ONLY, HOISTING])
+async def test_in_the_other_apis_the_template_decides_if_it_shows_them(
+    serve: Serve, chat_template: str
+) -> None:
+    """Codex begins with two, the second one as the developer's."""
+    turns = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "developer", "content": "c"},
+    ]
+    async with serve(chat_template=chat_template) as served:
+        create = served.client.responses.create
+        await create(model="tiny", instructions="Be brief.", input=turns)
+        expected = "[system]Be brief.\na[user]b\n<system-reminder>\nc\n</system-reminder>"
+        if chat_template == HOISTING:
+            expected = "[system]Be brief.[system]a[system]c[user]b"
+        assert served.prompt_of() == f"{expected}[assistant]"
+        await served.client.chat.completions.create(model="tiny", messages=turns)
+        if chat_template == FIRST_ONLY:
+            expected = expected.replace("Be brief.\n", "")
+        else:
+            expected = expected.replace("[system]Be brief.", "")
+        assert served.prompt_of() == f"{expected}[assistant]"
+
+
 async def test_several_system_messages_in_a_row(serve: Serve) -> None:
     turns = [
         {"role": "system", "content": "a"},
@@ -569,6 +601,7 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+    ({"messages": _user()}, "messages[0].content"),
     ({"messages": _user({"type": "text"})}, "messages[0].content[0].text"),
     ({"messages": _user(_IMAGE_BY_ID)}, "messages[0].content[0].source"),
     (
@@ -587,7 +620,26 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled"}}, "thinking"),
     ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
-    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
+    (
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        "tiny does not support the 'compact_20260112' context management strategy",
+    ),
+    (
+        {
+            "context_management": {
+                "edits": [
+                    {"type": "clear_thinking_20251015", "keep": "all"},
+                    {
+                        "type": "clear_tool_uses_20250919",
+                        "trigger": {"type": "tool_uses", "value": 30},
+                        "keep": {"type": "tool_uses", "value": 3},
+                        "exclude_tools": ["Bash"],
+                    },
+                ]
+            }
+        },
+        "tiny does not support the 'clear_tool_uses_20250919' context management strategy",
+    ),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     (
@@ -645,6 +697,32 @@ async def test_failures_are_in_its_form(served: Served, client: anthropic.AsyncA
     assert refused.value.request_id
     chat = await served.http.post("/v1/chat/completions", json={})
     assert set(chat.json()) == {"error"}
+
+
+async def test_when_to_try_again(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[tenants.a]\nrequests_per_minute = 1\n[[keys]]\nkey = "sk-0123456789abcdef"\n'
+                    'tenant = "a"\n')  # fmt: skip
+    file.chmod(0o600)
+    key = {"x-api-key": "sk-0123456789abcdef"}
+    async with serve(api_keys_file=str(file)) as served:
+        [done, limited] = [
+            await served.http.post("/v1/messages", json=BODY, headers=key) for _ in range(2)
+        ]
+        assert done.status_code == 200
+        assert failure(limited)[:2] == (429, "rate_limit_error")
+        assert int(limited.headers["retry-after"]) > 0
+    async with serve(max_queue_tokens=1) as served:
+        served.engine.may_speak.clear()
+        waiting = asyncio.ensure_future(served.http.post("/v1/messages", json=BODY))
+        await served.submitted()
+        overloaded = await served.http.post("/v1/messages", json=BODY | {"stream": True})
+        assert failure(overloaded)[:2] == (503, "overloaded_error")
+        assert int(overloaded.headers["retry-after"]) > 0
+        served.engine.may_speak.set()
+        assert (await waiting).status_code == 200
+        large = await served.http.post("/v1/messages", content=b" " * (5 << 20))
+        assert failure(large)[:2] == (413, "request_too_large")
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error(served: Served) -> None:

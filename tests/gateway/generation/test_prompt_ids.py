@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -12,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-import penstock.engine.demo
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.gateway.generation.prompt_ids import Reused, rendering_of, reuse
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
 from penstock.gateway.storage.conversations.records import StoredTurn
 
-DEMO_FOLDER = Path(penstock.engine.demo.__file__).parent / "model"
+DEMO_FOLDER = DEMO_MODEL_PATH
 QWEN_STYLE = (
     "{% set last = namespace(query=0) %}"
     "{% for message in messages %}{% if message.role == 'user' %}"

@@ -33,6 +33,9 @@ _OTHERWISE = {
     "an answer of parts",
     "no parts",
 }
+# Refuse or drop system messages but the first, which are part of it or of the user's then.
+_ONE_SYSTEM = ("gemma3", "gptoss", "llama2")
+_LATE_SYSTEM = ("a system message in the middle", "two system messages")
 # Refuses several calls of a message, or shows the first: here each has a message of its own.
 _ONE_CALL = ("llama3_1", "gptoss")
 
@@ -69,6 +72,8 @@ async def test_tokens_equal_those_of_transformers(name: str, tmp_path: Path, ser
             if title in _OTHERWISE or (has_tools and name in _OTHER_TOOLS):
                 continue
             if title == "many calls at once" and name in _ONE_CALL:
+                continue
+            if title in _LATE_SYSTEM and name in _ONE_SYSTEM:
                 continue
             answer = await served.http.post(
                 "/tokenize",

@@ -22,7 +22,7 @@ import pytest
 import websockets
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.logs import LogWriter
+from penstock.engine.process.logs import LogWriter
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig

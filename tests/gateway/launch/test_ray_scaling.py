@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.gateway.launch.cli import resolve_settings
 from penstock.gateway.launch.ray_engines import Scaling
+from penstock.gateway.launch.settings import resolve_settings
 from penstock.gateway.storage.redis.engines import EngineRecord
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.transport.messages import Draining
+from penstock.engine.protocol.messages import Draining
 from penstock.gateway.launch.registrar import Registrar
 from penstock.gateway.storage.redis.engines import RedisEngines
 from penstock.gateway.storage.redis.link import RedisLink

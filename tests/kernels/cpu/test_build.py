@@ -16,8 +16,9 @@ import pytest
 import torch
 from tests.kernels.cpu import operations
 
+from penstock.kernels.cache_folder import CACHE_VARIABLE
 from penstock.kernels.cpu import build
-from penstock.kernels.cpu.build import CACHE_VARIABLE, BuildError, build_library, find_compiler
+from penstock.kernels.cpu.build import BuildError, build_library, find_compiler
 from penstock.kernels.cpu.isa import ISA_VARIABLE, Isa, select_isa
 from penstock.kernels.cpu.library import load_library
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.cpu.build import CACHE_VARIABLE, find_compiler
+from penstock.kernels.cache_folder import CACHE_VARIABLE
+from penstock.kernels.cpu.build import find_compiler
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parents[2]

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.cpu.build import CACHE_VARIABLE, find_compiler
+from penstock.kernels.cache_folder import CACHE_VARIABLE
+from penstock.kernels.cpu.build import find_compiler
 from penstock.kernels.cpu.isa import ISA_VARIABLE
 from penstock.kernels.cpu.library import load_library
 

@@ -34,7 +34,12 @@ from penstock.gateway.storage.response_log.codec import (
     encode_header,
     encode_log,
 )
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import (
+    Compaction,
+    DeltaEntry,
+    EndEntry,
+    ResponseHeader,
+)
 
 from .records import header
 
@@ -126,6 +131,12 @@ formats = st.builds(
     aliases=st.dictionaries(st.text(), st.text(), max_size=2),
     max_calls=st.none() | st.just(1),
 )
+compactions = st.builds(
+    Compaction,
+    request=requests,
+    output_format=st.none() | formats,
+    around=st.tuples(st.text(), st.text()),
+)
 headers = st.builds(
     ResponseHeader,
     response_id=st.text(),
@@ -145,6 +156,7 @@ headers = st.builds(
     rendering=st.none()
     | st.tuples(numbers, st.binary(min_size=32, max_size=32))
     | st.tuples(numbers, st.binary(min_size=32, max_size=32), st.binary(max_size=8)),
+    compaction=st.none() | compactions,
 )
 WITH_THOUGHTS = OutputFormat(syntax=OutputSyntax(reasoning="qwen3"))
 deltas = st.builds(
@@ -200,7 +212,8 @@ def test_an_ended_log_survives(
 
 def test_every_field_of_a_header_is_written() -> None:
     """The strategy above may not know a field that came later; the codec must."""
-    written = dataclasses.replace(header(), output_format=WITH_THOUGHTS)
+    first = Compaction(request=header().request, output_format=None, around=("a", "b"))
+    written = dataclasses.replace(header(), output_format=WITH_THOUGHTS, compaction=first)
     _, named = msgpack.unpackb(encode_header(written), strict_map_key=False)
     names = {field.name for field in dataclasses.fields(ResponseHeader)}
     assert named.keys() == names - {"nonce"} | {"item_id"}

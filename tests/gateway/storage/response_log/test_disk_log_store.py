@@ -256,6 +256,22 @@ async def test_what_is_deleted_is_in_no_row(started: Process) -> None:
         assert second.carried_on[running.header.response_id].entries == running.entries
 
 
+async def test_a_log_of_an_earlier_process_is_deleted_while_others_run(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        deleted = await begin(first, 5)
+        add_end(deleted)
+        await read_to_end(deleted)
+    async with process(tmp_path) as second:
+        running = await begin(second, 1)
+        await second.store.delete(TENANT, deleted.header.response_id)
+        assert await second.rows("log_journal") == 1, "nothing had to be stored again"
+        folder = second.killed("second")
+    async with process(folder) as third:
+        assert third.carried_on[running.header.response_id].entries == running.entries
+        with expired():
+            await third.store.find(TENANT, deleted.header.response_id)
+
+
 async def test_a_claim_is_given_back_before_it_is_stored(started: Process) -> None:
     """As when a response with an idempotency key is refused."""
     log = await started.store.create(header())
