@@ -39,6 +39,8 @@ class ReaderGrace:
             self._timer = loop.call_later(self._grace_s, self._check_elsewhere)
 
     def stop(self) -> None:
+        """Abandon nothing any longer; from now on nothing refers back to the response's task."""
+        self._abandon = _nothing
         self._stop_timer()
         if self._check is not None:
             self._check.cancel()
@@ -61,3 +63,7 @@ class ReaderGrace:
             self.readers_changed()
         else:
             self._abandon()
+
+
+def _nothing() -> None:
+    pass
