@@ -22,6 +22,7 @@ from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import Retention, SamplingParams
 from penstock.gateway.admission.admission import PartReservation, Reservation
 from penstock.gateway.api.responses.compaction import Summary
+from penstock.gateway.api.responses.events import num_closing_events
 from penstock.gateway.api.responses.prompt import (
     LaneMemory,
     Prompt,
@@ -39,7 +40,7 @@ from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
-from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.errors import Failure, RequestRefusedError, failure_of
 from penstock.gateway.generation.generation import NO_USAGE, Generation, Usage
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.paced_work import PacedWork
@@ -59,7 +60,12 @@ from penstock.gateway.storage.response_log.log import (
     token_ids_of,
 )
 from penstock.gateway.storage.response_log.log_store import LogStore
-from penstock.gateway.storage.response_log.record import Compaction, DeltaEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import (
+    Compaction,
+    DeltaEntry,
+    EndEntry,
+    ResponseHeader,
+)
 from penstock.gateway.telemetry.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
@@ -310,8 +316,26 @@ class ResponseService:
     async def _take_over_on(self) -> None:
         while True:
             log = await self._logs.takeovers.get()
-            if log.run is not None:  # otherwise another gateway has it again
+            if log.run is None:
+                continue  # another gateway has it again
+            try:
                 self._take_over(log)
+            except Exception as error:  # a bug, which must not keep others from being taken over
+                self._end_at_once(log, failure_of(error))
+
+    def _end_at_once(self, log: ResponseLog, failure: Failure) -> None:
+        """End a response that cannot be continued."""
+        assert log.run is not None
+        log.run.append(
+            EndEntry(
+                number=log.next_number,
+                num_events=num_closing_events(log, None),
+                reason=None,
+                usage=(len(log.header.request.prompt_token_ids), 0, len(log.token_ids)),
+                ended_at=int(time.time()),
+                error=("server_error", failure.message),
+            )
+        )
 
     def _take_over(self, log: ResponseLog) -> None:
         """Continue a response whose gateway has died, from the last entry it stored."""

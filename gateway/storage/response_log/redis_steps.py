@@ -394,25 +394,29 @@ class Takeovers:
             _checked(*(yield [forget(self.gateway_id, response_id, epoch)]))
         self.leases.claims.pop(response_id, None)
 
+    def _known(self, claim: Claim) -> RedisLog | None:
+        log = self._logs.known(claim.response_id)
+        return None if log is None or log.replica.role in (Role.ENDED, Role.LOST) else log
+
     def _run(self, claim: Claim, key: str) -> Steps[bool]:
         """Read the log up to this gateway's fence, then run the response; False if it cannot be."""
-        log = self._logs.known(claim.response_id)
-        if log is not None and log.replica.role in (Role.ENDED, Role.LOST):
-            log = None
+        log = self._known(claim)
         try:
             if log is None:
                 log = yield from read_log(key, self._storage)
-            elif log.replica.epoch < claim.epoch:
+                if log is None:
+                    return False
+                log = self._known(claim) or log  # a reader may have had it read meanwhile
+                self._logs.begin_following(log)
+            if log.replica.epoch < claim.epoch:
                 log.do(log.replica.fenced(log.replica.epoch))  # unnoticed by this gateway
                 yield from read_rest(log)
-        except BrokenLogError:
-            return False
-        if log is None:
+        except BrokenLogError as error:
+            _LOG.warning("cannot take over %s: %s", claim.response_id, error)
             return False
         (is_cancelled,) = yield [("EXISTS", cancel_key(claim.response_id))]
         if self.leases.is_leaving:
             return False
-        self._logs.begin_following(log)
         if claimed := log.replica.claimed(claim.epoch):
             log.do(claimed)
             self._logs.taken_over(log)

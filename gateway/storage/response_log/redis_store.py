@@ -170,16 +170,16 @@ class RedisLogStore:
                 self._shares.forget_soon(tenant, response_id)
 
     async def hand_over(self) -> None:
-        self._leases.is_leaving = True
-        if self._taking_over is not None:  # it may add to this gateway's responses
-            self._taking_over.cancel()
-            await asyncio.wait({self._taking_over})
+        self._leases.is_leaving = True  # from now on nothing is taken over
         await self._writer.flushed()
         for log in list(self._running.values()):
             if log.is_resumable:
                 log.do(log.replica.fenced(log.replica.epoch))
         with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(self._settings.hand_over_s):
+                if self._taking_over is not None:
+                    self._taking_over.cancel()
+                    await asyncio.wait({self._taking_over})
                 await self._gateways.leave()
 
     async def let_readers_end(self, limit_s: float) -> None:
@@ -401,8 +401,11 @@ class RedisLogStore:
                 self._scan_now.set()
             elif (response_id := fields.get(b"cancel")) is not None:
                 log = self._running.get(response_id.decode(errors="replace"))
-                if log is not None:
-                    log.cancel()
+                try:
+                    if log is not None:
+                        log.cancel()
+                except Exception:  # a bug
+                    _LOG.exception("cannot cancel %s", response_id)
 
 
 def _key(response_id: str) -> str:

@@ -11,7 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.engine.request import Request
+from penstock.gateway.generation.generator import Generator
+
 from ..conftest import ANSWER, Serve, Served, until
+from ..storage.response_log.records import header
 from .keyed import BODIES, CHAT, KEY
 
 _BEFORE = 5  # tokens that the engine says before the server stops
@@ -206,3 +210,26 @@ def _text(stream: str) -> str:
     return "".join(
         choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
     )
+
+
+async def test_what_cannot_go_on_keeps_nothing_else_from_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, with an error, and the next one is taken over."""
+    resume = Generator.resume
+    broken = header()
+
+    def resumed_unless_broken(self: Generator, request: Request, **options: Any) -> Any:
+        if request.request_id == broken.response_id:
+            raise ValueError
+        return resume(self, request, **options)
+
+    monkeypatch.setattr(Generator, "resume", resumed_unless_broken)
+    store = served.app.state.log_store
+    logs = [await store.create(each) for each in (broken, header())]
+    for log in logs:
+        store.takeovers.put_nowait(log)
+    await until(lambda: all(log.is_ended for log in logs))
+    first, second = [log.end for log in logs]
+    assert first.error[0] == "server_error"
+    assert second.error is None
