@@ -227,6 +227,39 @@ async def test_an_owner_that_wakes_up_is_fenced_off(
     assert [e.text for e in log.entries if isinstance(e, DeltaEntry)][-1] == "new owner"
 
 
+async def test_an_owner_that_went_on_without_redis_steps_back(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
+    """Another gateway has taken the response over meanwhile. Who saw only what is stored reads on;
+    who saw more is told, as the rest may not go together with it."""
+    paused = await gateways.make(redis_server.url, is_wired=True)
+    other = await gateways.make(redis_server.url)
+    log = await begin(paused, 2)
+    assert paused.wire is not None
+    with log.read() as behind, log.read() as ahead:
+        stored = await next_of(behind)
+        assert await next_of(ahead) == stored == log.entries
+        await paused.freeze(client)
+        await until(lambda: other.carried_on)
+        with paused.impatient():
+            shown = add_delta(log, "without Redis")
+            await seen(log, 3)
+        assert not log.is_resumable
+        assert await next_of(ahead) == [shown]
+        paused.wire.go_on()
+        assert await paused.store.find(TENANT, log.header.response_id) is log
+        await until(lambda: paused.lost)
+        (taken,) = other.carried_on.values()
+        new, end = add_delta(taken, "new owner"), add_end(taken)
+        with expired():
+            await next_of(ahead)
+        found = []
+        while (entries := await next_of(behind)) is not None:
+            found += entries
+        assert found == [new, end]
+    assert log.is_resumable
+
+
 async def test_an_owner_that_lost_its_lease_looks_before_it_says_anything(
     redis_server: RedisServer, client: redis.Redis, gateways: Gateways
 ) -> None:

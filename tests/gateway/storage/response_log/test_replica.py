@@ -19,6 +19,7 @@ from penstock.gateway.storage.response_log import redis_steps
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.cursor import Cursor
 from penstock.gateway.storage.response_log.leases import Leases
+from penstock.gateway.storage.response_log.record import DeltaEntry
 from penstock.gateway.storage.response_log.replica import Replica, Role
 
 from ....support.tiers import tiered
@@ -51,6 +52,39 @@ def test_a_redis_that_is_waited_for(choices: Choices) -> None:
 @SETTINGS
 def test_a_redis_that_is_away_for_too_long(choices: Choices) -> None:
     run(World(), choices)
+
+
+@given(st.lists(st.sampled_from(["append", "write", "written", "failed", "retry"]), max_size=60))
+def test_a_disk_that_takes_nothing_for_a_while(happenings: list[str]) -> None:
+    """What is shown without it is not resumable, until it has the whole log."""
+    replica = Replica(Role.OWNED, num_opening_events=2)
+    cursor = Cursor(replica, [])
+    found: list[Any] = []
+    on_disk, writing, is_whole = 0, 0, False
+
+    for happening in [*happenings, "failed", "retry", "write", "written"]:
+        if happening == "append":
+            replica.append(1, DeltaEntry(replica.next_number, "x", (1,)))
+        elif happening == "write" and not writing and not replica.pending & do.MEND:
+            writing = len(replica.entries)
+        elif happening == "written" and writing:
+            on_disk, writing = writing, 0
+            if is_whole:
+                replica.stored_whole(1, on_disk)
+                is_whole = False
+            else:
+                replica.acknowledged(1, on_disk)
+        elif happening == "failed":
+            writing, is_whole = 0, False
+            replica.give_up(1)
+        elif happening == "retry" and not writing:
+            replica.retried(1)
+            is_whole = is_whole or not replica.is_resumable
+        found += cursor.take()
+        assert len(found) == replica.num_visible
+        assert not replica.is_resumable or replica.num_visible <= on_disk
+    assert found == replica.entries
+    assert replica.is_resumable or not replica.entries
 
 
 # -- faults -------------------------------------------------------------------------------------
