@@ -1,10 +1,12 @@
-"""The commit, paused garbage collection, and a timer for calls. Standard library only, since the
-timer also times imports."""
+"""The commit, the machine, paused garbage collection, and a timer for calls. Standard library
+only, since the timer also times imports."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import os
+import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,20 @@ def _git(*words: str) -> str:
     except OSError:  # there is no git
         return ""
     return done.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on most."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
 
 
 @contextmanager

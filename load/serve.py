@@ -43,7 +43,7 @@ from penstock.load.report.summary import (
     rate_table,
     read_metrics,
     summarize,
-    ttft_ms,
+    turns_of,
     warnings,
 )
 from penstock.load.report.tables import publish, table, table_of
@@ -284,35 +284,6 @@ _NOTES = """\
 spread: of tokens/s over all runs of this load, highest ÷ lowest; all else is of the run of median
 throughput. Latencies in ms, from when a request was due. good: share of all requests that kept to
 the objectives."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnTimes:
-    """The same turn of all conversations: medians."""
-
-    turn: int
-    prompt_tokens: float
-    new_tokens: float  # of the prompt, those that were not cached, as the server says
-    ttft_ms: float
-
-
-def turns_of(records: Sequence[StreamRecord]) -> list[TurnTimes]:
-    """By turn; empty unless there are several."""
-    turns: dict[int, list[StreamRecord]] = {}
-    for record in records:
-        if record.is_clean and record.event_times_s:
-            turns.setdefault(record.turn, []).append(record)
-    median = statistics.median
-    found = [
-        TurnTimes(
-            turn=turn + 1,
-            prompt_tokens=median(each.prompt_tokens for each in group),
-            new_tokens=median(each.prompt_tokens - max(each.cached_tokens, 0) for each in group),
-            ttft_ms=median(map(ttft_ms, group)),
-        )
-        for turn, group in sorted(turns.items())
-    ]
-    return found if len(found) > 1 else []
 
 
 def _details(run: Run) -> str:

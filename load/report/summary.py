@@ -14,6 +14,7 @@ token. A request with a fault counts only in the counts, the faults, the peak an
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -211,6 +212,38 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nan(item) for name, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+# -- turns of conversations ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTimes:
+    """The same turn of all conversations: medians."""
+
+    turn: int
+    prompt_tokens: float
+    new_tokens: float  # of the prompt, those that were not cached, as the server says
+    ttft_ms: float
+
+
+def turns_of(records: Sequence[StreamRecord]) -> list[TurnTimes]:
+    """By turn; empty unless there are several."""
+    turns: dict[int, list[StreamRecord]] = {}
+    for record in records:
+        if record.is_clean and record.event_times_s:
+            turns.setdefault(record.turn, []).append(record)
+    median = statistics.median
+    found = [
+        TurnTimes(
+            turn=turn + 1,
+            prompt_tokens=median(each.prompt_tokens for each in group),
+            new_tokens=median(each.prompt_tokens - max(each.cached_tokens, 0) for each in group),
+            ttft_ms=median(map(ttft_ms, group)),
+        )
+        for turn, group in sorted(turns.items())
+    ]
+    return found if len(found) > 1 else []
 
 
 # -- the server's own metrics ---------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TextIO
 
@@ -39,19 +39,6 @@ class Library(Protocol):
 
 
 @dataclass(slots=True)
-class Record:
-    """The fields of `StreamRecord` that a library can fill."""
-
-    dialogue: int
-    turn: int
-    scheduled_s: float
-    prompt_tokens: int
-    event_times_s: list[float] = field(default_factory=list)
-    event_tokens: list[int] = field(default_factory=list)
-    ended_s: float = 0.0
-
-
-@dataclass(slots=True)
 class _Place:
     """One of the dialogues in flight."""
 
@@ -61,17 +48,21 @@ class _Place:
     next_turn: int = 0
 
 
-def hold(library: Library, dialogues: Sequence[Turns], concurrency: int) -> list[Record]:
-    """Hold every dialogue to its end, `concurrency` at a time."""
+def hold(library: Library, dialogues: Sequence[Turns], concurrency: int) -> list[dict[str, Any]]:
+    """Hold every dialogue to its end, `concurrency` at a time: the fields of `StreamRecord` that a
+    library can fill."""
     waiting = iter(enumerate(dialogues))
-    records: list[Record] = []
+    records: list[dict[str, Any]] = []
     running: dict[int, _Place] = {}
 
     def say(place: _Place, at_s: float) -> None:
         tokens, max_tokens = place.turns[place.next_turn]
         place.context += tokens
         request_id = len(records)
-        records.append(Record(place.dialogue, place.next_turn, at_s, len(place.context)))
+        records.append(
+            {"dialogue": place.dialogue, "turn": place.next_turn, "scheduled_s": at_s,
+             "prompt_tokens": len(place.context), "event_times_s": [], "event_tokens": []}
+        )  # fmt: skip
         running[request_id] = place
         place.next_turn += 1
         library.submit(request_id, list(place.context), max_tokens)
@@ -83,24 +74,21 @@ def hold(library: Library, dialogues: Sequence[Turns], concurrency: int) -> list
     fill(time.perf_counter())
     while running:
         for event in library.step():
-            _note(records[event.request_id], running[event.request_id], event)
+            place, record = running[event.request_id], records[event.request_id]
+            record["ended_s"] = event.at_s
+            if event.token_ids:
+                record["event_times_s"].append(event.at_s)
+                record["event_tokens"].append(len(event.token_ids))
+                place.context += event.token_ids
             if not event.is_last:
                 continue
-            place = running.pop(event.request_id)
+            del running[event.request_id]
             free_s = time.perf_counter()
             if place.next_turn < len(place.turns):
                 say(place, free_s)
             else:
                 fill(free_s)
     return records
-
-
-def _note(record: Record, place: _Place, event: Event) -> None:
-    if event.token_ids:
-        record.event_times_s.append(event.at_s)
-        record.event_tokens.append(len(event.token_ids))
-        place.context += event.token_ids
-    record.ended_s = event.at_s
 
 
 def serve(library: Library, answers: TextIO) -> None:
@@ -111,10 +99,7 @@ def serve(library: Library, answers: TextIO) -> None:
         began_s = time.perf_counter()
         records = hold(library, asked["dialogues"], asked["concurrency"])
         ended_s = time.perf_counter()
-        _answer(
-            answers,
-            {"began_s": began_s, "ended_s": ended_s, "records": [asdict(each) for each in records]},
-        )
+        _answer(answers, {"began_s": began_s, "ended_s": ended_s, "records": records})
 
 
 def own_stdout() -> TextIO:
