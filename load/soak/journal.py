@@ -34,16 +34,6 @@ class Problem:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """A process was killed at `killed_s`, and the server was ready again at `ready_s`."""
-
-    victim: str  # its name; all but an `engine` hold streams
-    killed_s: float
-    ready_s: float
-    is_freeze: bool = False  # it was frozen, not killed
-
-
 Point: TypeAlias = tuple[float, float]  # when, and how long
 
 
@@ -85,35 +75,50 @@ class Kind(StrEnum):
     FREEZE_ENGINE = "freeze of the engine"
     FREEZE_REDIS = "freeze of Redis"
 
+    @classmethod
+    def freezes(cls) -> tuple[Kind, ...]:
+        return cls.FREEZE, cls.FREEZE_ENGINE, cls.FREEZE_REDIS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adversity:
-    """One application of an attack."""
+    """One application of an attack. What was killed or frozen is back when it ends."""
 
     kind: Kind
     began_s: float
     ended_s: float
-    victim: str = ""  # the affected process, if it was one
+    victim: str = ""  # the affected process, if it was one; all but an `engine` hold streams
+
+    @property
+    def is_outage(self) -> bool:
+        return self.kind is Kind.KILL or self.kind in Kind.freezes()
 
 
 @dataclass(slots=True)
 class Journal:
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    kills: list[Kill] = field(default_factory=list)
     adversities: list[Adversity] = field(default_factory=list)
     num_done: Counter[str] = field(default_factory=Counter)  # acts by the actor's name
     num_open: int = 0  # streams that a client waits for now
 
     @property
-    def outages(self) -> list[Kill]:
+    def outages(self) -> list[Adversity]:
         """Kills and freezes."""
-        freezes = (Kind.FREEZE, Kind.FREEZE_ENGINE, Kind.FREEZE_REDIS)
-        return self.kills + [
-            Kill(victim=each.victim, killed_s=each.began_s, ready_s=each.ended_s, is_freeze=True)
-            for each in self.adversities
-            if each.kind in freezes
-        ]
+        return [each for each in self.adversities if each.is_outage]
+
+    @property
+    def kills(self) -> list[Adversity]:
+        return [each for each in self.adversities if each.kind is Kind.KILL]
+
+    @contextlib.contextmanager
+    def applying(self, kind: Kind, victim: str = "") -> Iterator[None]:
+        """Note what is done in the block, unless it fails."""
+        began_s = time.perf_counter()
+        yield
+        self.adversities.append(
+            Adversity(kind=kind, victim=victim, began_s=began_s, ended_s=time.perf_counter())
+        )
 
     @contextlib.contextmanager
     def stream(self, actor: str, *, is_resumable: bool = False) -> Iterator[StreamRecord]:

@@ -10,11 +10,11 @@ import os
 import select
 import shlex
 import shutil
+import socketserver
+import subprocess
 import tempfile
 import termios
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,12 +24,12 @@ import orjson
 import psutil
 import tokenizers
 
+from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import DEMO_MODEL_PATH
 from penstock.load.client.records import Address
-from penstock.load.launch import Started, peer_engine, redis_server
+from penstock.load.launch import Started, answers, peer_engine, redis_server
 from penstock.load.launch import server as launch_server
-from penstock.load.soak.expensive import PeerEngine, certificate, dripping_host
 from penstock.load.soak.watch import Family
 
 _CAPACITY_BYTES = 4096  # the smallest that Linux allows: soon full
@@ -135,7 +135,9 @@ class Target:
     api_key: str | None = None
     flood_key: str | None = None
     image_host: str | None = None  # a listed one that sends bytes one by one
-    peer_engine: PeerEngine | None = None  # one beside the server, for gateways of other machines
+    # Beside the server, an engine for gateways of other machines: its address, and certificate, key
+    # and authority of both.
+    peer_engine: tuple[str, TlsFiles] | None = None
 
 
 @contextlib.contextmanager
@@ -163,7 +165,7 @@ def own_server(
             files = certificate(folder)
             with_files = ("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca)
             address = stack.enter_context(peer_engine(with_files))
-            more["peer_engine"] = PeerEngine(address=address, files=files)
+            more["peer_engine"] = (address, files)
         arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
         started = stack.enter_context(
             launch_server(model, arguments, log=log.path, stderr=log.write_end)
@@ -222,7 +224,7 @@ def _own_target(started: Started, others: Family, log: LogPipe | None, arguments
         async with asyncio.timeout(_READY_WITHIN_S):
             while num_ready < _NUM_READY:
                 await asyncio.sleep(0.05)
-                is_ready = await asyncio.to_thread(_is_ready, started.base_url)
+                is_ready = await asyncio.to_thread(answers, f"{started.base_url}/ready")
                 num_ready = num_ready + 1 if is_ready else 0
 
     async def kill() -> str:
@@ -273,9 +275,41 @@ def _listens(process: psutil.Process, port: int) -> bool:
     )
 
 
-def _is_ready(base_url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{base_url}/ready", timeout=5) as response:  # noqa: S310
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
+# -- what an attack needs beside it ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dripping_host() -> Iterator[str]:
+    """HOST:PORT of one that answers every request with chunks of one byte, without end."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    class Drip(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.recv(1 << 16)
+                self.request.sendall(head)
+                while True:
+                    self.request.sendall(b"1\r\nx\r\n" * 1000)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+def certificate(folder: Path) -> TlsFiles:
+    """One for 127.0.0.1 that signs itself, for engines and gateways."""
+    cert, key = folder / "peer.pem", folder / "peer.key"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=peer -addext subjectAltName=IP:127.0.0.1 "
+        "-addext extendedKeyUsage=serverAuth,clientAuth"
+    )
+    subprocess.run(  # noqa: S603  (our own command)
+        [*command.split(), "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True
+    )
+    return TlsFiles(str(cert), str(key), str(cert))

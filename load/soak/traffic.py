@@ -16,21 +16,11 @@ from typing import Any, TypeAlias
 import aiohttp
 import orjson
 
-from penstock.load.client.integrity import ResponseCheck
 from penstock.load.client.records import Call, Fault, StreamRecord, body_of
 from penstock.load.client.sse import EventStreamParser
 from penstock.load.client.transport import Transport
-from penstock.load.soak.scene import (
-    ENDS,
-    STALL_S,
-    Lane,
-    LaneSocket,
-    Scene,
-    open_lane,
-    open_socket,
-    socket_body,
-    unended,
-)
+from penstock.load.client.websocket import Lane, LaneSocket, socket_body
+from penstock.load.soak.scene import ENDS, STALL_S, Scene, open_lane, open_socket, unended
 
 _MAX_STAY_S = 1.0  # how long a client stays before it leaves
 _CROWD = 24
@@ -78,7 +68,7 @@ async def drop_socket(scene: Scene, rng: random.Random) -> None:
     """Break a WebSocket with several streams."""
     async with open_socket(scene.http) as socket:
         for number in range(rng.randint(1, 6)):
-            lane = Lane(ResponseCheck(StreamRecord(scheduled_s=time.perf_counter())))
+            lane = Lane(StreamRecord(scheduled_s=time.perf_counter()))
             call = scene.call(rng, max_tokens=128)
             await socket.create(f"l{number}", socket_body(call), lane)
         await asyncio.sleep(rng.uniform(0, _MAX_STAY_S))
@@ -298,7 +288,7 @@ async def _read_events(
         async for piece in response.content.iter_any():
             silence.reschedule(now_s() + patience_s)
             for data in parser.feed(piece):
-                lane.take(orjson.loads(data))
+                lane.take(orjson.loads(data), time.perf_counter())
                 num_events += 1
                 if num_events >= max_events and not lane.check.is_ended:
                     response.close()
