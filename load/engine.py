@@ -136,7 +136,7 @@ class Workload:
     def __init__(self, parsed: argparse.Namespace, infos: Sequence[EngineInfo]) -> None:
         self._parsed = parsed
         self._infos = infos
-        if parsed.vocab_size is None and parsed.tokenizer is None:
+        if parsed.vocab_size is None:
             parsed.vocab_size = min(info.vocab_size for info in infos)
         self._tokenizer: Tokenizer | None = None
 

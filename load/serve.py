@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.synchronize import Event
@@ -36,17 +36,16 @@ from penstock.load.report.options import (
     slo_of,
 )
 from penstock.load.report.summary import (
-    ServerMetrics,
     Summary,
+    TurnTimes,
     latency_table,
     notes,
     rate_table,
-    read_metrics,
     summarize,
     turns_of,
     warnings,
 )
-from penstock.load.report.tables import publish, table, table_of
+from penstock.load.report.tables import publish, table_of
 from penstock.load.workloads.driver import ClosedLoop, RunResult
 from penstock.load.workloads.driver import run as drive
 from penstock.load.workloads.measure import Target, measure, target_of, warm_up
@@ -90,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-records", action="store_true", help="write the record of each request as JSONL")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """One server at one load, once."""
 
@@ -99,7 +98,6 @@ class Run:
     is_flooded: bool
     result: RunResult
     summary: Summary
-    metrics: ServerMetrics | None
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -108,7 +106,6 @@ class Run:
             "is_flooded": self.is_flooded,
             "summary": self.summary.to_json(),
             "turns": [asdict(turn) for turn in turns_of(self.result.records)],
-            "metrics": asdict(self.metrics) if self.metrics else None,
         }
 
 
@@ -178,15 +175,9 @@ async def _measure(
             for target in live:
                 arrivals = load.arrivals(dialogues, seed=seed)
                 with _flood(target, wire, parsed) if is_flooded else nullcontext():
-                    measured = await measure(target, wire, dialogues, arrivals)
-                summary = summarize(measured.result, slo)
-                runs.append(
-                    Run(
-                        server=target.name, load=load, is_flooded=is_flooded,
-                        result=measured.result, summary=summary,
-                        metrics=read_metrics(measured.metrics_texts),
-                    )
-                )  # fmt: skip
+                    result = await measure(target, wire, dialogues, arrivals)
+                summary = summarize(result, slo)
+                runs.append(Run(target.name, load, is_flooded, result, summary))
                 if len(loads) > 1:  # a sweep takes long
                     print(f"{target.name}, {load}: {summary.output_tokens_per_s:,.0f} tokens/s")
         if parsed.min_gain > 0:
@@ -287,17 +278,15 @@ the objectives."""
 
 
 def _details(run: Run) -> str:
-    turns = table_of(
-        turns_of(run.result.records),
-        {
-            "turn": lambda each: f"{each.turn}",
-            "prompt tokens": lambda each: f"{each.prompt_tokens:,.0f}",
-            "not cached": lambda each: f"{each.new_tokens:,.0f}",
-            "TTFT ms p50": lambda each: f"{each.ttft_ms:,.1f}",
-        },
-    )
-    parts = [latency_table(run.summary), rate_table(run.summary), notes(run.summary, run.metrics)]
-    return "\n\n".join([str(run.load), *parts, *([turns] if turns_of(run.result.records) else [])])
+    columns: dict[str, Callable[[TurnTimes], str]] = {
+        "turn": lambda each: f"{each.turn}",
+        "prompt tokens": lambda each: f"{each.prompt_tokens:,.0f}",
+        "not cached": lambda each: f"{each.new_tokens:,.0f}",
+        "TTFT ms p50": lambda each: f"{each.ttft_ms:,.1f}",
+    }
+    turns = turns_of(run.result.records)
+    parts = [latency_table(run.summary), rate_table(run.summary), notes(run.summary)]
+    return "\n\n".join([str(run.load), *parts, *([table_of(turns, columns)] if turns else [])])
 
 
 def points_of(runs: Sequence[Run]) -> Mapping[tuple[str, Load, bool], list[Run]]:
@@ -334,26 +323,32 @@ def is_saturated(runs: Sequence[Run], name: str, min_gain: float) -> bool:
 
 def sweep_table(runs: Sequence[Run]) -> str:
     """A row for each server at each load."""
-    header = ("server", "load", "tokens/s", "spread", "requests/s", "TTFT p50", "p99", "ITL p50",
-              "p99", "E2E p50", "p99", "good", "faults")  # fmt: skip
-    rows = []
-    for (name, load, is_flooded), point in points_of(runs).items():
-        summary = point[0].summary
-        rates = [each.summary.output_tokens_per_s for each in point]
-        latencies = (summary.ttft_ms, summary.itl_ms, summary.e2e_ms)
-        rows.append(
-            [
-                name,
-                f"{load}{', flooded' * is_flooded}",
-                f"{summary.output_tokens_per_s:,.0f}",
-                f"{max(rates) / min(rates):.2f}" if min(rates) > 0 else "–",
-                f"{summary.requests_per_s:,.2f}",
-                *(f"{value:,.1f}" for each in latencies for value in (each.p50, each.p99)),
-                f"{summary.goodput.share:.0%}" if summary.goodput else "–",
-                f"{sum(each.summary.num_failed for each in point):,}",
-            ]
-        )
-    return f"{table(header, rows)}\n\n{_NOTES}"
+
+    def rates(point: Sequence[Run]) -> list[float]:
+        return [each.summary.output_tokens_per_s for each in point]
+
+    def ms(name: str, quantile: str) -> Callable[[Sequence[Run]], str]:
+        return lambda point: f"{getattr(getattr(point[0].summary, name), quantile):,.1f}"
+
+    columns: dict[str, Callable[[Sequence[Run]], str]] = {
+        "server": lambda point: point[0].server,
+        "load": lambda point: f"{point[0].load}{', flooded' * point[0].is_flooded}",
+        "tokens/s": lambda point: f"{rates(point)[0]:,.0f}",
+        "spread": lambda point: (
+            f"{max(rates(point)) / min(rates(point)):.2f}" if min(rates(point)) > 0 else "–"
+        ),
+        "requests/s": lambda point: f"{point[0].summary.requests_per_s:,.2f}",
+        **{
+            f"{title} {quantile}": ms(name, quantile)
+            for title, name in {"TTFT": "ttft_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}.items()
+            for quantile in ("p50", "p99")
+        },
+        "good": lambda point: (
+            f"{point[0].summary.goodput.share:.0%}" if point[0].summary.goodput else "–"
+        ),
+        "faults": lambda point: f"{sum(each.summary.num_failed for each in point):,}",
+    }
+    return f"{table_of(points_of(runs).values(), columns)}\n\n{_NOTES}"
 
 
 def best(runs: Sequence[Run]) -> str:

@@ -26,7 +26,6 @@ class Turn:
     text: Prompt  # words, or token ids where the endpoint takes them (`/v1/completions`)
     max_tokens: int  # of the answer; exactly so many with `ignore_eos`
     ignore_eos: bool = True
-    think_s: float = 0.0  # from the end of the last answer to this turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

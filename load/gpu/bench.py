@@ -1,4 +1,4 @@
-"""What every section of the GPU bench gets: device, sizes, timer, results, time left."""
+"""What every section of the GPU bench gets: device, sizes, timer, time left, and its results."""
 
 from __future__ import annotations
 
@@ -121,12 +121,14 @@ BARS: Mapping[str, Bar] = {
 
 
 @dataclass(kw_only=True)
-class Results:
-    """The results of a run so far, written to all `paths` at every addition.
+class Bench:
+    """A run, and its results so far, written to all `paths` at every addition.
 
     A figure is the worst of the cells that its bar covers, and None unless all were measured.
     """
 
+    device: torch.device
+    sizes: Sizes
     about: Mapping[str, Any]
     paths: Sequence[Path] = ()
     ceilings: dict[str, float] = field(default_factory=dict)
@@ -134,75 +136,6 @@ class Results:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by section
     notes: list[str] = field(default_factory=list)
     is_complete: bool = False
-
-    def add_ceiling(self, name: str, value: float) -> None:
-        self.ceilings[name] = value
-        self.save()
-
-    def add_row(self, section: str, row: Mapping[str, Any]) -> None:
-        self.rows.setdefault(section, []).append(dict(row))
-        self.save()
-
-    def add_note(self, note: str) -> None:
-        self.notes.append(note)
-        self.save()
-
-    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
-        """Set a figure to the worst of its cells, if all of them were measured."""
-        worst = max if BARS[figure].is_upper else min
-        self.figures[figure] = worst(values) if len(values) == num_cells else None
-        self.save()
-
-    def as_json(self) -> dict[str, Any]:
-        names = ("is_complete", "ceilings", "figures", "rows", "notes")
-        return {**self.about, **{name: getattr(self, name) for name in names}}
-
-    def save(self) -> None:
-        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False)
-        for path in self.paths:
-            write_whole(path, text)
-
-    def markdown(self) -> str:
-        """Every cell, then machine, figures with their bars, and ceilings."""
-        about = "; ".join(f"{name} {value}" for name, value in self.about.items())
-        if not self.is_complete:
-            about += "; **the run did not end**"
-        figures = [
-            [bar.meaning, "not measured" if value is None else f"{value:.3f}",
-             f"{'≤' if bar.is_upper else '≥'} {bar.bound:g}",
-             "–" if value is None else "yes" if bar.is_met(value) else "**no**"]
-            for bar, value in ((BARS[name], value) for name, value in self.figures.items())
-        ]  # fmt: skip
-        ceilings = [[name, _shown(name, value)] for name, value in self.ceilings.items()]
-        parts = [f"### {name}\n\n{_row_table(rows)}" for name, rows in self.rows.items()]
-        parts += [*self.notes, about, table(("figure", "measured", "bar", "met"), figures)]
-        return "\n\n".join([*parts, table(("ceiling", ""), ceilings)])
-
-
-def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    return table(keys, [[_shown(key, row.get(key)) for key in keys] for row in rows])
-
-
-def _shown(key: str, value: Any) -> str:
-    if not isinstance(value, float):
-        return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-    if key.endswith("_per_s"):
-        is_flop = key.endswith("flop_per_s")
-        return f"{value / 1e12:,.1f} TFLOP/s" if is_flop else f"{value / 1e9:,.1f} GB/s"
-    return f"{value:,.3f}"
-
-
-# -- what every section is given ------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class Bench:
-    """A run."""
-
-    device: torch.device
-    sizes: Sizes
-    results: Results
     deadline_s: float = float("inf")  # of the present section, by `time.perf_counter`
     timer: Timer = field(init=False)
     draw: Draw = field(init=False)
@@ -225,4 +158,59 @@ class Bench:
                 print(f"  {section}: {cell}", flush=True)
                 yield cell
             else:
-                self.results.add_note(f"{section}: no time left for {cell}")
+                self.add_note(f"{section}: no time left for {cell}")
+
+    def add_ceiling(self, name: str, value: float) -> None:
+        self.ceilings[name] = value
+        self.save()
+
+    def add_row(self, section: str, row: Mapping[str, Any]) -> None:
+        self.rows.setdefault(section, []).append(dict(row))
+        self.save()
+
+    def add_note(self, note: str) -> None:
+        self.notes.append(note)
+        self.save()
+
+    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
+        """Set a figure to the worst of its cells, if all of them were measured."""
+        worst = max if BARS[figure].is_upper else min
+        self.figures[figure] = worst(values) if len(values) == num_cells else None
+        self.save()
+
+    def save(self) -> None:
+        names = ("is_complete", "ceilings", "figures", "rows", "notes")
+        data = {**self.about, **{name: getattr(self, name) for name in names}}
+        text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+        for path in self.paths:
+            write_whole(path, text)
+
+    def markdown(self) -> str:
+        """Every cell, then machine, figures with their bars, and ceilings."""
+        about = "; ".join(f"{name} {value}" for name, value in self.about.items())
+        if not self.is_complete:
+            about += "; **the run did not end**"
+        figures = [
+            [bar.meaning, "not measured" if value is None else f"{value:.3f}",
+             f"{'≤' if bar.is_upper else '≥'} {bar.bound:g}",
+             "–" if value is None else "yes" if bar.is_met(value) else "**no**"]
+            for bar, value in ((BARS[name], value) for name, value in self.figures.items())
+        ]  # fmt: skip
+        ceilings = [[name, _shown(name, value)] for name, value in self.ceilings.items()]
+        parts = [f"### {name}\n\n{_row_table(rows)}" for name, rows in self.rows.items()]
+        parts += [*self.notes, about, table(("figure", "measured", "bar", "met"), figures)]
+        return "\n\n".join([*parts, table(("ceiling", ""), ceilings)])
+
+
+def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    keys = list(rows[0])
+    return table(keys, [[_shown(key, row[key]) for key in keys] for row in rows])
+
+
+def _shown(key: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    if key.endswith("_per_s"):
+        is_flop = key.endswith("flop_per_s")
+        return f"{value / 1e12:,.1f} TFLOP/s" if is_flop else f"{value / 1e9:,.1f} GB/s"
+    return f"{value:,.3f}"

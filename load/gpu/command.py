@@ -15,26 +15,18 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.load.gpu import attention, decode_step, memory
-from penstock.load.gpu.bench import Bench, Results, Sizes, full_sizes
+from penstock.load.gpu.bench import Bench, Sizes, full_sizes
+from penstock.load.gpu.sections import SECTIONS, measure_ceilings
 from penstock.load.machine import commit
 
 _RESULTS = Path(__file__).parents[1] / "results" / "gpu"
-
-# In order, with their shares of the budget; unused time goes to later sections.
-SECTIONS: Mapping[str, tuple[Callable[[Bench], None], float]] = {
-    "decode_attention": (attention.measure_decode, 0.3),
-    "prefill_attention": (attention.measure_prefill, 0.1),
-    "swap": (memory.measure_swap, 0.1),
-    "decode_step": (decode_step.measure, 0.5),
-}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -51,17 +43,23 @@ def measure(
     parsed: argparse.Namespace, device: torch.device, sizes: Sizes, *, device_name: str
 ) -> int:
     """`main` for any kind of device."""
-    about = _about(parsed, device, device_name)
-    results = Results(about=about, paths=_paths(parsed, about))
-    bench = Bench(device=device, sizes=sizes, results=results)
+    about = {
+        "is_measurement": device.type == "cuda",
+        "device": device_name,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit() if parsed.commit is None else parsed.commit,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+    }
+    bench = Bench(device=device, sizes=sizes, about=about, paths=_paths(parsed, about))
     return run(bench, only=parsed.only, budget_s=parsed.budget_s)
 
 
 def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
     """Measure, print; return the exit code."""
-    results, ends_s = bench.results, time.perf_counter() + budget_s
+    ends_s = time.perf_counter() + budget_s
     print("ceilings", flush=True)
-    memory.measure_ceilings(bench)
+    measure_ceilings(bench)
     has_failed = False
     for number, name in enumerate(only):
         now_s = time.perf_counter()
@@ -72,12 +70,12 @@ def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
             SECTIONS[name][0](bench)
         except Exception as error:  # the other sections may still work
             traceback.print_exc()
-            results.add_note(f"{name} failed: {type(error).__name__}: {error}")
+            bench.add_note(f"{name} failed: {type(error).__name__}: {error}")
             has_failed = True
-    results.is_complete = True
-    results.save()
-    print(results.markdown())
-    print("\nwrote", ", ".join(map(str, results.paths)))
+    bench.is_complete = True
+    bench.save()
+    print(bench.markdown())
+    print("\nwrote", ", ".join(map(str, bench.paths)))
     return int(has_failed)
 
 
@@ -99,18 +97,6 @@ def _names(text: str) -> tuple[str, ...]:
         if name not in SECTIONS:
             raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(SECTIONS)}")
     return tuple(name for name in SECTIONS if name in chosen)
-
-
-def _about(parsed: argparse.Namespace, device: torch.device, device_name: str) -> dict[str, Any]:
-    """What figures depend on most."""
-    return {
-        "is_measurement": device.type == "cuda",
-        "device": device_name,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit() if parsed.commit is None else parsed.commit,
-        "torch": torch.__version__,
-        "triton": version("triton"),
-    }
 
 
 def _paths(parsed: argparse.Namespace, about: dict[str, Any]) -> tuple[Path, ...]:

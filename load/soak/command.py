@@ -201,7 +201,7 @@ def report_figures(evidence: Evidence, bounds: Bounds, found: Sequence[Finding])
     """Everything as data, with every sample. All times are of one clock."""
     journal = evidence.journal
     names = ("actor", "ended", *(fate.name.lower() for fate in _FATES))
-    data = {
+    data: dict[str, Sequence[Any]] = {
         "findings": found,
         "adversities": journal.adversities,
         "costs": evidence.costs(),

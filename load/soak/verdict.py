@@ -92,8 +92,10 @@ def costs(
 ) -> list[Cost]:
     """The costs of the kinds that were to be applied."""
     seen = probing or Probing()
+    # From the prober's JSON come lists in place of tuples.
     health, gaps, lags = (
-        sorted(map(tuple, points)) for points in (_due(seen.health), seen.gaps, seen.lags)
+        sorted((at_s, value) for at_s, value in points)
+        for points in (_due(seen.health), seen.gaps, seen.lags)
     )
     found = []
     for kind in kinds:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import orjson
-from tokenizers import Tokenizer
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Prompt, Turn, single_turn
@@ -122,12 +121,6 @@ class ShareGpt:
     max_output_tokens: int = 1024
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if min(self.prompt_mean, self.output_mean) <= 0 or self.sigma < 0:
-            raise ConfigError(
-                "--prompt-mean and --output-mean must be positive, --sigma at least 0"
-            )
-
     def make(self, prompts: PromptMaker) -> list[Dialogue]:
         rng, lengths = random.Random(f"sharegpt {self.seed}"), random.Random(self.seed)
         dialogues = []
@@ -144,36 +137,6 @@ class ShareGpt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPrefix:
-    """Single turns, each over one of a few long prefixes, as a prefix cache is made for."""
-
-    num_dialogues: int
-    num_prefixes: int  # dialogues take them in turn
-    prefix_len: int  # tokens of each; a system prompt, or the first of the prompt's token ids
-    input_len: Lengths  # of the rest, which is not shared
-    output_len: Lengths
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_prefixes < 1:
-            raise ConfigError("--num-prefixes must be at least 1")
-
-    def make(self, prompts: PromptMaker) -> list[Dialogue]:
-        rng = random.Random(f"shared-prefix {self.seed}")
-        prefixes = [prompts.draw(rng, self.prefix_len) for _ in range(self.num_prefixes)]
-        dialogues = []
-        for index in range(self.num_dialogues):
-            prefix = prefixes[index % self.num_prefixes]
-            text = prompts.draw(rng, self.input_len.draw(rng))
-            max_tokens = self.output_len.draw(rng)
-            if isinstance(prefix, str) or isinstance(text, str):
-                dialogues.append(single_turn(text, max_tokens, system=str(prefix)))
-            else:
-                dialogues.append(single_turn(prefix + text, max_tokens))
-        return dialogues
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
     """Dialogues of several turns over one system prompt."""
 
@@ -182,14 +145,7 @@ class Conversations:
     system_len: int  # tokens of the system prompt, the same in every dialogue
     input_len: Lengths  # of what a user says in one turn
     output_len: Lengths
-    think_s: float = 0.0  # from an answer to the next turn; exponential with this mean
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_turns < 1:
-            raise ConfigError("--turns must be at least 1")
-        if self.think_s < 0:
-            raise ConfigError("--think-s must not be negative")
 
     def make(self, prompts: PromptMaker) -> list[Dialogue]:
         """Prompts are words, since answers come back as text and are sent again. Raises
@@ -199,18 +155,17 @@ class Conversations:
         if not isinstance(system, str):
             raise ConfigError("conversations need words, not token ids")
         return [
-            Dialogue(turns=tuple(self._turns(rng, prompts)), system=system)
-            for _ in range(self.num_dialogues)
-        ]
-
-    def _turns(self, rng: random.Random, prompts: PromptMaker) -> list[Turn]:
-        return [
-            Turn(
-                text=prompts.draw(rng, self.input_len.draw(rng)),
-                max_tokens=self.output_len.draw(rng),
-                think_s=rng.expovariate(1 / self.think_s) if number and self.think_s else 0.0,
+            Dialogue(
+                turns=tuple(
+                    Turn(
+                        text=prompts.draw(rng, self.input_len.draw(rng)),
+                        max_tokens=self.output_len.draw(rng),
+                    )
+                    for _ in range(self.num_turns)
+                ),
+                system=system,
             )
-            for number in range(self.num_turns)
+            for _ in range(self.num_dialogues)
         ]
 
 
@@ -276,7 +231,6 @@ def _messages(value: object, place: str) -> Iterator[tuple[str, str]]:
 # -- prompts -------------------------------------------------------------------------------------
 
 DEFAULT_VOCAB_SIZE = 1000  # smaller than any vocabulary in use
-_MAX_ROUNDS = 4
 
 _COMMON_WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had
@@ -306,44 +260,9 @@ class TokenIds:
         return tuple(rng.choices(self.ids, k=num_tokens))
 
 
-@dataclass(frozen=True, slots=True)
 class Words:
-    """Prompts of common words. A tokenizer trims them to the wanted length, where its tokens
-    allow that; without one a word counts as a token, since most tokenizers have these words as
+    """Prompts of common words. A word counts as a token, since most tokenizers have these words as
     one token."""
 
-    tokenizer: Tokenizer | None = None
-
     def draw(self, rng: random.Random, num_tokens: int) -> str:
-        text = " ".join(rng.choices(WORDS, k=num_tokens))  # a word is at least a token
-        return text if self.tokenizer is None else _trimmed(text, num_tokens, self.tokenizer)
-
-
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory. Raises ConfigError if it cannot be read."""
-    path = directory / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"--tokenizer: cannot read {path}: {error}") from error
-
-
-def plain_ids(tokenizer: Tokenizer) -> list[int]:
-    """All token ids except special ones."""
-    special = tokenizer.get_added_tokens_decoder()
-    return [token_id for token_id in range(tokenizer.get_vocab_size()) if token_id not in special]
-
-
-def _trimmed(text: str, num_tokens: int, tokenizer: Tokenizer) -> str:
-    """The text cut to `num_tokens`. A cut inside a word may change its tokens, hence a few
-    rounds."""
-    for _ in range(_MAX_ROUNDS):
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        missing = num_tokens - len(encoding.ids)
-        if missing == 0:
-            break
-        if missing > 0:
-            text += " a" * missing
-        else:
-            text = text[: encoding.offsets[num_tokens - 1][1]]
-    return text
+        return " ".join(rng.choices(WORDS, k=num_tokens))

@@ -112,7 +112,7 @@ async def run(
     """Hold every dialogue to its end.
 
     A first turn is scheduled at its offset (open loop), or when a place became free (closed
-    loop, whose places are free from the start). A later turn is scheduled `think_s` after the
+    loop, whose places are free from the start). A later turn is scheduled at the end of the
     answer before it. A turn with a fault ends its dialogue. `history` is either sent again in
     full each turn, answers included, or named by the id of the last answer.
     """
@@ -168,8 +168,7 @@ class _Speaker:
                 said = (*said, Message(role="assistant", content=record.text))
             else:
                 said, previous_id = (), record.response_id
-            scheduled_s = record.ended_s + dialogue.turns[number + 1].think_s
-            await _sleep_until(scheduled_s)
+            scheduled_s = record.ended_s
         return record.ended_s
 
     def _call(self, turn: Turn, said: tuple[Message, ...], previous_id: str | None) -> Call:

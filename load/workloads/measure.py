@@ -1,12 +1,11 @@
-"""One measured run against one server, with its metrics and a progress bar."""
+"""One measured run against one server, with a progress bar."""
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import orjson
 from tqdm import tqdm
@@ -19,80 +18,6 @@ from penstock.load.workloads.options import Wire
 _TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServerPages:
-    base_url: str
-    api_key: str | None = field(default=None, repr=False)
-
-    def first_model(self) -> str:
-        """The first model that the server lists. Raises ConfigError if it cannot be reached or
-        lists none."""
-        try:
-            status, body = self._get("/v1/models")
-        except OSError as error:
-            raise ConfigError(f"no server at {self.base_url}: {error}") from error
-        try:
-            return str(orjson.loads(body)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"{self.base_url}/v1/models lists no model (status {status}): pass --model"
-            ) from error
-
-    def metrics(self) -> str | None:
-        """The Prometheus text; None without one."""
-        try:
-            status, body = self._get("/metrics")
-        except (OSError, http.client.HTTPException):
-            return None
-        return body.decode(errors="replace") if status == 200 else None
-
-    @asynccontextmanager
-    async def watched(self, *, every_s: float) -> AsyncIterator[list[str]]:
-        """The metrics before, regularly during, and after the block; empty if there are none.
-
-        A thread fetches them, and they are parsed later, so as not to disturb the run.
-        """
-        texts: list[str] = []
-        before = await asyncio.to_thread(self.metrics)
-        if before is None:
-            yield texts
-            return
-        texts.append(before)
-        watch = asyncio.create_task(self._watch(texts, every_s))
-        try:
-            yield texts
-        finally:
-            watch.cancel()
-        after = await asyncio.to_thread(self.metrics)
-        if after is not None:
-            texts.append(after)
-
-    async def _watch(self, texts: list[str], every_s: float) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            text = await asyncio.to_thread(self.metrics)
-            if text is not None:
-                texts.append(text)
-
-    def _get(self, path: str) -> tuple[int, bytes]:
-        """Status and body; without any proxy of the environment."""
-        address = Address.parse(self.base_url)
-        kind = http.client.HTTPSConnection if address.is_tls else http.client.HTTPConnection
-        connection = kind(address.host, address.port, timeout=_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        try:
-            connection.request("GET", address.prefix + path, headers=headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
-
-# -- a measured run -----------------------------------------------------------------------------
-
-_WATCH_S = 1.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A server to measure."""
@@ -102,19 +27,26 @@ class Target:
     model: str  # the name that requests carry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A run, and the server's metrics before, during and after it, if it has any."""
-
-    result: RunResult
-    metrics_texts: Sequence[str]
-
-
 def target_of(name: str, base_url: str, *, model: str | None, wire: Wire) -> Target:
     """A server to measure. Raises ConfigError if no model is named and the server does not name
     one."""
-    pages = ServerPages(base_url, wire.api_key)
-    return Target(name=name, base_url=base_url, model=model or pages.first_model())
+    return Target(name=name, base_url=base_url, model=model or first_model(base_url, wire.api_key))
+
+
+def first_model(base_url: str, api_key: str | None) -> str:
+    """The first model that the server lists. Raises ConfigError if it cannot be reached or lists
+    none."""
+    address = Address.parse(base_url)
+    url = f"http{'s' * address.is_tls}://{address.netloc}{address.prefix}/v1/models"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S) as got:  # noqa: S310
+            return str(orjson.loads(got.read())["data"][0]["id"])
+    except (urllib.error.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url} lists no model ({error}): pass --model") from error
+    except OSError as error:
+        raise ConfigError(f"no server at {base_url}: {error}") from error
 
 
 async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> None:
@@ -138,20 +70,16 @@ async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> 
 
 async def measure(
     target: Target, wire: Wire, dialogues: Sequence[Dialogue], arrivals: Arrivals
-) -> Measured:
+) -> RunResult:
     """Send a workload, with a progress bar in a terminal."""
-    pages = ServerPages(target.base_url, wire.api_key)
     num_turns = sum(len(dialogue.turns) for dialogue in dialogues)
     with tqdm(total=num_turns, desc=target.name, unit="request", leave=False, disable=None) as bar:
 
         def advance(_: StreamRecord) -> None:
             bar.update()
 
-        async with (
-            wire.open(target.base_url) as transport,
-            pages.watched(every_s=_WATCH_S) as metrics_texts,
-        ):
-            result = await run(
+        async with wire.open(target.base_url) as transport:
+            return await run(
                 transport,
                 dialogues,
                 arrivals=arrivals,
@@ -160,4 +88,3 @@ async def measure(
                 extra=wire.extra,
                 on_end=advance,
             )
-    return Measured(result=result, metrics_texts=metrics_texts)

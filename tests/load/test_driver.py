@@ -120,14 +120,9 @@ def single(num: int) -> list[Dialogue]:
     ]
 
 
-def talk(*, num_turns: int, think_s: float = 0.0, system: str = "be kind") -> Dialogue:
-    return Dialogue(
-        turns=tuple(
-            Turn(text=f"turn {number}", max_tokens=4, think_s=think_s)
-            for number in range(num_turns)
-        ),
-        system=system,
-    )
+def talk(*, num_turns: int, system: str = "be kind") -> Dialogue:
+    turns = (Turn(text=f"turn {number}", max_tokens=4) for number in range(num_turns))
+    return Dialogue(turns=tuple(turns), system=system)
 
 
 def scheduled(result: RunResult) -> list[float]:
@@ -174,11 +169,11 @@ def test_a_cap_holds_back_but_time_counts_from_when_it_was_due(play: Play) -> No
     assert sent(result) == [0.0, 1.0, 10.0, 11.0]
 
 
-def test_later_turns_are_due_after_the_answer_and_a_pause(play: Play) -> None:
-    dialogues = [talk(num_turns=3, think_s=2.0), talk(num_turns=1)]
+def test_later_turns_are_due_after_the_answer(play: Play) -> None:
+    dialogues = [talk(num_turns=3), talk(num_turns=1)]
     transport = FakeTransport({0: 5.0})
     result = play(driver.run(transport, dialogues, arrivals=OpenLoop((1.0, 2.0)), model="m"))
-    assert scheduled(result) == [1.0, 8.0, 15.0, 2.0]
+    assert scheduled(result) == [1.0, 6.0, 11.0, 2.0]
     assert [(record.dialogue, record.turn) for record in result.records] == [
         (0, 0), (0, 1), (0, 2), (1, 0),
     ]  # fmt: skip

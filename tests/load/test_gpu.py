@@ -16,15 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.config import ModelConfig
-from penstock.engine.models.loader import load_model
 from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.gpu import measuring
 from penstock.kernels.gpu.measuring import Timer
-from penstock.load.gpu.attention import causal_flop
-from penstock.load.gpu.bench import BARS, Bench, Results, full_sizes
+from penstock.load.gpu.bench import BARS, Bench, full_sizes
 from penstock.load.gpu.command import main
-from penstock.load.gpu.decode_step import num_weights_read, roofline_s
+from penstock.load.gpu.sections import causal_flop, roofline_s
 
 from ..support.gpu_small import small_sizes
 
@@ -120,13 +117,15 @@ def test_sections_have_names(capsys):
 
 
 def bench(path: Path | None = None, **changes: Any) -> Bench:
-    results = Results(about={"device": "H200"}, paths=[path] if path else ())
-    return Bench(device=torch.device("cpu"), sizes=small_sizes(), results=results, **changes)
+    about = {"device": "H200"}
+    paths = [path] if path else ()
+    device = torch.device("cpu")
+    return Bench(device=device, sizes=small_sizes(), about=about, paths=paths, **changes)
 
 
 def test_a_figure_is_the_worst_of_all_its_cells(tmp_path):
     path = tmp_path / "made" / "run.json"
-    results = bench(path).results
+    results = bench(path)
     results.conclude("swap_of_pinned_copy", [0.9, 0.95], num_cells=3)
     assert results.figures["swap_of_pinned_copy"] is None
     results.conclude("swap_of_pinned_copy", [0.9, 0.84, 0.95], num_cells=3)
@@ -161,19 +160,11 @@ def test_bars_are_those_of_the_design():
     assert sizes.decode.batches == (1, 4, 16, 64)
 
 
-def test_a_step_reads_all_weights_but_the_embedding(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(small_sizes().model))
-    config = ModelConfig(model=str(tmp_path), load_format="dummy")
-    decoder = load_model(config, tmp_path, torch.device("cpu"))
-    read = [weight.numel() for name, weight in decoder.named_parameters() if "embed" not in name]
-    assert num_weights_read(tmp_path) == sum(read)
-
-
 def test_the_roofline_of_an_8b_llama(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(full_sizes().model))
-    # 32 layers of 4096 × (2 × 4096 + 2 × 1024) + 3 × 4096 × 14336 and two norms; norm and head.
-    weights = 32 * (4096 * 10240 + 3 * 4096 * 14336 + 8192) + 4096 * (1 + 128256)
-    assert num_weights_read(tmp_path) == weights == 7_504_924_672
+    # 32 layers of 4096 × (2 × 4096 + 2 × 1024) + 3 × 4096 × 14336, and the head.
+    weights = 32 * (4096 * 10240 + 3 * 4096 * 14336) + 4096 * 128256
+    assert weights == 7_504_658_432
     info = EngineInfo(
         model="", model_path=str(tmp_path), max_model_len=1, vocab_size=1, num_blocks=1,
         block_size=16, num_host_blocks=0, max_num_seqs=1, scheduling_policy="fcfs",

@@ -180,10 +180,7 @@ def test_rates_and_repeats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def run_at(load: int, *, tokens_per_s: float, e2e_ms: float = 50.0) -> Run:
     made = result_of(record([5, e2e_ms], num_tokens=round(tokens_per_s * 2)))
-    return Run(
-        server="a", load=Load(concurrency=load), is_flooded=False, result=made,
-        summary=summarize(made), metrics=None,
-    )  # fmt: skip
+    return Run("a", Load(concurrency=load), False, made, summarize(made))
 
 
 @pytest.mark.parametrize(
@@ -216,10 +213,7 @@ def test_a_point_is_its_median_run() -> None:
     row = sweep_table(runs).splitlines()[2].split("|")
     assert [cell.strip() for cell in row[1:6]] == ["a", "1 in flight", "20", "3.00", "0.50"]
     dead = result_of(record([], fault=Fault.UNREACHABLE))
-    gone = Run(
-        server="a", load=Load(), is_flooded=False, result=dead, summary=summarize(dead),
-        metrics=None,
-    )  # fmt: skip
+    gone = Run("a", Load(), False, dead, summarize(dead))
     assert is_saturated([gone], "a", 0.05)
 
 

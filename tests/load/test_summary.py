@@ -15,11 +15,9 @@ from penstock.load.report.options import add_report_arguments, slo_of
 from penstock.load.report.summary import (
     Goodput,
     Quantiles,
-    ServerMetrics,
     Slo,
     latency_table,
     notes,
-    read_metrics,
     summarize,
     warnings,
 )
@@ -148,18 +146,14 @@ def test_a_run_without_any_success_is_plain_json() -> None:
     assert json.loads(json.dumps(summarize(result_of()).to_json()))["num_requests"] == 0
 
 
-def test_notes_name_each_fault_and_what_the_server_says() -> None:
+def test_notes_name_each_fault() -> None:
     bad = record([5], fault=Fault.CUT)
     result = replace(result_of(record([1, 2]), bad, bad), num_unsent=7)
-    server = ServerMetrics(prefix_cache_hit_rate=0.25, num_preemptions=3, peak_kv_usage=0.5)
-    text = notes(summarize(result), server)
+    text = notes(summarize(result))
     assert "2 of 3 requests had a fault" in text
     assert "7 turns after them were not sent" in text
     assert "cut ×2: it was cut" in text
-    for said in ("hit rate 25.0%", "3 preemptions", "50.0%"):
-        assert said in text
-    assert "server" not in notes(summarize(result), None)
-    assert "no stream had a fault" in notes(summarize(result_of(record([1]))), None)
+    assert "no stream had a fault" in notes(summarize(result_of(record([1]))))
 
 
 def test_a_busy_or_late_client_is_doubted() -> None:
@@ -171,31 +165,3 @@ def test_a_busy_or_late_client_is_doubted() -> None:
     [lag] = warnings(late, has_cap=False)
     assert "30 ms late" in lag
     assert warnings(late, has_cap=True) == []
-
-
-# -- the server's own metrics ---------------------------------------------------------------------
-
-
-def exposition(prefix: str, *, queries: int, hits: int, preemptions: int, usage: float) -> str:
-    """As a server writes it, two engines' series of each."""
-    counts = {"prefix_cache_queries_total": queries, "prefix_cache_hits_total": hits}
-    lines = [
-        f'{prefix}:{name}{{engine="{engine}"}} {count / 2}'
-        for name, count in {**counts, "num_preemptions_total": preemptions}.items()
-        for engine in "01"
-    ]
-    return "\n".join([*lines, f"{prefix}:kv_cache_usage_perc {usage}", ""])
-
-
-@pytest.mark.parametrize("prefix", ["penstock", "vllm"])
-def test_metrics_tell_what_grew_and_what_peaked(prefix: str) -> None:
-    texts = [
-        exposition(prefix, queries=1000, hits=900, preemptions=10, usage=0.0),
-        exposition(prefix, queries=1500, hits=950, preemptions=12, usage=0.75),
-        exposition(prefix, queries=2000, hits=1100, preemptions=14, usage=0.25),
-    ]
-    assert read_metrics(texts) == ServerMetrics(
-        prefix_cache_hit_rate=0.2, num_preemptions=4, peak_kv_usage=0.75
-    )
-    for nothing in ([], ["<html>no metrics</html>"] * 2):
-        assert read_metrics(nothing) is None
