@@ -201,7 +201,6 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     comparison = "gguf" if parsed.files else parsed.weights
-    comparison = "speculation" if parsed.speculation else comparison
     rivals = {
         rival.name: rival
         for rival in RIVALS[comparison]
@@ -209,8 +208,7 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     matrix = Matrix.begin(comparison, rivals, parsed.out)
     began_s = time.monotonic()
-    usual = [name for name in workloads.PLANS if ("cycles" in name) == parsed.speculation]
-    chosen = [models.link(file) for file in parsed.files] or parsed.models or usual
+    chosen = [models.link(file) for file in parsed.files] or parsed.models or [*workloads.PLANS]
     matrix.prepare(chosen)
     for model in chosen:
         plan = workloads.plan_of(model)
@@ -228,8 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     names = dict.fromkeys(rival.name for rivals in RIVALS.values() for rival in rivals)
     add("--systems", nargs="+", choices=names, help="default: all of this comparison")
     add("--weights", choices=("bf16", "int8", "int4"), default="bf16", help="how all store them")
-    add("--speculation", action="store_true", help="each system with its own and without")
-    add("--models", nargs="+", choices=workloads.PLANS, help="default: by comparison")
+    add("--models", nargs="+", choices=workloads.PLANS, help="default: all")
     add("--files", nargs="+", type=Path, default=[], help="instead: GGUF files of real models")
     add("--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model")
     add("--repeats", type=int, help="rounds; default: 3 of files, 2 of T and S, 1 of others")

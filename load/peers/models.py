@@ -8,10 +8,6 @@ A conversation sends its answers back as text, and a cache finds its history onl
 becomes the generated tokens again. So the tokenizer consists of words that are one token each,
 and the output layer's rows of all other tokens are zero: greedy decoding never picks one.
 
-T-cycles, S-cycles and M-cycles have the same shapes and write a known text, for speculation
-(`cycles`). T-draft, S-draft and M-draft draft for them: T's shape with the vocabulary of the model,
-whose next word is the same after `DRAFT_AGREEMENT` of the words.
-
 A GGUF file is a model too, by its file's name: `link` puts it beside those that are made.
 """
 
@@ -30,7 +26,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.load.peers import cycles
 from penstock.load.peers.environments import BUILD
 
 MODELS = BUILD / "models"
@@ -45,41 +40,31 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 _MAX_MODEL_LEN = 4096
-DRAFT_AGREEMENT = 0.7
 _IDS_OF_FILES = range(1000, 30_000)  # normal tokens in all vocabularies of real models
 _CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ", "aeiouy"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """
-    Attributes:
-        fields: what `AutoConfig.for_model` takes.
-        agreement: at how many words its text is that of `cycles`; None: the text is random.
-    """
+    """`fields` are what `AutoConfig.for_model` takes."""
 
     model_type: str
     fields: Mapping[str, Any]
-    agreement: float | None = None
-
-    def with_known_text(self, agreement: float, **fields: Any) -> Shape:
-        fields = {**self.fields, **fields, "tie_word_embeddings": False}
-        return Shape(self.model_type, fields, agreement)
 
 
 _FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "tie_word_embeddings",
 )  # fmt: skip
-_RANDOM: Mapping[str, Shape] = {
-    name: Shape(model_type, dict(zip(_FIELDS, values, strict=True)))
-    for name, model_type, values in (
-        ("T", "llama", (4096, 64, 192, 2, 2, 2, True)),
-        ("S", "llama", (4096, 384, 2560, 8, 6, 2, False)),
-        ("M", "qwen2", (32000, 896, 4864, 24, 14, 2, True)),
-    )
-}
-_FAMILIES: Mapping[str, Shape] = {
+SHAPES: Mapping[str, Shape] = {
+    **{
+        name: Shape(model_type, dict(zip(_FIELDS, values, strict=True)))
+        for name, model_type, values in (
+            ("T", "llama", (4096, 64, 192, 2, 2, 2, True)),
+            ("S", "llama", (4096, 384, 2560, 8, 6, 2, False)),
+            ("M", "qwen2", (32000, 896, 4864, 24, 14, 2, True)),
+        )
+    },
     "GPT2": Shape("gpt2", {"vocab_size": 32000}),  # the defaults but for this
     "MOE": Shape(
         "qwen3_moe",
@@ -87,17 +72,6 @@ _FAMILIES: Mapping[str, Shape] = {
         | {"head_dim": 64, "num_experts": 64, "num_experts_per_tok": 8}
         | {"moe_intermediate_size": 256, "norm_topk_prob": True},
     ),
-}
-SHAPES: Mapping[str, Shape] = {
-    **_RANDOM,
-    **_FAMILIES,
-    **{f"{name}-cycles": shape.with_known_text(1.0) for name, shape in _RANDOM.items()},
-    **{
-        f"{name}-draft": _RANDOM["T"].with_known_text(
-            DRAFT_AGREEMENT, vocab_size=shape.fields["vocab_size"]
-        )
-        for name, shape in _RANDOM.items()
-    },
 }
 
 
@@ -151,11 +125,6 @@ def link(file: Path) -> str:
     return file.name
 
 
-def draft_of(name: str) -> str:
-    """The draft model for a model whose text is known."""
-    return f"{name.removesuffix('-cycles')}-draft"
-
-
 def word_ids(name: str) -> range:
     """The ids of word tokens, of which prompts and answers consist."""
     if name not in SHAPES:
@@ -191,11 +160,8 @@ def _write_weights(shape: Shape, word_ids: range, path: Path) -> None:
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=torch.bfloat16
     )
-    if shape.agreement is None:
-        with torch.no_grad():
-            model.lm_head.weight[: word_ids.start] = 0
-    else:
-        cycles.decide_text(model, cycles.next_words(word_ids, shape.agreement))
+    with torch.no_grad():
+        model.lm_head.weight[: word_ids.start] = 0
     model.save_pretrained(path)
     # Older releases of transformers look here for the base and for the number of experts.
     file = path / "config.json"

@@ -25,8 +25,6 @@ _WORKLOADS = {
     "c32": "32 in flight",
     "prefill": "prompts of 2,000",
     "front128": "128 in flight",
-    "echo": "copying the prompt",
-    "novel": "nothing to copy",
 }
 _NOTES = """\
 tokens/s: output tokens by wall time, median of the rounds. ratio: the system's tokens/s by those of

@@ -70,8 +70,8 @@ class Rival:
     Attributes:
         name: in the results; of its environment, and perhaps of a variant after a dash.
         distribution: its version is the rival's.
-        command: with the `{path}` of its environment, its `{weights}` of the model and of the
-            model's `{draft}`; with a `{port}` it is a server, else a library in our worker.
+        command: with the `{path}` of its environment, its `{weights}` of the model and the
+            model's name; with a `{port}` it is a server, else a library in our worker.
         settings: the ways to start it.
         weights: makes the model in the rival's own form, unless it is there.
         keeps_connections: it does not close them after a stream.
@@ -97,9 +97,8 @@ class Rival:
         """Run it during the block. Raises ConfigError if it did not start."""
         environment, log = self._environment(), BUILD / "logs" / f"{self.name}-{model}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.weights(models.draft_of(model)) if "{draft}" in self.command else ""
         port, weights = free_port(), self.weights(model)
-        values = {"path": environment.path, "weights": weights, "draft": draft, "model": model}
+        values = {"path": environment.path, "weights": weights, "model": model}
         command = [word.format(**values, port=port) for word in shlex.split(self.command)]
         env = {**self.env(environment), **setting.env}
         open_rival = self._server if "{port}" in self.command else self._library
@@ -272,7 +271,7 @@ _VLLM_FLAGS = (
 _VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 # llama.cpp's slots, as many as streams in flight: the tokens of each slot, and their workloads.
 _SLOTS: Mapping[int, tuple[int, tuple[str, ...]]] = {
-    1: (2560, ("single", "turns1", "echo", "novel", "prefill")),
+    1: (2560, ("single", "turns1", "prefill")),
     8: (1536, ("c8", "turns8")),
     32: (768, ("c32",)),
     128: (256, ("front128",)),
@@ -346,78 +345,28 @@ _HF = Rival(
 )
 
 
-def _with(rival: Rival, variant: str, *flags: str, more: str = "") -> Rival:
-    """A variant of a rival: flags for each of its settings, and more of its command."""
-    settings = tuple(replace(each, flags=(*each.flags, *flags)) for each in rival.settings)
-    name = f"{rival.name}-{variant}" if variant else rival.name
-    return replace(rival, name=name, settings=settings, command=rival.command + more)
+def _penstock_in(kind: str) -> Rival:
+    return replace(_PENSTOCK, settings=(Setting(flags=("--quantization", kind)),))
 
 
 def _llamacpp_in(kind: str) -> Rival:
-    return replace(_with(_LLAMACPP, kind.lower()), weights=partial(_quantized_gguf, kind))
+    name = f"llamacpp-{kind.lower()}"
+    return replace(_LLAMACPP, name=name, weights=partial(_quantized_gguf, kind))
 
 
 def _openvino_in(kind: str) -> Rival:
-    return replace(_with(_OPENVINO, kind), weights=partial(_exported, kind=kind))
+    return replace(_OPENVINO, name=f"openvino-{kind}", weights=partial(_exported, kind=kind))
 
 
-# Each system's own speculation, with its usual settings and those nearest to ours: up to 7 drafts,
-# copied from where the newest 3 tokens occurred before. llama.cpp with a single slot.
-_NGRAM = {"method": "ngram", "num_speculative_tokens": 7}
-_VLLM_NGRAM = {**_NGRAM, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
-_LOOKUP = {"num_assistant_tokens": 7, "max_ngram_size": 3}
-_LLAMACPP_NGRAM = {
-    "usual": "--spec-default",
-    "simple": "--spec-type ngram-simple",
-    "like-ours": "--spec-type ngram-simple --spec-ngram-simple-size-n 3 "
-    "--spec-ngram-simple-size-m 7",
-}
-_LLAMACPP_DRAFT = {
-    f"drafts-{number}": f"--spec-type draft-simple --spec-draft-n-max {number}" for number in (3, 7)
-}
-
-
-def _llamacpp_with(kinds: Mapping[str, str]) -> tuple[Setting, ...]:
-    single = next(_llamacpp_settings())
-    return tuple(
-        replace(single, name=name, flags=(*single.flags, *flags.split()))
-        for name, flags in kinds.items()
-    )
-
-
-_SPECULATING = (
-    _with(_PENSTOCK, "", "--speculative-config", json.dumps(_NGRAM)),
-    _with(_PENSTOCK, "draft", more=" --speculative-config.model {draft}"),
-    _with(_PENSTOCK, "plain"),
-    _VLLM,
-    _with(_VLLM, "ngram", "--speculative-config", json.dumps(_VLLM_NGRAM)),
-    _LLAMACPP,
-    replace(_with(_LLAMACPP, "ngram"), settings=_llamacpp_with(_LLAMACPP_NGRAM)),
-    replace(
-        _with(_LLAMACPP, "draft", more=" --spec-draft-model {draft}"),
-        settings=_llamacpp_with(_LLAMACPP_DRAFT),
-    ),
-    _OPENVINO,
-    replace(
-        _with(_OPENVINO, "lookup"),
-        settings=(Setting(name="lookup", flags=('{"prompt_lookup": true}', json.dumps(_LOOKUP))),),
-    ),
-)
-
-# By what is compared: the kind of weights, files, or speculation; ours first. Weights with fewer
+# By what is compared: the kind of weights, or files; ours first. Weights with fewer
 # bits are each made by the rival's own tool.
 RIVALS: Mapping[str, tuple[Rival, ...]] = {
     "bf16": (_PENSTOCK, _VLLM, _LLAMACPP, _OPENVINO, _HF),
     "gguf": (_PENSTOCK, _LLAMACPP),  # the same files
-    "int8": (
-        _with(_PENSTOCK, "", "--quantization", "int8"),
-        _llamacpp_in("Q8_0"),
-        _openvino_in("int8"),
-    ),
+    "int8": (_penstock_in("int8"), _llamacpp_in("Q8_0"), _openvino_in("int8")),
     "int4": (
-        _with(_PENSTOCK, "", "--quantization", "int4"),
+        _penstock_in("int4"),
         *map(_llamacpp_in, ("Q4_0", "Q4_K_M")),
         _openvino_in("int4"),
     ),
-    "speculation": _SPECULATING,
 }

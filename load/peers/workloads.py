@@ -5,8 +5,6 @@
     turns1, turns8  8 conversations of 4 turns over one system prompt, one and eight at a time
     prefill         prompts of 2,000 tokens, one after the other; their tokens count
     front128        128 short streams: on a tiny model, the cost of the front end
-    echo, novel     one stream of a model whose text is known (`cycles`): it copies its prompt, or
-                    writes what was not there before; 128 tokens in and 128 out
 
 Prompts of single turns are token ids, so that no tokenizer is involved. Conversations use the
 chat endpoint and send the answers back.
@@ -22,8 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 from tokenizers import Tokenizer
 
-from penstock.load.client.records import Dialogue, Endpoint, single_turn
-from penstock.load.peers import cycles, models
+from penstock.load.client.records import Dialogue, Endpoint
+from penstock.load.peers import models
 from penstock.load.workloads.datasets import (
     Conversations,
     Lengths,
@@ -59,15 +57,13 @@ class Plan(NamedTuple):
     workloads: tuple[str, ...]
 
 
-WORKLOADS = ("single", "c8", "c32", "prefill", "turns1", "turns8", "front128", "echo", "novel")
+WORKLOADS = ("single", "c8", "c32", "prefill", "turns1", "turns8", "front128")
 PLANS: Mapping[str, Plan] = {
     "T": Plan(8, 48, 96, 64, 2, ("front128",)),
     "S": Plan(8, 32, 64, 32, 2, ("single", "c8", "c32", "turns1", "turns8")),
     "M": Plan(2, 12, 32, 16, 1, ("single", "c8", "c32")),
     "GPT2": Plan(4, 16, 32, 32, 1, ("single", "c8")),
     "MOE": Plan(8, 16, 32, 32, 1, ("single", "c8")),
-    "S-cycles": Plan(6, 32, 64, 32, 2, ("echo", "novel")),
-    "M-cycles": Plan(3, 12, 32, 16, 2, ("echo", "novel")),
 }
 PLAN_OF_FILES = Plan(4, 16, 32, 32, 3, ("single", "c8", "c32", "prefill"))
 
@@ -91,10 +87,6 @@ def make(name: str, model: str) -> Workload:
         )
         dialogues = conversations.make(_Words(model))
         return Workload(name, "chat", int(name.removeprefix("turns")), tuple(dialogues))
-    if name in ("echo", "novel"):
-        prompts = cycles.prompts_of(ids, plan.num_single, is_echo=name == "echo")
-        echoes = (single_turn(tuple(prompt), 128) for prompt in prompts)
-        return Workload(name, "completions", 1, tuple(echoes))
     if name in ("c8", "c32"):
         lognormal = ShareGpt(
             num_dialogues=plan.num_c8 if name == "c8" else plan.num_c32,

@@ -180,26 +180,6 @@ def _signals() -> Iterator[None]:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("_signals")
-def test_speculation_is_a_comparison_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of rivals with and without, on models whose text is known; here ours, on the tiny one."""
-    monkeypatch.setattr(models, "SHAPES", {"M-cycles": models.SHAPES["T-cycles"]})
-    systems = ["penstock", "penstock-plain"]
-    arguments = ["--speculation", "--models", "M-cycles", "--repeats", "1", "--systems", *systems]
-    assert matrix.main([*arguments, "--out", str(tmp_path)]) == 0
-    [path] = tmp_path.glob("*-peers-speculation.json")
-    data = json.loads(path.read_text("utf-8"))
-    assert data["comparison"] == "speculation"
-    seen = {(each["system"], each["workload"]): each for each in data["observations"]}
-    assert len(seen) == 4
-    assert all(map(counts, seen.values()))
-    assert "ngram" in seen["penstock", "echo"]["flags"]
-    assert "ngram" not in seen["penstock-plain", "echo"]["flags"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_signals")
 def test_files_are_served_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's tokens count where it is what takes the time."""
     file = tmp_path / "demo.Q8_0.gguf"

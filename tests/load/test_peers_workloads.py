@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.load.peers import cycles, models, workloads
+from penstock.load.peers import models, workloads
 from penstock.load.peers.workers.closed_loop import Event, hold
 
 
@@ -41,22 +41,6 @@ def test_every_call_makes_the_same(name: str, model: str) -> None:
 def test_token_ids_are_words_of_the_model() -> None:
     for dialogue in workloads.make("front128", "T").dialogues:
         assert set(dialogue.turns[0].text) <= set(models.word_ids("T"))
-
-
-def test_the_prompts_of_known_text_are_copied_or_not() -> None:
-    following = cycles.next_words(models.word_ids("S-cycles"))
-    for name in ("echo", "novel"):
-        workload = workloads.make(name, "S-cycles")
-        assert workload.concurrency == 1
-        prompts = [dialogue.turns[0].text for dialogue in workload.dialogues]
-        assert len(set(prompts)) == len(prompts)
-        for prompt in prompts:
-            assert not isinstance(prompt, str)
-            output = [following[prompt[-1]]]
-            while len(output) < 128:
-                output.append(following[output[-1]])
-            assert (output == list(prompt)) == (name == "echo")
-            assert name == "echo" or len({*prompt, *output}) == 256
 
 
 def test_conversations_share_a_system_prompt_of_512_tokens(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """OpenVINO GenAI's continuous batching, driven step by step.
 
-python -m penstock.load.peers.workers.openvino MODEL_DIRECTORY PROPERTIES_JSON [GENERATION_JSON]
-
-The last one sets fields of each request's `GenerationConfig`.
+python -m penstock.load.peers.workers.openvino MODEL_DIRECTORY PROPERTIES_JSON
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _KV_CACHE_GB = 2
 class Pipeline:
     """A `Library`."""
 
-    def __init__(self, model: str, properties: dict[str, Any], generation: dict[str, Any]) -> None:
+    def __init__(self, model: str, properties: dict[str, Any]) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = _KV_CACHE_GB
         scheduler.max_num_seqs = 128
@@ -32,7 +30,6 @@ class Pipeline:
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = True
         self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
-        self._generation = generation
         self._handles: dict[int, Any] = {}
 
     def submit(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
@@ -40,8 +37,6 @@ class Pipeline:
         config.max_new_tokens = max_tokens
         config.ignore_eos = True
         config.do_sample = False
-        for name, value in self._generation.items():
-            setattr(config, name, value)
         tokens = ov.Tensor(np.array([prompt], dtype=np.int64))
         self._handles[request_id] = self._pipeline.add_request(request_id, tokens, config)
 
@@ -61,4 +56,4 @@ class Pipeline:
 
 if __name__ == "__main__":
     _answers = own_stdout()
-    serve(Pipeline(sys.argv[1], *map(json.loads, [*sys.argv[2:], "{}"][:2])), _answers)
+    serve(Pipeline(sys.argv[1], json.loads(sys.argv[2])), _answers)
