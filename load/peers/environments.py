@@ -165,14 +165,8 @@ def _openvino(environment: Environment) -> None:
     environment.pip("uninstall", "-q", "-y", "torchvision")
 
 
-def _hf(environment: Environment) -> None:
-    environment.install(TORCH)
-    environment.install("transformers", "accelerate")
-
-
 RECIPES: Mapping[str, Callable[[Environment], None]] = {
     "vllm": _vllm,
     "llamacpp": _llamacpp,
     "openvino": _openvino,
-    "hf": _hf,
 }

@@ -32,8 +32,8 @@ the penstock run right before it, median of these pairs; more than 1 means that 
 spread: smallest and largest pair. Only ratios are worth comparing between machines, or days. CPU s:
 of all processes, for 1,000 output tokens. turns: the median TTFT in ms of each turn of a
 conversation. Of several settings the one that was fastest in the first round counts; all are in the
-JSON. OpenVINO and Hugging Face run in process: there is no HTTP, no tokenizer and no client in
-their figures, which is in their favour. Latencies count from when a request was due."""
+JSON. OpenVINO runs in process: there is no HTTP, no tokenizer and no client in its figures, which
+is in its favour. Latencies count from when a request was due."""
 
 
 def counts(seen: Row) -> bool:

@@ -276,8 +276,6 @@ _SLOTS: Mapping[int, tuple[int, tuple[str, ...]]] = {
     32: (768, ("c32",)),
     128: (256, ("front128",)),
 }
-# On a CPU Hugging Face cannot tell how much memory to take.
-_HF_BLOCKS = {"page_size": 64, "num_blocks": 1024, "max_batch_tokens": 2048}
 
 
 def preload(environment: Environment) -> str:
@@ -333,16 +331,6 @@ _OPENVINO = Rival(
     ),
     weights=_exported,
 )
-_HF = Rival(
-    name="hf",
-    distribution="transformers",
-    command="{path}/bin/python -m penstock.load.peers.workers.hf {weights}",
-    settings=(
-        Setting(name="static", flags=("static", "{}")),
-        Setting(name="continuous", flags=("continuous", json.dumps(_HF_BLOCKS))),
-    ),
-    env=lambda _: OFFLINE,
-)
 
 
 def _penstock_in(kind: str) -> Rival:
@@ -361,7 +349,7 @@ def _openvino_in(kind: str) -> Rival:
 # By what is compared: the kind of weights, or files; ours first. Weights with fewer
 # bits are each made by the rival's own tool.
 RIVALS: Mapping[str, tuple[Rival, ...]] = {
-    "bf16": (_PENSTOCK, _VLLM, _LLAMACPP, _OPENVINO, _HF),
+    "bf16": (_PENSTOCK, _VLLM, _LLAMACPP, _OPENVINO),
     "gguf": (_PENSTOCK, _LLAMACPP),  # the same files
     "int8": (_penstock_in("int8"), _llamacpp_in("Q8_0"), _openvino_in("int8")),
     "int4": (
