@@ -38,6 +38,21 @@ class Ceilings:
     read_bytes_per_s: float = 0.0
     products_per_s: float = 0.0
 
+    @classmethod
+    def of(
+        cls,
+        library: CpuLibrary,
+        num_threads: int,
+        kind: Quantization = "none",
+        *,
+        in_bytes: bool = False,
+    ) -> Self:
+        """The rates of now."""
+        with MemoryReader(num_threads) as reader:
+            read = reader.measure()
+        products = products_per_s(library, kind, in_bytes=in_bytes)
+        return cls(read_bytes_per_s=read, products_per_s=products)
+
     def bound_s(self, num_bytes: float, num_products: float) -> float:
         """The least time in which this can be read and multiplied."""
         return max(num_bytes / self.read_bytes_per_s, num_products / self.products_per_s)
