@@ -3,8 +3,8 @@
 It measures any OpenAI-compatible server over SSE, and a penstock server over WebSocket too. Several
 loads are a sweep, at which several servers take turns (A B A B …) with the same prompts, so that a
 drifting machine favours none. Each load has prompts of its own, since a prefix cache would know
-repeated ones; a saturated server gets no higher load. `--flood` measures each load alone and beside
-another tenant's streams. The exit code is 1 if any stream had a fault.
+repeated ones. `--flood` measures each load alone and beside another tenant's
+streams. The exit code is 1 if any stream had a fault.
 """
 
 from __future__ import annotations
@@ -79,9 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sweep, and another tenant")
     add = group.add_argument
     add("--repeats", type=positive, default=1, help="runs of each server at each load")
-    add("--min-gain", type=float, default=0.05,
-        help="a server is saturated when throughput gains less and latency grows; "
-        "0: run all loads")  # fmt: skip
     add("--flood", type=int, default=0, metavar="N",
         help="measure again beside N streams, which a process at nice 19 keeps open")  # fmt: skip
     add("--flood-api-key", help="the key of the flood; default: the same as of the measured")
@@ -156,7 +153,7 @@ def _servers(texts: Sequence[str]) -> dict[str, str]:
 async def _measure(
     parsed: argparse.Namespace, targets: Sequence[Target], wire: Wire, loads: Sequence[Load]
 ) -> list[Run]:
-    """All servers at all loads; a saturated server gets no higher load."""
+    """All servers at all loads."""
 
     def dialogues_of(num_dialogues: int, seed: int) -> list[Dialogue]:
         return make_dialogues(parsed, wire.endpoint, num_dialogues=num_dialogues, seed=seed)
@@ -166,13 +163,13 @@ async def _measure(
         for target in targets:
             await warm_up(target, wire, warm_ups)
     runs: list[Run] = []
-    live, slo = list(targets), slo_of(parsed)
+    slo = slo_of(parsed)
     floods = (False, True) if parsed.flood else (False,)
     for index, load in enumerate(loads):
         for is_flooded, repeat in itertools.product(floods, range(parsed.repeats)):
             seed = parsed.seed + (index * len(floods) + is_flooded) * parsed.repeats + repeat
             dialogues = dialogues_of(_num_dialogues(parsed, load, len(loads)), seed)
-            for target in live:
+            for target in targets:
                 arrivals = load.arrivals(dialogues, seed=seed)
                 with _flood(target, wire, parsed) if is_flooded else nullcontext():
                     result = await measure(target, wire, dialogues, arrivals)
@@ -180,8 +177,6 @@ async def _measure(
                 runs.append(Run(target.name, load, is_flooded, result, summary))
                 if len(loads) > 1:  # a sweep takes long
                     print(f"{target.name}, {load}: {summary.output_tokens_per_s:,.0f} tokens/s")
-        if parsed.min_gain > 0:
-            live = [each for each in live if not is_saturated(runs, each.name, parsed.min_gain)]
     return runs
 
 
@@ -270,7 +265,6 @@ def _flood_ratios(runs: Sequence[Run]) -> str:
 
 # -- what is said of it --------------------------------------------------------------------------
 
-_WORSE = 1.2  # times the median E2E latency of the load before
 _NOTES = """\
 spread: of tokens/s over all runs of this load, highest ÷ lowest; all else is of the run of median
 throughput. Latencies in ms, from when a request was due. good: share of all requests that kept to
@@ -299,26 +293,6 @@ def points_of(runs: Sequence[Run]) -> Mapping[tuple[str, Load, bool], list[Run]]
         point.sort(key=lambda each: each.summary.output_tokens_per_s)
         point.insert(0, point.pop((len(point) - 1) // 2))
     return points
-
-
-def is_saturated(runs: Sequence[Run], name: str, min_gain: float) -> bool:
-    """Whether more load gives a server no more tokens, only more waiting.
-
-    That is: at the last load, output tokens per second grew by less than `min_gain` over the best
-    earlier load, and the median E2E latency is at least 1.2 times that of the load before. A load
-    at which nothing completed is always too much.
-    """
-    points = [
-        point[0].summary
-        for (server, _, is_flooded), point in points_of(runs).items()
-        if server == name and not is_flooded
-    ]
-    *earlier, last = points
-    if not last.num_completed or not earlier:
-        return not last.num_completed
-    best = max(each.output_tokens_per_s for each in earlier)
-    has_gained = last.output_tokens_per_s >= (1.0 + min_gain) * best
-    return not has_gained and last.e2e_ms.p50 >= _WORSE * earlier[-1].e2e_ms.p50
 
 
 def sweep_table(runs: Sequence[Run]) -> str:

@@ -1,13 +1,12 @@
-"""What every section of the GPU bench gets: device, sizes, timer, time left, and its results."""
+"""What every section of the GPU bench gets: device, sizes, timer, and its results."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ from penstock.kernels.gpu.tuning import write_whole
 from penstock.load.report.tables import table
 
 GIB, MIB = 1 << 30, 1 << 20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +134,6 @@ class Bench:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by section
     notes: list[str] = field(default_factory=list)
     is_complete: bool = False
-    deadline_s: float = float("inf")  # of the present section, by `time.perf_counter`
     timer: Timer = field(init=False)
     draw: Draw = field(init=False)
 
@@ -147,24 +144,12 @@ class Bench:
         )
         self.draw = Draw(self.device, sizes.dtype)
 
-    @property
-    def remaining_s(self) -> float:
-        return max(0.0, self.deadline_s - time.perf_counter())
-
-    def in_time(self, section: str, cells: Iterable[T]) -> Iterator[T]:
-        """The cells, until the section's time is up; the rest is noted."""
-        for cell in cells:
-            if self.remaining_s > 0:
-                print(f"  {section}: {cell}", flush=True)
-                yield cell
-            else:
-                self.add_note(f"{section}: no time left for {cell}")
-
     def add_ceiling(self, name: str, value: float) -> None:
         self.ceilings[name] = value
         self.save()
 
     def add_row(self, section: str, row: Mapping[str, Any]) -> None:
+        print(f"  {section}: {row}", flush=True)
         self.rows.setdefault(section, []).append(dict(row))
         self.save()
 
@@ -172,10 +157,9 @@ class Bench:
         self.notes.append(note)
         self.save()
 
-    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
-        """Set a figure to the worst of its cells, if all of them were measured."""
-        worst = max if BARS[figure].is_upper else min
-        self.figures[figure] = worst(values) if len(values) == num_cells else None
+    def conclude(self, figure: str, values: Sequence[float]) -> None:
+        """Set a figure to the worst of its cells, of which all were measured."""
+        self.figures[figure] = max(values) if BARS[figure].is_upper else min(values)
         self.save()
 
     def save(self) -> None:

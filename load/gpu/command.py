@@ -1,9 +1,9 @@
 """`make gpu-bench`: ceilings, then figures as shares of them, on this machine's GPU.
 
-    PYTHONPATH=.namespace python3 -m penstock.load.gpu [--only SECTION,…] [--budget-s SECONDS]
+    PYTHONPATH=.namespace python3 -m penstock.load.gpu [--only SECTION,…]
 
-That the kernels are right, the tests show that `make gpu` runs before. Sections run in turn, each
-within its share of the budget. Every result is on disk at once, under `load/results/gpu` and, if
+That the kernels are right, the tests show that `make gpu` runs before. Sections run in turn.
+Every result is on disk at once, under `load/results/gpu` and, if
 `$OUT` is set, there too.
 """
 
@@ -52,22 +52,12 @@ def measure(
         "triton": version("triton"),
     }
     bench = Bench(device=device, sizes=sizes, about=about, paths=_paths(parsed, about))
-    return run(bench, only=parsed.only, budget_s=parsed.budget_s)
-
-
-def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
-    """Measure, print; return the exit code."""
-    ends_s = time.perf_counter() + budget_s
     print("ceilings", flush=True)
     measure_ceilings(bench)
     has_failed = False
-    for number, name in enumerate(only):
-        now_s = time.perf_counter()
-        shares = [SECTIONS[later][1] for later in only[number:]]
-        bench.deadline_s = now_s + shares[0] / sum(shares) * (ends_s - now_s)
-        print(f"{name}: {bench.remaining_s:.0f} s at most", flush=True)
+    for name in parsed.only:
         try:
-            SECTIONS[name][0](bench)
+            SECTIONS[name](bench)
         except Exception as error:  # the other sections may still work
             traceback.print_exc()
             bench.add_note(f"{name} failed: {type(error).__name__}: {error}")
@@ -83,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m penstock.load.gpu", description=__doc__)
     add = made.add_argument
     add("--only", type=_names, default=tuple(SECTIONS), help=", ".join(SECTIONS))
-    add("--budget-s", type=float, default=480.0, help="time for everything")
     add("--commit", help="commit of these sources, where git is not available")
     add("--out", type=Path, help="folder for the JSON")
     return made

@@ -15,7 +15,6 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -85,49 +84,34 @@ def measure_ceilings(bench: Bench) -> None:
 # -- attention ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCell:
-    """One token for each of `batch` sequences of `context` tokens."""
-
-    batch: int
-    context: int
-    is_fp8: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.batch} × {self.context}{', FP8' * self.is_fp8}"
-
-
 def measure_decode(bench: Bench) -> None:
     """Every batch with every context, and one of them in FP8."""
     sizes = bench.sizes.attention
-    cells = [
-        DecodeCell(batch=batch, context=context)
+    rows = [
+        _decode_row(bench, batch, context)
         for context, batch in product(sizes.contexts, sizes.batches)
     ]
-    in_fp8 = DecodeCell(batch=sizes.sweep_batch, context=sizes.long_context, is_fp8=True)
-    in_time = bench.in_time("decode_attention", [*cells, in_fp8])
-    rows = {cell: _decode_row(bench, cell) for cell in in_time}
-    rows.pop(in_fp8, None)
-    long = [cell for cell in cells if cell.context >= sizes.long_context]
-    of_copy = [rows[cell]["of_copy"] for cell in long if cell in rows]
-    bench.conclude("decode_attention_of_copy", of_copy, num_cells=len(long))
-    ratios = [row["over_contiguous"] for row in rows.values()]
-    bench.conclude("paged_over_contiguous", ratios, num_cells=len(cells))
+    _decode_row(bench, sizes.sweep_batch, sizes.long_context, is_fp8=True)
+    long = [row["of_copy"] for row in rows if row["context"] >= sizes.long_context]
+    bench.conclude("decode_attention_of_copy", long)
+    bench.conclude("paged_over_contiguous", [row["over_contiguous"] for row in rows])
 
 
-def _decode_row(bench: Bench, cell: DecodeCell) -> Mapping[str, Any]:
-    """Paged, in random blocks, and contiguous."""
+def _decode_row(
+    bench: Bench, batch: int, context: int, *, is_fp8: bool = False
+) -> Mapping[str, Any]:
+    """One token for each of `batch` sequences: paged, in random blocks, and contiguous."""
     sizes, timer = bench.sizes.attention, bench.timer
-    lens, ones = [cell.context] * cell.batch, [1] * cell.batch
-    query, kv = attention_inputs(bench.draw, sizes, lens, ones, is_fp8=cell.is_fp8)
+    lens, ones = [context] * batch, [1] * batch
+    query, kv = attention_inputs(bench.draw, sizes, lens, ones, is_fp8=is_fp8)
     paged_s = timer.median_s(lambda: attend(query, kv))
     side_by_side = partial(attend, query, contiguous(kv), is_contiguous=True)
     others = (seconds_of(timer, partial(side_by_side, config=each)) for each in FEW_DECODE)
-    num_bytes = cell.batch * cell.context * sizes.kv_bytes_per_token // (1 + cell.is_fp8)
+    num_bytes = batch * context * sizes.kv_bytes_per_token // (1 + is_fp8)
     row = {
-        "kv": "FP8" if cell.is_fp8 else "16 bits",
-        "batch": cell.batch,
-        "context": cell.context,
+        "kv": "FP8" if is_fp8 else "16 bits",
+        "batch": batch,
+        "context": context,
         "ms": 1e3 * paged_s,
         "bytes_per_s": num_bytes / paged_s,
         "of_copy": num_bytes / paged_s / bench.ceilings[COPY],
@@ -140,7 +124,7 @@ def _decode_row(bench: Bench, cell: DecodeCell) -> Mapping[str, Any]:
 def measure_prefill(bench: Bench) -> None:
     """Whole prompts of every length."""
     sizes, name = bench.sizes.attention, "prefill_attention"
-    for length in bench.in_time(name, sizes.prefills):
+    for length in sizes.prefills:
         query, kv = attention_inputs(bench.draw, sizes, [length], [length])
         seconds = bench.timer.median_s(lambda query=query, kv=kv: attend(query, kv))
         rate = causal_flop(sizes, length) / seconds
@@ -148,7 +132,7 @@ def measure_prefill(bench: Bench) -> None:
         row = {"prompt": length, "ms": 1e3 * seconds, "flop_per_s": rate, "of_matmul": share}
         bench.add_row(name, row)
         if length == sizes.bar_prefill:
-            bench.conclude("prefill_attention_of_matmul", [share], num_cells=1)
+            bench.conclude("prefill_attention_of_matmul", [share])
 
 
 def causal_flop(sizes: AttentionSizes, length: int) -> int:
@@ -184,7 +168,7 @@ def measure_swap(bench: Bench) -> None:
         shares.append(rate / ceiling)
         row = {"direction": direction, "blocks": num_blocks, "bytes_per_s": rate}
         bench.add_row("swap", {**row, "of_pinned_copy": shares[-1]})
-    bench.conclude("swap_of_pinned_copy", shares, num_cells=2)
+    bench.conclude("swap_of_pinned_copy", shares)
 
 
 # -- the engine's decode step ---------------------------------------------------------------------
@@ -194,13 +178,10 @@ def measure_step(bench: Bench) -> None:
     """Decode steps of the whole engine with every batch; `penstock bench engine --compare` shows
     what its settings do."""
     sizes, shares = bench.sizes.decode, []
-    if bench.remaining_s <= 0:  # no time to load it either
-        bench.add_note("decode_step: no time left for it")
-        return
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(bench.sizes.model), encoding="utf-8")
         core, info = build_core(_config(folder, bench))
-        for batch in bench.in_time("decode_step", sizes.batches):
+        for batch in sizes.batches:
             context = sizes.prompt_tokens + sizes.output_tokens / 2  # on average
             step_s = _step_s(core, info, bench, batch)
             rate = bench.ceilings[COPY]
@@ -212,7 +193,7 @@ def measure_step(bench: Bench) -> None:
         core.close()
         del core
         gc.collect()
-    bench.conclude("decode_step_of_roofline", shares, num_cells=len(sizes.batches))
+    bench.conclude("decode_step_of_roofline", shares)
 
 
 def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: float) -> float:
@@ -251,10 +232,9 @@ def _config(model: str, bench: Bench) -> EngineConfig:
     )
 
 
-# In order, with their shares of the budget; unused time goes to later sections.
-SECTIONS: Mapping[str, tuple[Callable[[Bench], None], float]] = {
-    "decode_attention": (measure_decode, 0.3),
-    "prefill_attention": (measure_prefill, 0.1),
-    "swap": (measure_swap, 0.1),
-    "decode_step": (measure_step, 0.5),
+SECTIONS: Mapping[str, Callable[[Bench], None]] = {
+    "decode_attention": measure_decode,
+    "prefill_attention": measure_prefill,
+    "swap": measure_swap,
+    "decode_step": measure_step,
 }

@@ -16,7 +16,7 @@ import tempfile
 import termios
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,9 +27,8 @@ import tokenizers
 from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.load import launch
 from penstock.load.client.records import Address
-from penstock.load.launch import Started, answers, peer_engine, redis_server
-from penstock.load.launch import server as launch_server
 from penstock.load.soak.watch import Family
 
 _CAPACITY_BYTES = 4096  # the smallest that Linux allows: soon full
@@ -37,38 +36,33 @@ _PIECE_BYTES = 65536
 _LOOK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogPipe:
-    """A pipe for a server's log; a thread copies it to a file."""
+    """A small pipe for a server's log; a thread copies it to the file `path`."""
 
-    path: Path  # of that file
-    write_end: int  # for the server
-    _read_end: int
-    _reading: threading.Lock = field(default_factory=threading.Lock)
-    _is_over: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read_end, self.write_end = os.pipe()
+        fcntl.fcntl(self.write_end, fcntl.F_SETPIPE_SZ, _CAPACITY_BYTES)
+        self._reading, self._is_over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._copy)
+        self._thread.start()
 
     @classmethod
     @contextlib.contextmanager
     def opened(cls) -> Iterator[Self]:
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as directory:
-            read_end, write_end = os.pipe()
-            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _CAPACITY_BYTES)
-            pipe = cls(path=Path(directory) / "log", write_end=write_end, _read_end=read_end)
-            thread = threading.Thread(target=pipe._copy)
-            thread.start()
+            pipe = cls(Path(directory) / "log")
             try:
                 yield pipe
             finally:
                 pipe._is_over.set()
-                thread.join()
-                os.close(read_end)
-                os.close(write_end)
+                pipe._thread.join()
+                os.close(pipe._read_end)
+                os.close(pipe.write_end)
 
-    @contextlib.contextmanager
-    def unread(self) -> Iterator[None]:
-        """Pause the reader during the block."""
-        with self._reading:
-            yield
+    def unread(self) -> threading.Lock:
+        """Pauses the reader while it is held."""
+        return self._reading
 
     @property
     def is_full(self) -> bool:
@@ -153,7 +147,7 @@ def own_server(
         if is_attacked:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             log = stack.enter_context(LogPipe.opened())
-            url, others["redis"] = stack.enter_context(redis_server())
+            url, others["redis"] = stack.enter_context(launch.redis_server())
             keys = folder / "keys.toml"
             keys.write_text(_KEYS, encoding="utf-8")
             flags = f"{_ATTACKED_FLAGS} {url} --api-keys-file {keys} {flags}"
@@ -164,13 +158,13 @@ def own_server(
                 flags = f"--allowed-media-domains {more['image_host']} --load-format dummy {flags}"
             files = certificate(folder)
             with_files = ("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca)
-            address = stack.enter_context(peer_engine(with_files))
+            address = stack.enter_context(launch.peer_engine(with_files))
             more["peer_engine"] = (address, files)
         arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
         started = stack.enter_context(
-            launch_server(model, arguments, log=log.path, stderr=log.write_end)
+            launch.server(model, arguments, log=log.path, stderr=log.write_end)
             if log is not None
-            else launch_server(model, arguments)
+            else launch.server(model, arguments)
         )
         target = _own_target(started, others, log, f"{model or 'demo'} {shlex.join(arguments)}")
         yield replace(target, **more)
@@ -208,7 +202,9 @@ def vision_model(folder: Path) -> Path:
     return path
 
 
-def _own_target(started: Started, others: Family, log: LogPipe | None, arguments: str) -> Target:
+def _own_target(
+    started: launch.Started, others: Family, log: LogPipe | None, arguments: str
+) -> Target:
     def victims() -> dict[str, psutil.Process]:
         family = started.family().items()
         return {name: each for name, each in family if name == "engine" or "gateway" in name}
@@ -224,7 +220,7 @@ def _own_target(started: Started, others: Family, log: LogPipe | None, arguments
         async with asyncio.timeout(_READY_WITHIN_S):
             while num_ready < _NUM_READY:
                 await asyncio.sleep(0.05)
-                is_ready = await asyncio.to_thread(answers, f"{started.base_url}/ready")
+                is_ready = await asyncio.to_thread(launch.answers, f"{started.base_url}/ready")
                 num_ready = num_ready + 1 if is_ready else 0
 
     async def kill() -> str:
@@ -254,25 +250,17 @@ def given_server(base_url: str) -> Target:
     address = Address.parse(base_url)
     if address.is_tls or address.prefix:
         raise ConfigError(f"--base-url {base_url!r}: soak needs plain http://host:port")
-    is_here = address.host in ("127.0.0.1", "::1", "localhost")
-    everybody = psutil.process_iter() if is_here else ()
-    listeners = [process for process in everybody if _listens(process, address.port)]
-    found = {process.pid: process for process in listeners}
-    for process in listeners:
-        found.update({child.pid: child for child in process.children(recursive=True)})
+    found: dict[int, psutil.Process] = {}
+    if address.host in ("127.0.0.1", "::1", "localhost"):
+        for connection in psutil.net_connections(kind="tcp"):
+            is_its = (
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == address.port
+            )
+            if is_its and connection.pid is not None:
+                process = psutil.Process(connection.pid)
+                found |= {each.pid: each for each in launch.family(process)}
     family = {f"{process.name()} {pid}": process for pid, process in found.items()}
     return Target(name=base_url, base_url=f"http://{address.netloc}", family=lambda: family)
-
-
-def _listens(process: psutil.Process, port: int) -> bool:
-    try:
-        connections = process.net_connections(kind="inet")
-    except psutil.Error:  # no permission
-        return False
-    return any(
-        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        for connection in connections
-    )
 
 
 # -- what an attack needs beside it ---------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-import orjson
+from pydantic import AliasChoices, BaseModel, Field, PositiveInt, ValidationError
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Prompt, Turn, single_turn
@@ -50,41 +50,6 @@ def lengths(text: str) -> Lengths:
     """Parse `128` or `64-256`. Raises ValueError otherwise."""
     low, _, high = text.partition("-")
     return Lengths(int(low), int(high or low))
-
-
-def read_lines(path: Path, *, max_lines: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The first objects of a file, each with its position for messages; empty lines do not
-    count. Raises ConfigError if the file is missing or empty, or a line is no JSON object."""
-    num_read = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if num_read == max_lines:
-                    return
-                if line.strip():
-                    num_read += 1
-                    yield f"{path}, line {number}", _object(line, f"{path}, line {number}")
-    except OSError as error:
-        raise ConfigError(f"--dataset-path: cannot read {path}: {error.strerror}") from error
-    if num_read == 0:
-        raise ConfigError(f"--dataset-path: {path} is empty")
-
-
-def positive_int(value: object, name: str, place: str) -> int:
-    """A count. Raises ConfigError if it is not one."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{place}: {name} must be a whole number of 1 or more, not {value!r}")
-    return value
-
-
-def _object(line: bytes, place: str) -> Mapping[str, Any]:
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: must be a JSON object")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +134,17 @@ class Conversations:
         ]
 
 
-_SYSTEM_ROLES, _ROLES = ("system", "developer"), ("system", "developer", "user", "assistant")
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class _Line(BaseModel):
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)] = ""
+    messages: list[_Message] | None = None
+    max_tokens: PositiveInt | None = Field(
+        None, validation_alias=AliasChoices("max_tokens", "output_tokens")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,44 +163,40 @@ class Jsonl:
     max_tokens: int  # default
 
     def make(self, _: PromptMaker) -> list[Dialogue]:
-        """Raises ConfigError if the file or a line is invalid."""
-        lines = read_lines(self.path, max_lines=self.num_dialogues)
-        return [self._dialogue(item, place) for place, item in lines]
+        """Raises ConfigError if the file is missing or empty, or a line is invalid."""
+        dialogues: list[Dialogue] = []
+        try:
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if len(dialogues) < self.num_dialogues and line.strip():
+                        dialogues.append(self._dialogue(line, f"{self.path}, line {number}"))
+        except OSError as error:
+            raise ConfigError(
+                f"--dataset-path: cannot read {self.path}: {error.strerror}"
+            ) from error
+        if not dialogues:
+            raise ConfigError(f"--dataset-path: {self.path} is empty")
+        return dialogues
 
-    def _dialogue(self, item: Mapping[str, Any], place: str) -> Dialogue:
-        value = item.get("max_tokens", item.get("output_tokens", self.max_tokens))
-        max_tokens = positive_int(value, "max_tokens", place)
-        if "messages" not in item:
-            prompt = _prompt(item.get("prompt"), place)
-            return single_turn(prompt, max_tokens)
-        said = list(_messages(item["messages"], place))
-        users = [content for role, content in said if role == "user"]
+    def _dialogue(self, line: bytes, place: str) -> Dialogue:
+        try:
+            asked = _Line.model_validate_json(line, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            name = ".".join(map(str, wrong["loc"]))
+            raise ConfigError(f"{place}: {name or 'JSON'}: {wrong['msg']}") from error
+        max_tokens = asked.max_tokens or self.max_tokens
+        if asked.messages is None:
+            prompt = asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt)
+            users, system = [prompt] if prompt else [], ""
+        else:
+            users = [each.content for each in asked.messages if each.role == "user"]
+            systems = (each for each in asked.messages if each.role in ("system", "developer"))
+            system = "\n\n".join(each.content for each in systems)
         if not users:
-            raise ConfigError(f"{place}: no user message")
-        return Dialogue(
-            turns=tuple(Turn(text=content, max_tokens=max_tokens) for content in users),
-            system="\n\n".join(content for role, content in said if role in _SYSTEM_ROLES),
-        )
-
-
-def _prompt(value: object, place: str) -> Prompt:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
-        return tuple(value)
-    raise ConfigError(f"{place}: needs messages, or a prompt (a text or a list of token ids)")
-
-
-def _messages(value: object, place: str) -> Iterator[tuple[str, str]]:
-    """Role and content of each."""
-    if not isinstance(value, list):
-        raise ConfigError(f"{place}: messages must be a list")
-    for message in value:
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise ConfigError(f"{place}: a message needs a role: one of {', '.join(_ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise ConfigError(f"{place}: a message's content must be a text")
-        yield message["role"], message["content"]
+            raise ConfigError(f"{place}: needs a prompt, or messages with one of a user")
+        turns = tuple(Turn(text=text, max_tokens=max_tokens) for text in users)
+        return Dialogue(turns=turns, system=system)
 
 
 # -- prompts -------------------------------------------------------------------------------------

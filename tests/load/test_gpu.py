@@ -68,7 +68,7 @@ def only_json(folder: Path) -> dict[str, Any]:
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What a whole small run printed and wrote."""
     out, copies = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("copies")
-    done = run("--budget-s", "1e6", "--out", str(out), OUT=str(copies))
+    done = run("--out", str(out), OUT=str(copies))
     assert done.returncode == 0, done.stdout + done.stderr
     assert only_json(out) == only_json(copies)
     return done.stdout, only_json(out)
@@ -86,18 +86,6 @@ def test_every_section_measures_every_cell(small):
     assert (data["is_measurement"], data["is_complete"]) == (False, True)
     assert all(bar.meaning in printed for bar in BARS.values())
     assert {"device", "commit", "torch", "triton", "date"} <= data.keys()
-
-
-@pytest.mark.exhaustive
-def test_without_time_nothing_is_measured_and_that_is_said(tmp_path):
-    done = run("--only", "decode_step,decode_attention", "--budget-s", "0", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    data = only_json(tmp_path)
-    assert data["rows"] == {}
-    for name in ("decode_attention", "decode_step"):
-        assert any(f"{name}: no time left for" in note for note in data["notes"])
-    assert set(data["figures"].values()) == {None}
-    assert "not measured" in done.stdout
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
@@ -126,10 +114,8 @@ def bench(path: Path | None = None, **changes: Any) -> Bench:
 def test_a_figure_is_the_worst_of_all_its_cells(tmp_path):
     path = tmp_path / "made" / "run.json"
     results = bench(path)
-    results.conclude("swap_of_pinned_copy", [0.9, 0.95], num_cells=3)
-    assert results.figures["swap_of_pinned_copy"] is None
-    results.conclude("swap_of_pinned_copy", [0.9, 0.84, 0.95], num_cells=3)
-    results.conclude("paged_over_contiguous", [1.01, 1.04, 0.99], num_cells=3)
+    results.conclude("swap_of_pinned_copy", [0.9, 0.84, 0.95])
+    results.conclude("paged_over_contiguous", [1.01, 1.04, 0.99])
     results.add_ceiling("copy_bytes_per_s", 4e12)
     results.add_row("swap", {"direction": "out", "bytes_per_s": 5.1e10})
     data = json.loads(path.read_text())  # on disk at once
