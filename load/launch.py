@@ -145,17 +145,6 @@ def tail(log: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Memory of one process. `proportional_bytes` divides each shared page by its number of users,
-    so sums over processes are right; it is 0 where the system does not report it (only Linux does).
-    """
-
-    resident_bytes: int  # all its pages in memory, shared ones too
-    proportional_bytes: int
-    unique_bytes: int  # private pages, which its end would free
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """A server that is ready."""
 
@@ -177,9 +166,10 @@ class Started:
             found[name] = child
         return found
 
-    def memory(self) -> dict[str, Memory]:
-        """The memory of each process of the family."""
-        return {title: _memory(process) for title, process in self.family().items()}
+    def memory(self) -> dict[str, dict[str, int]]:
+        """The bytes of each process: `rss` counts all its pages, `pss` divides those that several
+        share, so that it can be summed, and `uss` would be free without it."""
+        return {name: each.memory_full_info()._asdict() for name, each in self.family().items()}
 
 
 @contextmanager
@@ -252,10 +242,3 @@ def redis_server() -> Iterator[tuple[str, psutil.Process]]:
     flags = ("--bind", "127.0.0.1", "--port", port, "--save", "", "--appendonly", "no")
     with running("redis-server", ("redis-server", *flags), pings) as (process, _):
         yield url, psutil.Process(process.pid)
-
-
-def _memory(process: psutil.Process) -> Memory:
-    info = process.memory_full_info()
-    return Memory(
-        resident_bytes=info.rss, proportional_bytes=getattr(info, "pss", 0), unique_bytes=info.uss
-    )

@@ -22,7 +22,7 @@ from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Call, StreamRecord
 from penstock.load.client.sse import SseTransport
-from penstock.load.launch import Memory, Started, server
+from penstock.load.launch import Started, server
 from penstock.load.machine import commit
 from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.summary import summarize
@@ -60,8 +60,8 @@ class Start:
 
     ready_s: float  # from the start of its process to its ready line
     first_token_s: float  # from a first request, sent then, to its first token
-    idle: Mapping[str, Memory]
-    used: Mapping[str, Memory]
+    idle: Mapping[str, Mapping[str, int]]
+    used: Mapping[str, Mapping[str, int]]
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -153,16 +153,12 @@ def _memory_table(starts: Sequence[Start]) -> str:
     """Medians over all starts."""
 
     def mebibytes(process: str, when: str, size: str) -> str:
-        sizes = (getattr(getattr(start, when)[process], size) for start in starts)
+        sizes = (getattr(start, when)[process].get(size, 0) for start in starts)
         return f"{statistics.median(sizes) / (1 << 20):,.0f}"
 
-    names = ("resident", "proportional", "unique")
     rows = [
-        [
-            process,
-            *(mebibytes(process, "idle", f"{name}_bytes") for name in names),
-            mebibytes(process, "used", "resident_bytes"),
-        ]
+        [process, *(mebibytes(process, "idle", size) for size in ("rss", "pss", "uss")),
+         mebibytes(process, "used", "rss")]
         for process in starts[0].idle
-    ]
-    return table(("process", *names, "used"), rows)
+    ]  # fmt: skip
+    return table(("process", "resident", "proportional", "unique", "used"), rows)

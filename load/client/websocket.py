@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections import deque
@@ -64,12 +65,13 @@ class LaneSocket:
     """A WebSocket whose lanes tell its streams apart.
 
     `lost`: why the connection has ended; None while it is open. `errors` has the events of no
-    lane of ours.
+    lane of ours. `bytes_per_s`: it is not read faster.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, bytes_per_s: float = math.inf) -> None:
         self.lost: tuple[Fault, str] | None = None
         self.errors: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._bytes_per_s = bytes_per_s
         self._lanes: dict[str, Lane] = {}
         self._websocket: aiohttp.ClientWebSocketResponse[bool] | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -131,6 +133,8 @@ class LaneSocket:
             message = await self._websocket.receive()
             if message.type is aiohttp.WSMsgType.TEXT:
                 self._take(message.data, time.perf_counter())
+                if self._bytes_per_s < math.inf:
+                    await asyncio.sleep(len(message.data) / self._bytes_per_s)
             elif message.type is aiohttp.WSMsgType.ERROR:
                 self.lose(Fault.MALFORMED, f"not WebSocket: {message.data}")
             else:

@@ -183,10 +183,11 @@ async def _flood_pipeline(scene: Scene, _: Target) -> None:
 
 async def _flood_trailers(scene: Scene, _: Target) -> None:
     """A short chunked body followed by endless trailers."""
+    key = "".join(f"{name}: {value}\r\n" for name, value in scene.headers.items())
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {scene.address.netloc}\r\n"
         f"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
-        f"{scene.authorization}\r\n2\r\n{{}}\r\n0\r\n"
+        f"{key}\r\n2\r\n{{}}\r\n0\r\n"
     ).encode()
     piece = (b"x-trailer: " + b"a" * 100 + b"\r\n") * _PIECE
     num_pieces = MAX_TRAILER_BYTES // len(piece) + 1

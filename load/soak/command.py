@@ -37,6 +37,7 @@ from penstock.load.soak.verdict import (
     Evidence,
     Fate,
     Finding,
+    costs,
     fate_of,
     findings,
     is_settled,
@@ -204,7 +205,7 @@ def report_figures(evidence: Evidence, bounds: Bounds, found: Sequence[Finding])
     data: dict[str, Sequence[Any]] = {
         "findings": found,
         "adversities": journal.adversities,
-        "costs": evidence.costs(),
+        "costs": costs(evidence),
         "slopes": slopes(evidence.samples, bounds.warmup_share),
         "samples": (evidence.before, *evidence.samples, evidence.after),
     }
@@ -248,7 +249,7 @@ def _costs_table(evidence: Evidence) -> str:
         "MB kept": lambda cost: f"{cost.memory_bytes / 1e6:,.1f}",
         "prober's lag p99 ms": lambda cost: ms(cost.lag_p99_s),
     }
-    return f"{table_of(evidence.costs(), columns)}\n\n{_COST_NOTES}"
+    return f"{table_of(costs(evidence), columns)}\n\n{_COST_NOTES}"
 
 
 def _processes_table(evidence: Evidence, bounds: Bounds) -> str:

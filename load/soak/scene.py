@@ -33,7 +33,6 @@ TRANSPORTS: Mapping[str, tuple[TransportKind, Endpoint]] = {
 }
 # Silence that is a fault; far below the duration of a soak.
 STALL_S = 60.0
-_SLOW_BYTES_PER_S, _PIECE_BYTES = 32_000, 640
 _SOCKET_BUFFER_BYTES = 64 << 10  # small, so that a server notices a slow reader
 _PROMPT_WORDS = (3, 60)
 _OUTPUT_TOKENS = (8, 64)
@@ -43,19 +42,12 @@ _OUTPUT_TOKENS = (8, 64)
 class Scene:
     base_url: str
     address: Address
-    authorization: str  # a line of an HTTP head, or nothing
+    headers: Mapping[str, str]  # of its key
     model: str
     max_model_len: int  # the longest context, as the server says
     journal: Journal
     transports: Mapping[str, Transport]  # the four ways to stream, by name
-    slow_port: int  # of a `slow_line` to the server
     http: aiohttp.ClientSession  # for everything but the streams of a transport
-    api_key: str | None
-
-    def slow_transport(self, name: str) -> Transport:
-        """A transport over the slow line, for one stream: a server counts a connection as idle
-        long before such a client has read everything, and may close it when it is reused."""
-        return _transport(name, f"http://127.0.0.1:{self.slow_port}", self.api_key)
 
     def call(self, rng: random.Random, **values: Any) -> Call:
         """A turn of some words, with a random length."""
@@ -79,31 +71,24 @@ async def open_scene(
     address = Address.parse(base_url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(
-            aiohttp.ClientSession(
-                base_url,
-                headers=headers,
-                # A server may close a kept connection just when it is used again.
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=STALL_S),
-            )
-        )
+        # A server may close a kept connection just when it is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        http = await stack.enter_async_context(_session(base_url, headers, connector))
         card = await _model_card(http)
-        slow_port = await stack.enter_async_context(slow_line(address))
         yield Scene(
             base_url=base_url,
             address=address,
-            authorization=f"Authorization: Bearer {api_key}\r\n" if api_key else "",
+            headers=headers,
             model=card["id"],
             max_model_len=card.get("max_model_len") or 32_768,
             journal=journal,
             transports={
-                name: await stack.enter_async_context(_transport(name, base_url, api_key))
-                for name in TRANSPORTS
+                name: await stack.enter_async_context(
+                    open_transport(kind, endpoint, base_url, api_key=api_key, stall_s=STALL_S)
+                )
+                for name, (kind, endpoint) in TRANSPORTS.items()
             },
-            slow_port=slow_port,
             http=http,
-            api_key=api_key,
         )
 
 
@@ -116,56 +101,22 @@ async def _model_card(http: aiohttp.ClientSession) -> dict[str, Any]:
     return card
 
 
-def _transport(name: str, base_url: str, api_key: str | None) -> Transport:
-    kind, endpoint = TRANSPORTS[name]
-    return open_transport(kind, endpoint, base_url, api_key=api_key, stall_s=STALL_S)
+def slow_session(scene: Scene) -> aiohttp.ClientSession:
+    """For reading slowly: the kernel holds little, so that a server notices."""
+
+    def small(address: tuple[Any, ...]) -> socket.socket:
+        made = socket.socket(*address[:3])
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
+        return made
+
+    return _session(scene.base_url, scene.headers, aiohttp.TCPConnector(socket_factory=small))
 
 
-@contextlib.asynccontextmanager
-async def slow_line(address: Address) -> AsyncIterator[int]:
-    """A local port that leads to the server over a slow connection."""
-    relays: set[asyncio.Task[None]] = set()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        relays.add(task)
-        writers = [writer]
-        try:
-            from_server, to_server = await asyncio.open_connection(address.host, address.port)
-            writers.append(to_server)
-            connection: socket.socket = to_server.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
-            async with asyncio.TaskGroup() as ways:
-                ways.create_task(_forward(reader, to_server))
-                ways.create_task(_forward(from_server, writer, bytes_per_s=_SLOW_BYTES_PER_S))
-        except* OSError:  # one end is gone, so is the other
-            for each in writers:
-                each.transport.abort()
-        finally:
-            for each in writers:
-                each.close()
-            relays.discard(task)
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0, limit=_PIECE_BYTES)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in list(relays):
-            task.cancel()
-        await asyncio.gather(*relays, return_exceptions=True)
-
-
-async def _forward(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_per_s: float = math.inf
-) -> None:
-    """Everything up to the end."""
-    while piece := await reader.read(_PIECE_BYTES):
-        writer.write(piece)
-        await writer.drain()
-        await asyncio.sleep(len(piece) / bytes_per_s)
-    writer.write_eof()
+def _session(
+    base_url: str, headers: Mapping[str, str], connector: aiohttp.TCPConnector
+) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=STALL_S)
+    return aiohttp.ClientSession(base_url, headers=headers, connector=connector, timeout=timeout)
 
 
 # -- sockets and lanes of an actor's own ----------------------------------------------------------
@@ -176,10 +127,10 @@ ENDS = ("cancelled", "max_output_tokens")
 
 @contextlib.asynccontextmanager
 async def open_socket(
-    http: aiohttp.ClientSession, *, is_read: bool = True
+    http: aiohttp.ClientSession, *, is_read: bool = True, bytes_per_s: float = math.inf
 ) -> AsyncIterator[LaneSocket]:
     """A socket. Raises aiohttp.ClientError if the server refuses it."""
-    lanes = LaneSocket()
+    lanes = LaneSocket(bytes_per_s=bytes_per_s)
     await lanes.connect(http, PATHS["responses"])
     if is_read:
         lanes.read()

@@ -1,19 +1,6 @@
 """Judges what was seen in a soak: findings, or none. Pure: no clock, no process, no socket.
 
-    streams     no fault in any stream that ran to its end; no integrity fault in any
-    refusals    everything invalid was refused properly
-    memory      no process grows faster than a bound after its warm-up
-    idle        nothing runs, no KV block is held, descriptors and sockets are as before
-    processes   all live
-    adversities each intended kind was applied, and cost no more than allowed
-
-Only the unavoidable effects of a kill are excused:
-
-    an engine   new requests are refused until it is back; every stream continues with the next
-                engine; the same holds if it or a gateway is frozen and wakes again
-    a gateway   its streams are broken, except those that their clients resume elsewhere
-    Redis       while it is frozen, requests that need it are refused, and running responses can no
-                longer be resumed
+SOAK.md says what must hold, and which effects of a kill are excused.
 """
 
 from __future__ import annotations
@@ -87,18 +74,17 @@ class Cost:
     lag_p99_s: float | None  # of the prober itself
 
 
-def costs(
-    kinds: Sequence[Kind], journal: Journal, probing: Probing | None, samples: Sequence[Sample]
-) -> list[Cost]:
+def costs(evidence: Evidence) -> list[Cost]:
     """The costs of the kinds that were to be applied."""
-    seen = probing or Probing()
+    journal, seen = evidence.journal, evidence.probing or Probing()
+    samples = [*evidence.samples, evidence.after]
     # From the prober's JSON come lists in place of tuples.
     health, gaps, lags = (
         sorted((at_s, value) for at_s, value in points)
         for points in (_due(seen.health), seen.gaps, seen.lags)
     )
     found = []
-    for kind in kinds:
+    for kind in evidence.kinds:
         times = [each for each in journal.adversities if each.kind is kind]
         met = [
             outcome
@@ -260,10 +246,6 @@ class Evidence:
     kinds: Sequence[Kind] = ()  # adversities that were to be applied; `probing` says what they cost
     probing: Probing | None = None
 
-    def costs(self) -> list[Cost]:
-        """The costs of the adversities."""
-        return costs(self.kinds, self.journal, self.probing, [*self.samples, self.after])
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -299,7 +281,7 @@ def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
         *_memory_findings(evidence.samples, bounds),
         *_idle_findings(evidence, bounds),
         *_process_findings(evidence),
-        *_cost_findings(evidence.costs()),
+        *_cost_findings(costs(evidence)),
     ]
 
 

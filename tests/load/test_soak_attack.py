@@ -25,6 +25,7 @@ from penstock.load.soak.journal import Journal, Kind
 from penstock.load.soak.scene import open_scene
 from penstock.load.soak.target import LogPipe, dripping_host
 from penstock.load.soak.verdict import Bounds, findings
+from penstock.load.soak.verdict import costs as costs_of
 
 from ..support.synthetic_target import ROOT, SOAK_SYNTHETIC, synthetic_server
 
@@ -144,7 +145,7 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
         Kind.TRAILERS, Kind.PLAIN_TEXT, Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS,
         Kind.DEEP_SCHEMAS, Kind.TINY_MESSAGES, Kind.GRAMMARS, Kind.FREEZE,
     ]  # fmt: skip
-    costs = {cost.kind: cost for cost in seen.costs()}
+    costs = {cost.kind: cost for cost in costs_of(seen)}
     assert all(cost.num_times > 0 for cost in costs.values())
     assert costs[Kind.FREEZE].largest_gap_s is not None
     assert costs[Kind.CALM].health_p99_s is not None
