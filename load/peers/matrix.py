@@ -27,7 +27,7 @@ from penstock.load.peers import models, workloads
 from penstock.load.peers.environments import OURS, InstallError
 from penstock.load.peers.report import Row, chosen_setting, write
 from penstock.load.peers.rivals import RIVALS, Rival, Running, Setting, real_time
-from penstock.load.report.summary import summarize, turns_of
+from penstock.load.report.summary import summarize
 
 
 def observe(running: Running, model: str, names: Sequence[str]) -> Iterator[Row]:
@@ -44,7 +44,6 @@ def observe(running: Running, model: str, names: Sequence[str]) -> Iterator[Row]
         rate = summary.output_tokens_per_s
         if workload.name == "prefill":
             rate = summary.total_tokens_per_s - rate
-        turns = turns_of(result.records) if workload.endpoint == "chat" else []
         yield {
             "workload": workload.name,
             "output_tokens_per_s": rate,
@@ -52,7 +51,6 @@ def observe(running: Running, model: str, names: Sequence[str]) -> Iterator[Row]
             "ttft_ms_p99": summary.ttft_ms.p99,
             "itl_ms_p50": summary.itl_ms.p50,
             "itl_ms_p99": summary.itl_ms.p99,
-            "turn_ttft_ms": [turn.ttft_ms for turn in turns],
             "cpu_s_per_1k_tokens": {
                 name: (seconds - before.get(name, 0.0)) / thousands
                 for name, seconds in after.items()

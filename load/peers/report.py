@@ -30,10 +30,9 @@ _NOTES = """\
 tokens/s: output tokens by wall time, median of the rounds. ratio: the system's tokens/s by those of
 the penstock run right before it, median of these pairs; more than 1 means that the rival is faster.
 spread: smallest and largest pair. Only ratios are worth comparing between machines, or days. CPU s:
-of all processes, for 1,000 output tokens. turns: the median TTFT in ms of each turn of a
-conversation. Of several settings the one that was fastest in the first round counts; all are in the
-JSON. OpenVINO runs in process: there is no HTTP, no tokenizer and no client in its figures, which
-is in its favour. Latencies count from when a request was due."""
+of all processes, for 1,000 output tokens. Of several settings the one that was fastest in the first
+round counts; all are in the JSON. OpenVINO runs in process: there is no HTTP, no tokenizer
+and no client in its figures, which is in its favour. Latencies count from when a request was due."""
 
 
 def counts(seen: Row) -> bool:
@@ -69,7 +68,6 @@ def _cell(observations: Sequence[Row], key: tuple[str, str, str]) -> Row:
     ]
     ratio = 1.0 if system == OURS else statistics.median(ratios) if ratios else None
     names = sorted({name for each in best for name in each["cpu_s_per_1k_tokens"]})
-    turns = zip(*(each["turn_ttft_ms"] for each in best), strict=True)
     return {
         "model": model,
         "workload": workload,
@@ -80,7 +78,6 @@ def _cell(observations: Sequence[Row], key: tuple[str, str, str]) -> Row:
         "ratio_to_penstock": ratio,
         "ratio_min": min(ratios, default=ratio),
         "ratio_max": max(ratios, default=ratio),
-        "turn_ttft_ms": [statistics.median(turn) for turn in turns],
         "cpu_s_per_1k_tokens": {
             name: statistics.median(each["cpu_s_per_1k_tokens"].get(name, 0.0) for each in best)
             for name in names
@@ -176,7 +173,6 @@ def _figures(found: Sequence[Row]) -> str:
             "CPU s": lambda each: _number(sum(each["cpu_s_per_1k_tokens"].values())),
             "ready s": lambda each: _number(each["ready_s"]),
             "idle MiB": lambda each: f"{each['idle_memory_bytes'] / (1 << 20):,.0f}",
-            "turns": lambda each: " ".join(map(_number, each["turn_ttft_ms"])),
             "setting": lambda each: each["setting"],
         },
     )

@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 import uvloop
-from tokenizers import Tokenizer
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import StreamRecord
@@ -31,7 +30,7 @@ from penstock.load.client.sse import SseTransport
 from penstock.load.launch import answers, free_port, running, tail
 from penstock.load.peers import environments, models
 from penstock.load.peers.environments import BUILD, OURS, REPOSITORY, Environment
-from penstock.load.peers.workloads import Workload, token_turns
+from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import ClosedLoop, RunResult, run
 
 _CELL_WITHIN_S = 300.0
@@ -130,7 +129,7 @@ class Rival:
 
         async def measure() -> RunResult:
             kept = self.keeps_connections
-            opened = SseTransport(base_url, workload.endpoint, keeps_connections=kept)
+            opened = SseTransport(base_url, "completions", keeps_connections=kept)
             async with asyncio.timeout(_CELL_WITHIN_S), opened:
                 loop, extra = ClosedLoop(workload.concurrency), {"temperature": 0}
                 return await run(
@@ -148,11 +147,10 @@ class Rival:
 
     @contextmanager
     def _library(
-        self, command: Sequence[str], model: str, _: int, env: Mapping[str, str], log: Path
+        self, command: Sequence[str], _model: str, _port: int, env: Mapping[str, str], log: Path
     ) -> Iterator[Running]:
         """Run and timed by our worker under the library's own Python. Its figures include no
         client, no HTTP and no tokenizer."""
-        tokenizer = Tokenizer.from_file(str(models.MODELS / model / "tokenizer.json"))
         env, began_s = {**env, "PYTHONPATH": str(REPOSITORY / ".namespace")}, time.perf_counter()
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         is_ready = partial(_answer, within_s=0.02)
@@ -160,8 +158,8 @@ class Rival:
             ready_s = time.perf_counter() - began_s
 
             def measure(workload: Workload) -> RunResult:
-                turns = [token_turns(each, tokenizer) for each in workload.dialogues]
-                asked = {"concurrency": workload.concurrency, "dialogues": turns}
+                turns = [(turn.text, turn.max_tokens) for turn in workload.turns]
+                asked = {"concurrency": workload.concurrency, "turns": turns}
                 assert process.stdin is not None
                 try:
                     print(json.dumps(asked), file=process.stdin, flush=True)
@@ -208,10 +206,9 @@ def _result(answer: Mapping[str, Any], workload: Workload) -> RunResult:
     for fields in answer["records"]:
         num_tokens = sum(fields["event_tokens"])
         record = StreamRecord(**fields, sent_s=fields["scheduled_s"], output_tokens=num_tokens)
-        turn = workload.dialogues[record.dialogue].turns[record.turn]
-        record.expected_tokens, record.finish_reason = turn.max_tokens, "length"
+        expected = workload.turns[record.dialogue].max_tokens
+        record.expected_tokens, record.finish_reason = expected, "length"
         records.append(record)
-    records.sort(key=lambda record: (record.dialogue, record.turn))
     return RunResult(
         records=records, began_s=answer["began_s"], ended_s=answer["ended_s"], client_cpu_s=0.0
     )
@@ -271,8 +268,8 @@ _VLLM_FLAGS = (
 _VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 # llama.cpp's slots, as many as streams in flight: the tokens of each slot, and their workloads.
 _SLOTS: Mapping[int, tuple[int, tuple[str, ...]]] = {
-    1: (2560, ("single", "turns1", "prefill")),
-    8: (1536, ("c8", "turns8")),
+    1: (2560, ("single", "prefill")),
+    8: (1536, ("c8",)),
     32: (768, ("c32",)),
     128: (256, ("front128",)),
 }

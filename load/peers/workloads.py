@@ -2,47 +2,39 @@
 
     single          one stream, 128 tokens in and 128 out, one request after the other
     c8, c32         8 and 32 in flight, lognormal lengths, in the mean 160 in and 128 out
-    turns1, turns8  8 conversations of 4 turns over one system prompt, one and eight at a time
     prefill         prompts of 2,000 tokens, one after the other; their tokens count
     front128        128 short streams: on a tiny model, the cost of the front end
 
-Prompts of single turns are token ids, so that no tokenizer is involved. Conversations use the
-chat endpoint and send the answers back.
+Prompts are token ids, so that no tokenizer is involved.
 """
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from tokenizers import Tokenizer
-
-from penstock.load.client.records import Dialogue, Endpoint
+from penstock.load.client.records import Dialogue, Turn
 from penstock.load.peers import models
 from penstock.load.workloads.datasets import (
-    Conversations,
     Lengths,
     RandomLengths,
     ShareGpt,
     TokenIds,
 )
 
-TokenTurns: TypeAlias = list[tuple[list[int], int]]
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     name: str
-    endpoint: Endpoint
     concurrency: int
     dialogues: tuple[Dialogue, ...]
 
     @property
-    def num_output_tokens(self) -> int:
-        return sum(turn.max_tokens for dialogue in self.dialogues for turn in dialogue.turns)
+    def turns(self) -> list[Turn]:
+        """The only one of each dialogue."""
+        return [dialogue.turns[0] for dialogue in self.dialogues]
 
 
 class Plan(NamedTuple):
@@ -52,20 +44,19 @@ class Plan(NamedTuple):
     num_single: int
     num_c8: int
     num_c32: int
-    turn_tokens: int  # of each answer in a conversation
     rounds: int
     workloads: tuple[str, ...]
 
 
-WORKLOADS = ("single", "c8", "c32", "prefill", "turns1", "turns8", "front128")
+WORKLOADS = ("single", "c8", "c32", "prefill", "front128")
 PLANS: Mapping[str, Plan] = {
-    "T": Plan(8, 48, 96, 64, 2, ("front128",)),
-    "S": Plan(8, 32, 64, 32, 2, ("single", "c8", "c32", "turns1", "turns8")),
-    "M": Plan(2, 12, 32, 16, 1, ("single", "c8", "c32")),
-    "GPT2": Plan(4, 16, 32, 32, 1, ("single", "c8")),
-    "MOE": Plan(8, 16, 32, 32, 1, ("single", "c8")),
+    "T": Plan(8, 48, 96, 2, ("front128",)),
+    "S": Plan(8, 32, 64, 2, ("single", "c8", "c32")),
+    "M": Plan(2, 12, 32, 1, ("single", "c8", "c32")),
+    "GPT2": Plan(4, 16, 32, 1, ("single", "c8")),
+    "MOE": Plan(8, 16, 32, 1, ("single", "c8")),
 }
-PLAN_OF_FILES = Plan(4, 16, 32, 32, 3, ("single", "c8", "c32", "prefill"))
+PLAN_OF_FILES = Plan(4, 16, 32, 3, ("single", "c8", "c32", "prefill"))
 
 
 def plan_of(model: str) -> Plan:
@@ -76,17 +67,6 @@ def make(name: str, model: str) -> Workload:
     """A workload for a model, the same at every call."""
     plan, ids = plan_of(model), models.word_ids(model)
     seed = zlib.crc32(f"{model} {name}".encode())
-    if name in ("turns1", "turns8"):
-        conversations = Conversations(
-            num_dialogues=8,
-            num_turns=4,
-            system_len=512,
-            input_len=Lengths.fixed(32),
-            output_len=Lengths.fixed(plan.turn_tokens),
-            seed=seed,
-        )
-        dialogues = conversations.make(_Words(model))
-        return Workload(name, "chat", int(name.removeprefix("turns")), tuple(dialogues))
     if name in ("c8", "c32"):
         lognormal = ShareGpt(
             num_dialogues=plan.num_c8 if name == "c8" else plan.num_c32,
@@ -99,7 +79,7 @@ def make(name: str, model: str) -> Workload:
             seed=seed,
         )
         dialogues = lognormal.make(TokenIds(ids))
-        return Workload(name, "completions", int(name.removeprefix("c")), tuple(dialogues))
+        return Workload(name, int(name.removeprefix("c")), tuple(dialogues))
     concurrency, num, num_in, num_out = {
         "single": (1, plan.num_single, 128, 128),
         "prefill": (1, plan.num_single, 2000, 2),
@@ -121,28 +101,4 @@ def _fixed(
     dataset = RandomLengths(
         num_dialogues=num, input_len=lengths[0], output_len=lengths[1], seed=seed
     )
-    return Workload(name, "completions", concurrency, tuple(dataset.make(TokenIds(ids))))
-
-
-class _Words:
-    """Draws text of words that are one token each."""
-
-    def __init__(self, model: str) -> None:
-        self._words, self._ids = models.words(model), models.word_ids(model)
-
-    def draw(self, rng: random.Random, num_tokens: int) -> str:
-        return "".join(self._words[each] for each in rng.choices(self._ids, k=num_tokens))
-
-
-def token_turns(dialogue: Dialogue, tokenizer: Tokenizer) -> TokenTurns:
-    """For a library: the tokens before each answer, as the chat template makes them."""
-    turns: TokenTurns = []
-    before = models.message("system", dialogue.system) if dialogue.system else ""
-    for turn in dialogue.turns:
-        if isinstance(turn.text, str):
-            text = before + models.message("user", turn.text) + models.ANSWER_BEGINS
-            turns.append((tokenizer.encode(text).ids, turn.max_tokens))
-            before = models.MESSAGE_ENDS
-        else:
-            turns.append((list(turn.text), turn.max_tokens))
-    return turns
+    return Workload(name, concurrency, tuple(dataset.make(TokenIds(ids))))

@@ -26,7 +26,6 @@ SEEN: Row = {
     "ttft_ms_p99": 20.0,
     "itl_ms_p50": 1.0,
     "itl_ms_p99": 2.0,
-    "turn_ttft_ms": [],
     "cpu_s_per_1k_tokens": {"main": 0.5},
     "ready_s": 1.0,
     "idle_memory_bytes": 1 << 30,
@@ -83,21 +82,20 @@ def test_an_observation_with_faults_counts_for_nothing() -> None:
 
 
 def test_files_say_who_wins_and_who_is_missing(tmp_path: Path) -> None:
-    turns = pair(0, 100, 50, workload="turns1", turn_ttft_ms=[9.0, 3.0])
+    single = pair(0, 100, 50, workload="single")
     faulty = {**SEEN, "workload": "c32", "faults": {"cut": 3}}
-    data = data_of(*pair(0, 100, 150), *pair(1, 100, 170), *turns, faulty)
+    data = data_of(*pair(0, 100, 150), *pair(1, 100, 170), *single, faulty)
     data["unavailable"]["hf"] = "no such wheel"
     failure = {**OF_RIVAL, "workloads": ["c8"], "round": 2, "reason": "it ended"}
     data["failures"].append(failure)
     text, again = (path.read_text("utf-8") for path in write(data, tmp_path))
     winners = re.findall(r"^\| (\w+) +\| +\*\*(\w+)\*\*", text, re.MULTILINE)
-    assert winners == [("c8", "vllm"), ("turns1", "penstock")]
-    for said in ("1.50–1.70", "9.00 3.00", "hf: no such wheel", "round 3, c8: it ended", "cut ×3"):
+    assert winners == [("c8", "vllm"), ("single", "penstock")]
+    for said in ("1.50–1.70", "hf: no such wheel", "round 3, c8: it ended", "cut ×3"):
         assert said in text
-    rival, *others = (each for each in json.loads(again)["cells"] if each["system"] == "vllm")
+    rival, _ = (each for each in json.loads(again)["cells"] if each["system"] == "vllm")
     assert rival["settings"] == "bound: X=1"
     assert (rival["ratio_to_penstock"], rival["repeats"]) == (1.6, 2)
-    assert others[0]["turn_ttft_ms"] == [9.0, 3.0]
 
 
 def test_a_rival_alone_has_figures_but_no_ratio(tmp_path: Path) -> None:
