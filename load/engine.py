@@ -13,6 +13,7 @@ that its memory and instructions allow.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -23,20 +24,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.config import DEMO_MODEL, EngineConfig
+from penstock.engine.config import DEMO_MODEL, QUANTIZATIONS, EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.engine.transport.messages import EngineInfo
+from penstock.gateway.launch.cli import parse_engine_config
 from penstock.kernels.cpu.library import load_library
 from penstock.load.engine_runs import Phase, Run, greedy_request, run_requests
 from penstock.load.limits import Ceilings, ReadWeights
 from penstock.load.machine import commit, frozen_garbage
 from penstock.load.report.options import add_out, counts, positive, settings_of
 from penstock.load.report.tables import publish, table_of
-from penstock.load.setting import Setting
 from penstock.load.workloads.options import add_dataset_arguments, make_dialogues
 
 _WARM_UP_TOKENS = 8
@@ -49,6 +50,38 @@ than one with drafts. same: outputs that are the first setting's."""
 _LIMITS_NOTE = """\
 At most: tokens a second by the time to read the matrices once, or to multiply, whichever is longer.
 KV, attention, norms and the rounding of inputs are not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a model is run: what somebody wrote, and the options of `serve` that it stands for."""
+
+    name: str
+    words: Sequence[str]
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """A command line of `serve` (`--quantization int8 --kv-cache-dtype int8`), or in short its
+        options without hyphens, comma-separated (`int8,kv-cache-dtype=int8`): the name of a
+        quantization stands for it, `no-…` turns off, and `gguf=FILE` is another model or file."""
+        if text.lstrip().startswith("-") or not text:
+            return cls(text or "as it is", shlex.split(text))
+        words: list[str] = []
+        for part in text.split(","):
+            name, equals, value = part.partition("=")
+            if name in QUANTIZATIONS and not equals:
+                words += ["--quantization", name]
+            else:
+                words.append(f"--model={value}" if name == "gguf" else f"--{part}")
+        return cls(text, words)
+
+    def config(self, model: str, *, num_threads: int = 0) -> EngineConfig:
+        """The engine's settings; a mistake in them ends the command, as on any command line."""
+        config = parse_engine_config(self.words, model=model)
+        device = config.device
+        return replace(
+            config, device=replace(device, num_threads=num_threads or device.num_threads)
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

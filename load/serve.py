@@ -17,6 +17,8 @@ import multiprocessing
 import os
 import statistics
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -25,17 +27,19 @@ from typing import Any
 
 import orjson
 import uvloop
+from tqdm import tqdm
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Dialogue, StreamRecord
+from penstock.load.client.records import Address, Dialogue, StreamRecord
+from penstock.load.client.transport import Wire
 from penstock.load.report.options import (
     add_report_arguments,
     file_stem,
     positive,
     settings_of,
-    slo_of,
 )
 from penstock.load.report.summary import (
+    Slo,
     Summary,
     TurnTimes,
     latency_table,
@@ -46,13 +50,11 @@ from penstock.load.report.summary import (
     warnings,
 )
 from penstock.load.report.tables import publish, table_of
-from penstock.load.workloads.driver import ClosedLoop, RunResult
+from penstock.load.workloads.driver import Arrivals, ClosedLoop, RunResult
 from penstock.load.workloads.driver import run as drive
-from penstock.load.workloads.measure import Target, measure, target_of, warm_up
 from penstock.load.workloads.options import (
     WARM_UP_SEED,
     Load,
-    Wire,
     add_dataset_arguments,
     add_load_arguments,
     add_wire_arguments,
@@ -63,6 +65,7 @@ from penstock.load.workloads.options import (
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _PROMPTS_PER_STREAM, _SECONDS = 4, 10.0  # of each load of a sweep, at least
+_LIST_WITHIN_S = 10.0
 _FLOOD_SEED = WARM_UP_SEED << 1
 _FLOOD_START_S, _FLOOD_RUN_UP_S = 60.0, 5.0
 _FLOOD_NICE, _FLOOD_ROUNDS = 19, 10_000
@@ -109,7 +112,6 @@ class Run:
 def run(parsed: argparse.Namespace) -> int:
     """Measure; print and write the report; return 1 if any stream had a fault."""
     wire, loads = wire_of(parsed), loads_of(parsed)
-    slo_of(parsed)  # before anything is sent
     make_dialogues(parsed, wire.endpoint, num_dialogues=1, seed=0)
     targets = [
         target_of(name, base_url, model=parsed.model, wire=wire)
@@ -163,7 +165,7 @@ async def _measure(
         for target in targets:
             await warm_up(target, wire, warm_ups)
     runs: list[Run] = []
-    slo = slo_of(parsed)
+    slo = Slo(**dict(parsed.goodput))
     floods = (False, True) if parsed.flood else (False,)
     for index, load in enumerate(loads):
         for is_flooded, repeat in itertools.product(floods, range(parsed.repeats)):
@@ -203,6 +205,84 @@ def _lines(run: Run) -> bytes:
     return b"".join(orjson.dumps(plain(record)) + b"\n" for record in run.result.records)
 
 
+# -- a measured run -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server to measure."""
+
+    name: str
+    base_url: str
+    model: str  # the name that requests carry
+
+
+def target_of(name: str, base_url: str, *, model: str | None, wire: Wire) -> Target:
+    """A server to measure. Raises ConfigError if no model is named and the server does not name
+    one."""
+    return Target(name=name, base_url=base_url, model=model or first_model(base_url, wire.api_key))
+
+
+def first_model(base_url: str, api_key: str | None) -> str:
+    """The first model that the server lists. Raises ConfigError if it cannot be reached or lists
+    none."""
+    address = Address.parse(base_url)
+    url = f"http{'s' * address.is_tls}://{address.netloc}{address.prefix}/v1/models"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310  (an address of the user)
+    try:
+        with opener.open(request, timeout=_LIST_WITHIN_S) as answer:
+            return str(orjson.loads(answer.read())["data"][0]["id"])
+    except (urllib.error.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url} lists no model ({error}): pass --model") from error
+    except OSError as error:
+        raise ConfigError(f"no server at {base_url}: {error}") from error
+
+
+async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> None:
+    """Send the first turns of some dialogues at once. Raises ConfigError if one had a fault,
+    before every request has it."""
+    first_turns = [replace(dialogue, turns=dialogue.turns[:1]) for dialogue in dialogues]
+    async with wire.open(target.base_url) as transport:
+        result = await drive(
+            transport,
+            first_turns,
+            arrivals=ClosedLoop(max(len(first_turns), 1)),
+            model=target.model,
+            extra=wire.extra,
+            ignore_eos=wire.ignore_eos,
+        )
+    for record in result.records:
+        if not record.is_clean:
+            raise ConfigError(
+                f"{target.base_url}: a warm-up request was {record.faults[0]}: {record.detail}"
+            )
+
+
+async def measure(
+    target: Target, wire: Wire, dialogues: Sequence[Dialogue], arrivals: Arrivals
+) -> RunResult:
+    """Send a workload, with a progress bar in a terminal."""
+    num_turns = sum(len(dialogue.turns) for dialogue in dialogues)
+    with tqdm(total=num_turns, desc=target.name, unit="request", leave=False, disable=None) as bar:
+
+        def advance(_: StreamRecord) -> None:
+            bar.update()
+
+        async with wire.open(target.base_url) as transport:
+            return await drive(
+                transport,
+                dialogues,
+                arrivals=arrivals,
+                model=target.model,
+                history=wire.history,
+                extra=wire.extra,
+                ignore_eos=wire.ignore_eos,
+                on_end=advance,
+            )
+
+
 # -- another tenant's flood ----------------------------------------------------------------------
 
 
@@ -240,7 +320,7 @@ def _run_flood(target: Target, wire: Wire, dialogues: list[Dialogue], is_there: 
         again = dialogues * _FLOOD_ROUNDS
         async with wire.open(target.base_url) as transport:
             await drive(transport, again, arrivals=arrivals, model=target.model, extra=wire.extra,
-                        on_end=note)  # fmt: skip
+                        ignore_eos=wire.ignore_eos, on_end=note)  # fmt: skip
 
     asyncio.run(hold())
 

@@ -22,16 +22,16 @@ from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Call, StreamRecord
 from penstock.load.client.sse import SseTransport
+from penstock.load.client.transport import Wire
 from penstock.load.launch import Started, server
 from penstock.load.machine import commit
 from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.summary import summarize
 from penstock.load.report.tables import publish, table, table_of
-from penstock.load.serve import Run, sweep_table
+from penstock.load.serve import Run, Target, measure, sweep_table
 from penstock.load.workloads.datasets import Lengths, RandomLengths, Words
 from penstock.load.workloads.driver import ClosedLoop
-from penstock.load.workloads.measure import Target, measure
-from penstock.load.workloads.options import Load, Wire
+from penstock.load.workloads.options import Load
 
 _PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # token ids that every vocabulary has
 _FIRST_TOKENS = 16

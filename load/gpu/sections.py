@@ -126,7 +126,7 @@ def measure_prefill(bench: Bench) -> None:
     sizes, name = bench.sizes.attention, "prefill_attention"
     for length in sizes.prefills:
         query, kv = attention_inputs(bench.draw, sizes, [length], [length])
-        seconds = bench.timer.median_s(lambda query=query, kv=kv: attend(query, kv))
+        seconds = bench.timer.median_s(partial(attend, query, kv))
         rate = causal_flop(sizes, length) / seconds
         share = rate / bench.ceilings[MATMUL]
         row = {"prompt": length, "ms": 1e3 * seconds, "flop_per_s": rate, "of_matmul": share}

@@ -32,7 +32,7 @@ the penstock run right before it, median of these pairs; more than 1 means that 
 spread: smallest and largest pair. Only ratios are worth comparing between machines, or days. CPU s:
 of all processes, for 1,000 output tokens. Of several settings the one that was fastest in the first
 round counts; all are in the JSON. OpenVINO runs in process: there is no HTTP, no tokenizer
-and no client in its figures, which is in its favour. Latencies count from when a request was due."""
+and no client in its figures, in its favour. Latencies count from when a request was due."""
 
 
 def counts(seen: Row) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from penstock.load.client.records import Fault, StreamRecord
 
@@ -23,6 +23,19 @@ class Outcome:
     survives_kills: bool  # it had begun, and its client can resume it
     faults: tuple[Fault, ...]
     detail: str
+
+    @classmethod
+    def of(
+        cls, record: StreamRecord, actor: str, *, ended_s: float, is_resumable: bool = False
+    ) -> Self:
+        return cls(
+            actor=actor,
+            began_s=record.scheduled_s,
+            ended_s=ended_s,
+            survives_kills=is_resumable and bool(record.response_id),
+            faults=tuple(record.faults),
+            detail=f"{record.detail}; {len(record.event_times_s)} events with text before",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +52,12 @@ Point: TypeAlias = tuple[float, float]  # when, and how long
 
 @dataclass(slots=True, kw_only=True)
 class Probing:
-    """What a separate process saw of the server meanwhile.
+    """What a separate process saw of the server meanwhile: when, and how long."""
 
-    `health`: `/health`, when asked and how long it took. `streams`: began, ended, faults,
-    detail.
-    """
-
-    health: list[Point] = field(default_factory=list)
+    health: list[Point] = field(default_factory=list)  # from a question to its answer
     gaps: list[Point] = field(default_factory=list)  # of streams, from one event to the next
     lags: list[Point] = field(default_factory=list)  # how late the event loop of that process was
-    streams: list[tuple[float, float, list[Fault], str]] = field(default_factory=list)
+    streams: list[Outcome] = field(default_factory=list)
 
 
 class Kind(StrEnum):
@@ -130,15 +139,9 @@ class Journal:
             yield record
         finally:
             self.num_open -= 1
+            ended_s = time.perf_counter()
             self.outcomes.append(
-                Outcome(
-                    actor=actor,
-                    began_s=record.scheduled_s,
-                    ended_s=time.perf_counter(),
-                    survives_kills=is_resumable and bool(record.response_id),
-                    faults=tuple(record.faults),
-                    detail=f"{record.detail}; {len(record.event_times_s)} events with text before",
-                )
+                Outcome.of(record, actor, ended_s=ended_s, is_resumable=is_resumable)
             )
 
     def problem(self, actor: str, detail: str) -> None:

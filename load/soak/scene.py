@@ -19,7 +19,7 @@ import orjson
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import PATHS, Address, Call, Endpoint, Fault, Message
-from penstock.load.client.transport import Transport, TransportKind, open_transport
+from penstock.load.client.transport import Transport, TransportKind, Wire
 from penstock.load.client.websocket import Lane, LaneSocket
 from penstock.load.soak.journal import Journal
 from penstock.load.workloads.datasets import WORDS
@@ -84,7 +84,9 @@ async def open_scene(
             journal=journal,
             transports={
                 name: await stack.enter_async_context(
-                    open_transport(kind, endpoint, base_url, api_key=api_key, stall_s=STALL_S)
+                    Wire(transport=kind, endpoint=endpoint, api_key=api_key, stall_s=STALL_S).open(
+                        base_url
+                    )
                 )
                 for name, (kind, endpoint) in TRANSPORTS.items()
             },

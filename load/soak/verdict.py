@@ -78,11 +78,7 @@ def costs(evidence: Evidence) -> list[Cost]:
     """The costs of the kinds that were to be applied."""
     journal, seen = evidence.journal, evidence.probing or Probing()
     samples = [*evidence.samples, evidence.after]
-    # From the prober's JSON come lists in place of tuples.
-    health, gaps, lags = (
-        sorted((at_s, value) for at_s, value in points)
-        for points in (_due(seen.health), seen.gaps, seen.lags)
-    )
+    health, gaps, lags = map(sorted, (_due(seen.health), seen.gaps, seen.lags))
     found = []
     for kind in evidence.kinds:
         times = [each for each in journal.adversities if each.kind is kind]

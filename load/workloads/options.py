@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Endpoint
-from penstock.load.client.transport import Transport, TransportKind, open_transport
+from penstock.load.client.transport import Wire
 from penstock.load.report.options import counts, positive, rates
 from penstock.load.workloads.datasets import (
     DEFAULT_VOCAB_SIZE,
@@ -30,31 +29,9 @@ from penstock.load.workloads.datasets import (
 from penstock.load.workloads.driver import (
     Arrivals,
     ClosedLoop,
-    History,
     OpenLoop,
     gamma_offsets,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
-    transport: TransportKind = "sse"
-    endpoint: Endpoint = "completions"
-    history: History = "full"
-    api_key: str | None = field(default=None, repr=False)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every body
-    stall_s: float = 60.0  # silence that counts as a fault
-
-    def __post_init__(self) -> None:
-        if self.history == "previous_response_id" and self.endpoint != "responses":
-            raise ConfigError("--history previous_response_id needs --endpoint responses")
-        if self.stall_s <= 0:
-            raise ConfigError("--stall-s must be positive")
-
-    def open(self, base_url: str) -> Transport:
-        return open_transport(
-            self.transport, self.endpoint, base_url, api_key=self.api_key, stall_s=self.stall_s
-        )
 
 
 def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +56,8 @@ def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
         default='{"temperature": 0}',
         help="JSON object with more fields of every request",
     )
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+        help="generate exactly max_tokens")  # fmt: skip
     add("--stall-s", type=float, default=60.0, help="seconds of silence that are a fault")
 
 
@@ -98,6 +77,7 @@ def wire_of(parsed: argparse.Namespace) -> Wire:
         history=parsed.history,
         api_key=parsed.api_key or keys.split(",")[0].strip() or None,
         extra=extra,
+        ignore_eos=parsed.ignore_eos,
         stall_s=parsed.stall_s,
     )
 
@@ -122,12 +102,6 @@ def add_dataset_arguments(
             help="number of dialogues; the maximum from a file",
         )
     add("--seed", type=int, default=0, help="seed of everything random")
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="generate exactly max_tokens",
-    )
     add("--vocab-size", type=positive,
         help="token ids drawn for --endpoint completions, which else are "
         f"{DEFAULT_VOCAB_SIZE:,}; the other endpoints get words")  # fmt: skip
@@ -211,13 +185,7 @@ def make_dialogues(
         not isinstance(turn.text, str) for dialogue in dialogues for turn in dialogue.turns
     ):
         raise ConfigError("token ids as prompts need --endpoint completions")
-    return [
-        replace(
-            dialogue,
-            turns=tuple(replace(turn, ignore_eos=parsed.ignore_eos) for turn in dialogue.turns),
-        )
-        for dialogue in dialogues
-    ]
+    return dialogues
 
 
 _DATASETS: Mapping[str, type[Dataset]] = {

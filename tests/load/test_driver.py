@@ -218,19 +218,18 @@ def test_history_by_id_sends_the_new_turn_alone(play: Play) -> None:
 def test_a_call_carries_all_its_turn_says(play: Play) -> None:
     turns = (
         Dialogue(turns=(Turn(text=(7, 8, 9), max_tokens=3),)),
-        Dialogue(turns=(Turn(text="hello", max_tokens=5, ignore_eos=False),)),
+        Dialogue(turns=(Turn(text="hello", max_tokens=5),)),
     )
     transport = FakeTransport()
-    result = play(
-        driver.run(transport, turns, arrivals=ClosedLoop(1), model="name", extra={"temperature": 0})
-    )
+    settings = {"model": "name", "extra": {"temperature": 0}, "ignore_eos": False}
+    result = play(driver.run(transport, turns, arrivals=ClosedLoop(1), **settings))
     ids, words = (call for _, call in transport.calls)
     assert (ids.prompt_token_ids, ids.messages, ids.max_tokens) == ((7, 8, 9), (), 3)
     assert [each.content for each in words.messages] == ["hello"]
-    assert (words.prompt_token_ids, words.ignore_eos, ids.ignore_eos) == ((), False, True)
+    assert (words.prompt_token_ids, words.ignore_eos, ids.ignore_eos) == ((), False, False)
     assert {ids.model, words.model} == {"name"}
     assert ids.extra == {"temperature": 0}
-    assert [record.expected_tokens for record in result.records] == [3, -1]
+    assert [record.expected_tokens for record in result.records] == [-1, -1]
 
 
 # -- ends -------------------------------------------------------------------------------------

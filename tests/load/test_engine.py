@@ -15,10 +15,9 @@ from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import EngineInfo
-from penstock.load.engine import Side, limit_rows, speeds
+from penstock.load.engine import Setting, Side, limit_rows, speeds
 from penstock.load.engine_runs import Phase, Run, Step, make_requests, run_requests
 from penstock.load.limits import Ceilings, ReadWeights
-from penstock.load.setting import Setting
 
 from .conftest import Penstock
 

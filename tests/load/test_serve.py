@@ -212,7 +212,7 @@ def test_a_flood_of_another_tenant_is_measured_beside_none(bench: Bench) -> None
         (("--history", "previous_response_id"), "needs --endpoint responses"),
         (("--extra-body", "{"), "--extra-body is not JSON"),
         (("--extra-body", "3"), "--extra-body must be a JSON object"),
-        (("--goodput", "speed:1"), "objectives are"),
+        (("--goodput", "speed:1"), "--goodput has the invalid value"),
         (("--input-len", "9-3"), "--input-len has the invalid value"),
         (("--stall-s", "0"), "--stall-s"),
         (("--burstiness", "2"), "needs --request-rate"),

@@ -36,11 +36,12 @@ def hold(
 ) -> list[dict[str, Any]]:
     """Complete every prompt with its number of tokens, `concurrency` at a time: the fields of
     `StreamRecord` that a library can fill."""
-    waiting, records, handles = list(enumerate(turns))[::-1], [], {}
+    waiting, records = list(enumerate(turns))[::-1], list[dict[str, Any]]()
+    handles: dict[int, tuple[Any, dict[str, Any]]] = {}
     while waiting or handles:
         while waiting and len(handles) < concurrency:
             number, (prompt, max_tokens) = waiting.pop()
-            record = {"dialogue": number, "scheduled_s": time.perf_counter(),
+            record: dict[str, Any] = {"dialogue": number, "scheduled_s": time.perf_counter(),
                       "prompt_tokens": len(prompt), "event_times_s": [],
                       "event_tokens": []}  # fmt: skip
             records.append(record)
