@@ -4,10 +4,6 @@ Requests go through engine cores in this process, configured as by `penstock ser
 gateway. `--compare` names settings, which take turns with the same requests: machines drift, so a
 ratio is the median of those of neighbouring runs. `--limits` shows how near a CPU comes to the most
 that its memory and instructions allow.
-
-    penstock bench engine --model DIR --compare "" "--quantization int8"
-    penstock bench engine --compare "" "--speculative-config.method ngram" --dataset jsonl …
-    penstock bench engine --compare "--num-threads 2" "--tensor-parallel-size 2"
 """
 
 from __future__ import annotations

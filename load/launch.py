@@ -64,6 +64,13 @@ def end(process: psutil.Process, *, within_s: float) -> None:
     psutil.wait_procs(processes, timeout=within_s)
 
 
+def end_as_interrupted() -> None:
+    """Let a terminated bench stop what it started and wake what it froze: asyncio cancels the main
+    task at SIGINT if this is its handler."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 async def freeze(process: psutil.Process, for_s: float) -> None:
     """Stop a process for a time. A shell does it, which wakes the process even if this one is
     killed."""

@@ -34,7 +34,7 @@ from penstock.engine.config import (
     ModelConfig,
 )
 from penstock.engine.demo.evaluate import Case, held_out_answers
-from penstock.engine.errors import ConfigError, InvalidRequestError
+from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.model_files import resolve_model
 from penstock.engine.models.backends import cpu_kernels, fastest
@@ -99,7 +99,7 @@ def corpus_texts(path: Path, tokenizer: Tokenizer, *, num_tokens: int, skip: int
 
 def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -> list[Text]:
     """Conversations of six turns, of the demo model's kind but in other words, that fit the model's
-    context; lines of text without a chat template. The last answer is judged. Raises ConfigError
+    context. The last answer is judged. Raises ConfigError
     if none fits."""
     tokenizer, template = Tokenizer.from_directory(path), ChatTemplate.from_directory(path)
     rng = random.Random(seed)
@@ -127,10 +127,7 @@ def _prompt(template: ChatTemplate, case: Case) -> str:
         for each in (*conversation.turns, turn)
         for role, content in (("user", each.user), ("assistant", each.assistant))
     ][:-1]
-    try:
-        return template.render(messages)
-    except InvalidRequestError:  # there is none
-        return "".join(f"{message['content']}\n" for message in messages)
+    return template.render(messages)
 
 
 # -- what is compared ----------------------------------------------------------------------------

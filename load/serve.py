@@ -125,7 +125,7 @@ def run(parsed: argparse.Namespace) -> int:
     runs = uvloop.run(_measure(parsed, targets, wire, loads))
     has_cap = all(load.concurrency is not None for load in loads)
     doubts = {text for each in runs for text in warnings(each.summary, has_cap=has_cap)}
-    parts = [_details(runs[0])] if len(runs) == 1 else [sweep_table(runs), best(runs)]
+    parts = [_details(runs[0])] if len(runs) == 1 else [sweep_table(runs)]
     if parsed.flood:
         parts.append(_flood_ratios(runs))
     parts += [f"warning: {text}" for text in sorted(doubts)]
@@ -403,14 +403,3 @@ def sweep_table(runs: Sequence[Run]) -> str:
         "faults": lambda point: f"{sum(each.summary.num_failed for each in point):,}",
     }
     return f"{table_of(points_of(runs).values(), columns)}\n\n{_NOTES}"
-
-
-def best(runs: Sequence[Run]) -> str:
-    """One line per server: its best load."""
-    lines = []
-    for name in dict.fromkeys(each.server for each in runs):
-        own = [point[0] for (server, *_), point in points_of(runs).items() if server == name]
-        most = max(own, key=lambda each: each.summary.output_tokens_per_s)
-        rate = most.summary.output_tokens_per_s
-        lines.append(f"- {name}: at most {rate:,.0f} output tokens/s, {most.load}")
-    return "\n".join(lines)

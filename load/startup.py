@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import uvloop
@@ -27,7 +27,7 @@ from penstock.load.launch import Started, server
 from penstock.load.machine import commit
 from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.summary import summarize
-from penstock.load.report.tables import publish, table, table_of
+from penstock.load.report.tables import publish, table
 from penstock.load.serve import Run, Target, measure, sweep_table
 from penstock.load.workloads.datasets import Lengths, RandomLengths, Words
 from penstock.load.workloads.driver import ClosedLoop
@@ -137,16 +137,15 @@ async def _speeds(started: Started, parsed: argparse.Namespace) -> list[Run]:
 
 
 def _times_table(starts: Sequence[Start]) -> str:
-    rows = {
+    times = {
         "ready": [start.ready_s for start in starts],
         "first token": [start.ready_s + start.first_token_s for start in starts],
     }
-    columns: dict[str, Callable[[tuple[str, list[float]]], str]] = {
-        "from the start of the process to": lambda row: row[0],
-        "s": lambda row: f"{statistics.median(row[1]):.2f}",
-        "min–max": lambda row: f"{min(row[1]):.2f}–{max(row[1]):.2f}",
-    }
-    return table_of(rows.items(), columns)
+    rows = [
+        [name, f"{statistics.median(each):.2f}", f"{min(each):.2f}–{max(each):.2f}"]
+        for name, each in times.items()
+    ]
+    return table(("from the start of the process to", "s", "min–max"), rows)
 
 
 def _memory_table(starts: Sequence[Start]) -> str:

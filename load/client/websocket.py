@@ -161,9 +161,8 @@ class WebSocketTransport:
     """Runs calls on sockets to one server.
 
     A call takes the socket with the fewest streams; if all lanes are in use, another socket is
-    opened. The streams of a lost socket are cut, and it is not used again. `num_sockets` are
-    opened at the start, so that their calls need not wait for a handshake; `stall_s` of silence
-    is a fault.
+    opened. The streams of a lost socket are cut, and it is not used again. `stall_s` of silence is
+    a fault.
     """
 
     def __init__(
@@ -171,14 +170,12 @@ class WebSocketTransport:
         base_url: str,
         *,
         api_key: str | None = None,
-        num_sockets: int = 1,
         stall_s: float = 60.0,
     ) -> None:
         address = Address.parse(base_url)
         scheme = "wss" if address.is_tls else "ws"
         self._url = f"{scheme}://{address.netloc}{address.prefix}{PATHS['responses']}"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._num_sockets = num_sockets
         self._stall_s = stall_s
         self._sockets: list[_Socket] = []
         self._session: aiohttp.ClientSession | None = None
@@ -187,8 +184,7 @@ class WebSocketTransport:
         self._session = aiohttp.ClientSession(
             headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
         )
-        sockets = [self._open() for _ in range(self._num_sockets)]
-        await asyncio.gather(*(socket.opening for socket in sockets))  # calls report errors
+        await self._open().opening  # calls report errors
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -1,6 +1,6 @@
 """`make gpu-bench`: ceilings, then figures as shares of them, on this machine's GPU.
 
-    PYTHONPATH=.namespace python3 -m penstock.load.gpu [--only SECTION,…]
+    PYTHONPATH=.namespace python3 -m penstock.load.gpu [--only SECTION…]
 
 That the kernels are right, the tests show that `make gpu` runs before. Sections run in turn.
 Every result is on disk at once, under `load/results/gpu` and, if
@@ -72,27 +72,17 @@ def measure(
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m penstock.load.gpu", description=__doc__)
     add = made.add_argument
-    add("--only", type=_names, default=tuple(SECTIONS), help=", ".join(SECTIONS))
+    add("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="default: all of them")
     add("--commit", help="commit of these sources, where git is not available")
     add("--out", type=Path, help="folder for the JSON")
     return made
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Comma-separated sections, in their order. Raises argparse.ArgumentTypeError for an unknown
-    one."""
-    chosen = text.split(",")
-    for name in chosen:
-        if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(SECTIONS)}")
-    return tuple(name for name in SECTIONS if name in chosen)
 
 
 def _paths(parsed: argparse.Namespace, about: dict[str, Any]) -> tuple[Path, ...]:
     """The JSON's paths; a run of some sections does not replace a run of all."""
     device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
     words = [about["date"], device]
-    if parsed.only != tuple(SECTIONS):
+    if parsed.only != [*SECTIONS]:
         words.extend(parsed.only)
     name = "-".join(words) + ".json"
     folders = [parsed.out or _RESULTS]

@@ -10,10 +10,10 @@ what cannot be installed, started or finished is in the report with its reason.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from penstock.engine.errors import ConfigError
-from penstock.load.launch import family
+from penstock.load.launch import end_as_interrupted, family
 from penstock.load.machine import commit, machine
 from penstock.load.peers import models, workloads
 from penstock.load.peers.environments import OURS, InstallError
@@ -70,12 +70,10 @@ def cpu_s(processes: Iterable[psutil.Process]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             times, name = process.cpu_times(), process.name()
-        except psutil.NoSuchProcess:
-            continue
-        name = "main" if name.startswith("python") else name
-        found[name] = found.get(name, 0.0) + times.user + times.system
+            name = "main" if name.startswith("python") else name
+            found[name] = found.get(name, 0.0) + times.user + times.system
     return found
 
 
@@ -83,10 +81,8 @@ def memory_bytes(processes: Iterable[psutil.Process]) -> int:
     """What they hold together: a page that several share counts once."""
     total = 0
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            continue
     return total
 
 
@@ -152,7 +148,7 @@ class Matrix:
                         names_of = {"setting": setting.name, "flags": str(setting)}
                         self.data["observations"].append({**start, **names_of, **seen})
                         left.remove(seen["workload"])
-                        _say(_line(seen))
+                        _say(f"  {seen['workload']}: {seen['output_tokens_per_s']:,.0f} tokens/s")
             except ConfigError as error:
                 _say(f"  failed: {error}")
                 failed = {
@@ -181,23 +177,13 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _line(seen: Row) -> str:
-    faults = f"  FAULTS {seen['faults']}" if seen["faults"] else ""
-    return (
-        f"  {seen['workload']:<9} {seen['output_tokens_per_s']:8,.0f} tokens/s"
-        f"  TTFT {seen['ttft_ms_p50']:6.1f} ms  ITL {seen['itl_ms_p50']:6.2f} ms{faults}"
-    )
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed = parser.parse_args(words)
     of_files = workloads.PLAN_OF_FILES.workloads
     if parsed.files and (others := {*(parsed.workloads or ())} - {*of_files}):
         parser.error(f"--workloads: files have none of {', '.join(sorted(others))}")
-    # Both signals act as Ctrl-C, with or without an event loop: everything started is stopped.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    end_as_interrupted()
     comparison = "gguf" if parsed.files else parsed.weights
     rivals = {
         rival.name: rival

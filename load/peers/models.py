@@ -1,9 +1,5 @@
 """The compared models: random weights of known shape, made on the spot.
 
-T is nearly nothing, so that the front end is measured; S and M are sizes that a CPU serves. GPT2
-has the shape of GPT-2 with 124 M parameters and a longer context. MOE is a small mixture of
-experts, of which a token needs an eighth.
-
 Prompts and answers consist of words that are one token each, so that a server can tell the text of
 every token at once: the output layer's rows of all other tokens are zero, and greedy decoding never
 picks one.

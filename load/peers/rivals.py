@@ -285,10 +285,8 @@ def _llamacpp_settings() -> Iterator[Setting]:
     threads = str(psutil.cpu_count() or 1)
     for num_slots, (num_tokens, workloads) in _SLOTS.items():
         slots = ("-t", threads, "-np", str(num_slots), "-c", str(num_slots * num_tokens))
-        for kind, flag in {"split": "--no-kv-unified", "unified": "--kv-unified"}.items():
-            if kind == "split" or num_slots > 1:
-                flags = (*slots, "-fa", "on", "--cache-ram", "0", flag)
-                yield Setting(name=f"{kind}-{num_slots}", flags=flags, workloads=workloads)
+        flags = (*slots, "-fa", "on", "--cache-ram", "0", "--no-kv-unified")
+        yield Setting(name=f"split-{num_slots}", flags=flags, workloads=workloads)
 
 
 _PENSTOCK = Rival(  # as for a user who sets nothing else

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,14 @@ def rates(text: str) -> tuple[float, ...]:
     if not all(number > 0 for number in numbers):  # infinite: all at once
         raise ValueError(text)
     return numbers
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ValueError if it is none."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 _OBJECTIVES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}

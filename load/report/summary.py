@@ -6,9 +6,8 @@
     TPOT    (E2E − TTFT) ÷ (output tokens − 1), of requests with two tokens or more
     rates   over the run, from its start to the end of its last request
 
-There are two differences, so that waiting shows: time counts from when a request was due, where
-vLLM counts from when it was sent; and an event without text (a role, an empty delta) is no first
-token. A request with a fault counts only in the counts, the faults, the peak and the send lag.
+An event without text (a role, an empty delta) is no first token. A request with a fault counts only
+in the counts, the faults, the peak and the send lag.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import signal
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -23,6 +22,7 @@ import aiohttp
 from tqdm import tqdm
 
 from penstock.engine.errors import ConfigError
+from penstock.load.launch import end_as_interrupted
 from penstock.load.report.options import add_out
 from penstock.load.report.tables import publish, table, table_of
 from penstock.load.soak import hostile, traffic
@@ -127,13 +127,6 @@ def run(parsed: argparse.Namespace) -> int:
         return soak_target(target, parsed)
 
 
-def end_as_interrupted() -> None:
-    """Let a terminated soak stop what it started and wake what it froze: asyncio cancels the
-    main task at SIGINT if this is its handler."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-
-
 def soak_target(target: Target, parsed: argparse.Namespace) -> int:
     """Soak a server; print and write the report; return 1 unless the verdict is clean."""
     has_kills = parsed.base_url is None if parsed.kills is None else parsed.kills
@@ -184,7 +177,7 @@ def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) ->
     journal = evidence.journal
     acts = ", ".join(f"{name} {num:,}" for name, num in sorted(journal.num_done.items()))
     streams = [[name, *(f"{count:,}" for count in counts)] for name, *counts in _streams(evidence)]
-    victims = Counter(kill.victim for kill in journal.kills)
+    victims = Counter(kill.victim for kill in journal.of(Kind.KILL))
     kills = ", ".join(f"{victim} {num}" for victim, num in victims.items()) or "none"
     return "\n\n".join(
         [

@@ -116,9 +116,8 @@ class Journal:
         """Kills and freezes."""
         return [each for each in self.adversities if each.is_outage]
 
-    @property
-    def kills(self) -> list[Adversity]:
-        return [each for each in self.adversities if each.kind is Kind.KILL]
+    def of(self, kind: Kind) -> list[Adversity]:
+        return [each for each in self.adversities if each.kind is kind]
 
     @contextlib.contextmanager
     def applying(self, kind: Kind, victim: str = "") -> Iterator[None]:

@@ -28,6 +28,7 @@ from penstock.load.soak.scene import (
     Scene,
     open_lane,
     open_socket,
+    post,
     slow_session,
     unended,
 )
@@ -264,21 +265,11 @@ async def cancel_by_id(scene: Scene, rng: random.Random) -> None:
         await lane.heard.wait()
         await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
         if lane.record.response_id:
-            await _cancel(scene, lane.record.response_id)
+            path = f"{_PATH}/{lane.record.response_id}/cancel"
+            await post(scene, path, b"", actor="cancel by id", statuses=(200,))
         await asyncio.gather(reading, return_exceptions=True)
         unended(lane)
     _check_end(scene, "cancel by id", lane.record)
-
-
-async def _cancel(scene: Scene, response_id: str) -> None:
-    try:
-        async with scene.http.post(f"{_PATH}/{response_id}/cancel") as response:
-            said = await response.read()
-    except _BROKEN as error:
-        scene.journal.problem("cancel by id", f"no answer: {error!r}")
-        return
-    if response.status != 200:
-        scene.journal.problem("cancel by id", f"answered {response.status} {said[:200]!r}")
 
 
 async def _carry(

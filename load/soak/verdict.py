@@ -81,7 +81,7 @@ def costs(evidence: Evidence) -> list[Cost]:
     health, gaps, lags = map(sorted, (_due(seen.health), seen.gaps, seen.lags))
     found = []
     for kind in evidence.kinds:
-        times = [each for each in journal.adversities if each.kind is kind]
+        times = journal.of(kind)
         met = [
             outcome
             for outcome in journal.outcomes
@@ -128,20 +128,20 @@ def _cost_findings(found: Sequence[Cost]) -> Iterator[Finding]:
             yield Finding(f"memory after {kind}", detail)
         if limits.is_compared and plain is not None:
             what = f"other streams during {kind}"
-            yield from _gaps(f"p99 of {what}", what, cost.gap_p99_s, plain.gap_p99_s)
+            yield from _gaps(what, "p99 of their gaps", cost.gap_p99_s, plain.gap_p99_s)
             bar = THROUGHPUT_RATIO * plain.events_per_s
             if cost.gap_p99_s is not None and cost.events_per_s < bar:
                 detail = f"{cost.events_per_s:,.0f} events a second, the bar is {bar:,.0f}"
                 yield Finding(what, detail)
         if kind is Kind.LARGE_PROMPTS and calm is not None:
             what = f"largest gap of other streams during {kind}"
-            yield from _gaps(what, what, cost.largest_gap_s, calm.largest_gap_s)
+            yield from _gaps(what, "it is", cost.largest_gap_s, calm.largest_gap_s)
 
 
-def _gaps(name: str, what: str, seen_s: float | None, without_s: float | None) -> Iterator[Finding]:
+def _gaps(what: str, name: str, seen_s: float | None, without_s: float | None) -> Iterator[Finding]:
     """A gap that is more than twice what it is without."""
     bar_s = None if without_s is None else GAP_RATIO * without_s
-    detail = f"{name}: {_ms(seen_s)}, without {_ms(without_s)}; the bar is {GAP_RATIO:g} times that"
+    detail = f"{name} {_ms(seen_s)}, without {_ms(without_s)}; the bar is {GAP_RATIO:g} times that"
     yield from _above(what, seen_s, bar_s, detail)
 
 
@@ -318,28 +318,22 @@ def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
         points = [point for point in life if point[0] >= life[0][0] + warmup_s]
         if len(points) >= _MIN_FIT_SAMPLES:
             times, sizes = zip(*points, strict=True)
-            middle = len(points) // 2
-            bytes_per_s = min(_bytes_per_s(points[:middle]), _bytes_per_s(points[middle:]))
+            middle, fifth = len(points) // 2, max(1, len(points) // 5)
+            halves = (np.array(half).T for half in (points[:middle], points[middle:]))
+            bytes_per_s = min(
+                float(np.polyfit(at_s - at_s[0], size, 1)[0]) for at_s, size in halves
+            )
+            growth = statistics.median(sizes[-fifth:]) - statistics.median(sizes[:fifth])
             found.append(
                 Slope(
                     name=name,
                     pid=pid,
                     kib_per_min=bytes_per_s * 60 / _KIB,
-                    growth_mib=_growth_bytes(sizes) / _MIB,
+                    growth_mib=growth / _MIB,
                     duration_s=times[-1] - times[0],
                 )
             )
     return found
-
-
-def _bytes_per_s(points: Sequence[tuple[float, int]]) -> float:
-    times, sizes = zip(*points, strict=True)
-    return statistics.linear_regression(times, sizes).slope
-
-
-def _growth_bytes(sizes: Sequence[int]) -> float:
-    num = max(1, len(sizes) // 5)
-    return statistics.median(sizes[-num:]) - statistics.median(sizes[:num])
 
 
 def _stream_findings(journal: Journal, *, began_s: float) -> Iterator[Finding]:
@@ -404,7 +398,7 @@ def _process_findings(evidence: Evidence) -> Iterator[Finding]:
     for process in evidence.before.processes:
         if process.name not in after:
             yield Finding(f"process {process.name}", "it is gone")
-        elif after[process.name] != process.pid and not evidence.journal.kills:
+        elif after[process.name] != process.pid and not evidence.journal.of(Kind.KILL):
             yield Finding(f"process {process.name}", "it is another one now")
 
 

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import orjson
-
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Endpoint
 from penstock.load.client.transport import Wire
-from penstock.load.report.options import counts, positive, rates
+from penstock.load.report.options import counts, json_object, positive, rates
 from penstock.load.workloads.datasets import (
     DEFAULT_VOCAB_SIZE,
     Conversations,
@@ -53,6 +51,7 @@ def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", help="default: the first in PENSTOCK_API_KEY")
     add(
         "--extra-body",
+        type=json_object,
         default='{"temperature": 0}',
         help="JSON object with more fields of every request",
     )
@@ -63,12 +62,6 @@ def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
 
 def wire_of(parsed: argparse.Namespace) -> Wire:
     """Raises ConfigError for arguments that cannot be combined."""
-    try:
-        extra = orjson.loads(parsed.extra_body)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--extra-body is not JSON: {error}") from error
-    if not isinstance(extra, dict):
-        raise ConfigError("--extra-body must be a JSON object")
     keys = os.environ.get("PENSTOCK_API_KEY", "")
     return Wire(
         transport=parsed.transport,
@@ -76,7 +69,7 @@ def wire_of(parsed: argparse.Namespace) -> Wire:
         or ("responses" if parsed.transport == "websocket" else "completions"),
         history=parsed.history,
         api_key=parsed.api_key or keys.split(",")[0].strip() or None,
-        extra=extra,
+        extra=parsed.extra_body,
         ignore_eos=parsed.ignore_eos,
         stall_s=parsed.stall_s,
     )

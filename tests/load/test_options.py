@@ -69,20 +69,6 @@ def test_loads_follow_from_the_arguments() -> None:
     assert [load.rate for load in loads_of(parse("--request-rate", "2,0.5"))] == [0.5, 2]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--burstiness", "2"),
-        ("--burstiness", "0", "--request-rate", "1"),
-        ("--burstiness", "2", "--max-concurrency", "4"),
-        ("--request-rate", "1", "--max-concurrency", "1,2"),
-    ],
-)
-def test_loads_without_sense_are_refused(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError):
-        loads_of(parse(*arguments))
-
-
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_are_gamma_distributed_and_end_where_the_rate_says(burstiness: float) -> None:
     offsets_s = gamma_offsets(20_000, rate=8.0, burstiness=burstiness)

@@ -16,7 +16,7 @@ import pytest
 from penstock.load import serve as bench_serve
 from penstock.load.launch import Started
 from penstock.load.report.summary import summarize
-from penstock.load.serve import Run, best, points_of, sweep_table
+from penstock.load.serve import Run, points_of, sweep_table
 from penstock.load.workloads.options import Load
 
 from ..support.synthetic.server import SyntheticServer, serve
@@ -160,7 +160,6 @@ def test_servers_take_turns(bench: Bench, server: SyntheticServer) -> None:
     assert found == [("full", 1), ("wide", 1), ("full", 2), ("wide", 2)]
     assert [run["summary"]["peak_concurrency"] for run in runs[1::2]] == [1, 2]
     assert sum(line.startswith("| ") for line in printed.splitlines()) == 2 + 4
-    assert "- wide: at most" in printed
 
 
 def test_rates_and_repeats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +185,6 @@ def test_a_point_is_its_median_run() -> None:
     assert point[0] is runs[2]
     [lower] = points_of(runs[:2]).values()
     assert lower[0] is runs[1]
-    assert best([*runs, run_at(2, tokens_per_s=25)]).endswith("25 output tokens/s, 2 in flight")
     row = sweep_table(runs).splitlines()[2].split("|")
     assert [cell.strip() for cell in row[1:6]] == ["a", "1 in flight", "20", "3.00", "0.50"]
 
@@ -210,8 +208,8 @@ def test_a_flood_of_another_tenant_is_measured_beside_none(bench: Bench) -> None
         (("--base-url", "a=x", "--base-url", "a=y"), "must be URL or NAME=URL, each once"),
         (("--transport", "websocket", "--endpoint", "chat"), "supports only the endpoint"),
         (("--history", "previous_response_id"), "needs --endpoint responses"),
-        (("--extra-body", "{"), "--extra-body is not JSON"),
-        (("--extra-body", "3"), "--extra-body must be a JSON object"),
+        (("--extra-body", "{"), "--extra-body has the invalid value"),
+        (("--extra-body", "3"), "--extra-body has the invalid value"),
         (("--goodput", "speed:1"), "--goodput has the invalid value"),
         (("--input-len", "9-3"), "--input-len has the invalid value"),
         (("--stall-s", "0"), "--stall-s"),
