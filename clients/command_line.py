@@ -21,6 +21,7 @@ COMMANDS = {
     "status": "show a server's engines",
     "chat": "chat with a server in the terminal",
     "models": "list the models here, or say whether and how one would run",
+    "data": "show, delete, export or import the chats on this machine",
     "bench": "measure parts of penstock on this machine",
 }
 _MAX_CHARS = 1000

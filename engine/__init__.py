@@ -1,7 +1,7 @@
 """penstock's engine: continuous batching over a paged KV cache.
 
-This is the torch-free public surface. Names that need a third-party package are loaded on first
-use, so the supervisor can read settings without importing any; only `LLM` loads torch.
+This is the torch-free public surface. Names that need a third-party package, or much else, are
+loaded on first use, so the supervisor can read settings without; only `LLM` loads torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from penstock.engine.errors import (
     ModelLoadError,
     PromptTooLongError,
 )
-from penstock.engine.lora.request import LoRARequest
 from penstock.engine.request import (
     BeamSearch,
     FinishReason,
@@ -32,8 +31,9 @@ from penstock.engine.request import (
 from penstock.engine.structured_outputs.forms import structured_outputs
 
 if TYPE_CHECKING:
-    from penstock.engine.llm import LLM
-    from penstock.engine.llm_outputs import CompletionOutput, PromptOutput
+    from penstock.engine.offline.llm import LLM
+    from penstock.engine.offline.lora_request import LoRARequest
+    from penstock.engine.offline.outputs import CompletionOutput, PromptOutput
     from penstock.engine.text import ChatTemplate, OutputText, Tokenizer
 
 __all__ = [
@@ -64,10 +64,11 @@ __all__ = [
 
 _LAZY = {
     "ChatTemplate": "penstock.engine.text",
-    "CompletionOutput": "penstock.engine.llm_outputs",
-    "LLM": "penstock.engine.llm",
+    "CompletionOutput": "penstock.engine.offline.outputs",
+    "LLM": "penstock.engine.offline.llm",
+    "LoRARequest": "penstock.engine.offline.lora_request",
     "OutputText": "penstock.engine.text",
-    "PromptOutput": "penstock.engine.llm_outputs",
+    "PromptOutput": "penstock.engine.offline.outputs",
     "Tokenizer": "penstock.engine.text",
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.engine.pooling import PoolingParams
+from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.request import FinishReason, ImageInput, SamplingParams, TokenLogprobs
 
 

@@ -9,9 +9,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from penstock.engine.errors import ConfigError
+from penstock.engine.settings.declaration import Group, Need, Part, Section, setting
+from penstock.engine.settings.kinds import (
+    COUNT,
+    FILE,
+    INTERVAL,
+    JSON,
+    NAME,
+    NUMBER,
+    POSITIVE_MILLISECONDS,
+    SIZE,
+    Kind,
+    one_of,
+    parse_gib,
+    parse_tokens,
+    whole,
+)
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
@@ -20,11 +36,10 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 KVCacheDType = Literal["auto", "fp8", "int8"]
 CudagraphMode = Literal["auto", "none", "piecewise", "full"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
-MODEL_IMPLS: tuple[ModelImpl, ...] = ("auto", "native", "transformers")
-QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
-KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "int8")
-CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
+Device = Literal["auto", "cpu", "cuda"]
+DTYPES: tuple[DType, ...] = get_args(DType)
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = get_args(KVCacheDType)
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle3")
 MAX_SPECULATIVE_TOKENS = 31
 MAX_PROMPT_LOOKUP = 16  # a drafter notes an n-gram of each length at every token
@@ -35,75 +50,111 @@ MAX_RANKS = 64
 MAX_LOGPROBS = 20  # alternatives beside a token
 FITTING_LEN = -1  # as `max_model_len`
 MAX_LORAS = 8  # at once, unless said otherwise
+_MAX_COUNT = 1_000_000  # of sequences and tokens per step; buffers of this size still fit
+_ADAPTER_KEYS = {"name", "path", "base_model_name"}
+
+# What vLLM calls a checkpoint's own quantization; `bitsandbytes` rounds a dense one to 4 bits.
+_QUANTIZATION_SPELLINGS = {
+    **dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "modelopt",
+         "modelopt_fp4", "mxfp4", "gpt_oss_mxfp4", "auto-round", "moe_wna16"), "none"),
+    "bitsandbytes": "int4",
+}  # fmt: skip
+_LOAD_FORMATS = ("safetensors", "hf", "gguf", "mistral", "bitsandbytes", "fastsafetensors",
+                 "runai_streamer")  # fmt: skip
+
+
+def _is_override(text: str) -> bool:
+    pattern, _, kind = text.rpartition("=")
+    return pattern != "" and kind in QUANTIZATIONS
+
+
+def _adapters(text: str) -> list[str]:
+    """`NAME=PATH` of an adapter in this form, in JSON, or of those of a JSON list."""
+    if not text.lstrip().startswith(("{", "[")):
+        return [text]
+    found = json.loads(text)
+    found = found if isinstance(found, list) else [found]
+    for each in found:
+        if not (isinstance(each, dict) and {"name", "path"} <= each.keys() <= _ADAPTER_KEYS):
+            raise ValueError(f"{text!r} is no adapter")
+    return [f"{each['name']}={each['path']}" for each in found]
+
+
+MODEL = Kind("MODEL", "a text")
+CONTEXT = Kind(
+    "N", "a number of tokens such as 4096, 32k or 32K, or auto",
+    lambda text: FITTING_LEN if text in ("auto", "-1") else parse_tokens(text),
+    lambda value: value == FITTING_LEN or value >= 1,
+)  # fmt: skip
+TOKENS = Kind("N", f"a number of tokens from 1 to {_MAX_COUNT}, such as 8192, 8k or 8K",
+              parse_tokens, lambda value: 1 <= value <= _MAX_COUNT)  # fmt: skip
+OVERRIDE = Kind("MODULE=KIND", "MODULE=KIND, such as lm_head=int8, with one of "
+                f"{', '.join(QUANTIZATIONS)}", accepts=_is_override)  # fmt: skip
+ADAPTER = Kind("NAME=PATH", 'NAME=PATH, or {"name": …, "path": …}', _adapters,
+               lambda text: all(text.partition("=")))  # fmt: skip
+BLOCK_SIZE = Kind("N", f"an even number from 2 to {MAX_BLOCK_SIZE}", int,
+                  lambda value: value % 2 == 0 and 2 <= value <= MAX_BLOCK_SIZE)  # fmt: skip
+SHARE = Kind("SHARE", "more than 0 and at most 1", float, lambda value: 0.0 < value <= 1.0)
+GIB = Kind("GIB", "a number of GiB from 0 to 1000000, or a size such as 512M", parse_gib,
+           lambda value: 0.0 <= value <= 1e6)  # fmt: skip
+RANKS = whole(1, MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Which model, and how its weights are loaded.
+class ModelConfig(Section):
+    """Which model, and how its weights are loaded."""
 
-    Attributes:
-        model: a directory, a GGUF file, a Hugging Face Hub id, or the name of a packaged model
-            (`demo`, `smollm2`).
-        tokenizer: another model, as `model` names one, whose tokenizer and chat template are used.
-        tokenizer_revision: of `tokenizer` or, without one, of the model's own.
-        chat_template: a file with a template, or its text, instead of all of the model's own.
-        revision: branch, tag or commit on the Hub.
-        download_dir: for models of the Hub; None: the Hub's own cache.
-        hf_overrides: a JSON object: fields that replace those of `config.json`.
-        rope_scaling, rope_theta: two of them: the first a JSON object.
-        model_impl: `native` is one of our own families, `transformers` the library's code over our
-            cache and products; `auto` is the first where there is one that has the model's options.
-        trust_remote_code: run Python code that comes with the model, where `transformers` does not
-            know its architecture.
-        quantization: of a dense checkpoint's matrices at load.
-        quantization_override: `PATTERN=KIND`: another quantization for the modules of this name, or
-            pattern as in a shell; the first that matches counts.
-        quantization_exclude: names or patterns of modules that stay as they are.
-        quantize_activations: round the inputs of quantized matrices to bytes at run time; on a GPU
-            those of matrices of 8 bits.
-        max_model_len: context in tokens; None uses the model's own, and `FITTING_LEN` as much of it
-            as the KV cache has room for.
-        generation_config: `auto` reads EOS ids and sampling defaults from the model's
-            `generation_config.json`, and EOS ids from elsewhere too; `none` ignores that file.
-        override_generation_config: a JSON object: fields that replace those of the file, or are
-            there without it.
-        seed: of dummy weights, 0 if None; a gateway draws from it the seeds of requests without.
-    """
-
-    model: str = DEMO_MODEL
-    tokenizer: str | None = None
-    tokenizer_revision: str | None = None
-    chat_template: str | None = None
-    revision: str | None = None
-    download_dir: str | None = None
-    hf_overrides: str | None = None
-    rope_scaling: str | None = None
-    rope_theta: float | None = None
-    model_impl: ModelImpl = "auto"
-    trust_remote_code: bool = False
-    dtype: DType = "auto"
-    quantization: Quantization = "none"
-    quantization_override: tuple[str, ...] = ()
-    quantization_exclude: tuple[str, ...] = ()
-    quantize_activations: bool = True
-    load_format: Literal["auto", "dummy"] = "auto"
-    max_model_len: int | None = None
-    generation_config: Literal["auto", "none"] = "auto"
-    override_generation_config: str | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        _check(
-            self.model_impl in MODEL_IMPLS,
-            f"--model-impl must be one of {', '.join(MODEL_IMPLS)}, not {self.model_impl!r}",
-        )
-        for text in self.quantization_override:
-            pattern, _, kind = text.rpartition("=")
-            _check(
-                pattern != "" and kind in QUANTIZATIONS,
-                f"--quantization-override must be MODULE=KIND, such as lm_head=int8, with one of "
-                f"{', '.join(QUANTIZATIONS)}, not {text!r}",
-            )
+    # fmt: off
+    model: str = setting(DEMO_MODEL, Group.MODEL, "the same as MODEL", MODEL, is_daily=True)
+    tokenizer: str | None = setting(None, Group.MODEL, "another model, whose tokenizer and chat "
+        "template are used: a directory, a GGUF file or a Hub id", is_daily=True)
+    revision: str | None = setting(None, Group.MODEL, "branch, tag or commit of a model on the Hub",
+        is_daily=True)
+    tokenizer_revision: str | None = setting(None, Group.MODEL, "the same of the tokenizer; "
+        "default: of the model's own, that of the model")
+    download_dir: str | None = setting(None, Group.MODEL, "directory for models of the Hub; "
+        "default: the Hub's own cache", FILE)
+    hf_overrides: str | None = setting(None, Group.MODEL, "fields that replace those of the "
+        'model\'s config.json, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, '
+        '"original_max_position_embeddings": 32768}}', JSON,
+        parts={"rope-scaling": Part("rope_scaling", JSON),
+        "rope-theta": Part("rope_theta", NUMBER)})
+    model_impl: ModelImpl = setting("auto", Group.MODEL, "native: one of our own families; "
+        "transformers: the library's code over our cache and matrix products; auto: native where "
+        "there is one that has the model's options", one_of(ModelImpl))
+    trust_remote_code: bool = setting(False, Group.MODEL, "run Python code that comes with a "
+        "model. Read it first: it may do whatever this user may", is_daily=True)
+    dtype: DType = setting("auto", Group.MODEL, "type of weights and activations", one_of(DType),
+        spellings={"half": "float16", "float": "float32"}, is_daily=True)
+    quantization: Quantization = setting("none", Group.MODEL, "store a dense checkpoint's matrices "
+        "in fewer bits: less memory, faster, less exact; how a quantized one is stored, it says "
+        "itself", one_of(Quantization), aliases=("-q",), spellings=_QUANTIZATION_SPELLINGS,
+        is_daily=True)
+    # Patterns as in a shell; the first that matches counts.
+    quantization_override: tuple[str, ...] = setting((), Group.MODEL, "another quantization for a "
+        "module, such as lm_head=int8; may be repeated", OVERRIDE)
+    quantization_exclude: tuple[str, ...] = setting((), Group.MODEL, "a module to leave as it is, "
+        "such as lm_head or model.layers.0.*; may be repeated", NAME)
+    quantize_activations: bool = setting(True, Group.MODEL, "round the inputs of quantized "
+        "matrices to bytes, for speed (on a GPU: of matrices in 8 bits); off: slower, more exact")
+    load_format: Literal["auto", "dummy"] = setting("auto", Group.MODEL, "dummy: random weights, "
+        "for measuring", one_of(("auto", "dummy")), spellings=dict.fromkeys(_LOAD_FORMATS, "auto"))
+    max_model_len: int | None = setting(None, Group.MODEL, "context length in tokens; default: the "
+        "model's own; auto: as much of it as the KV cache has room for", CONTEXT, is_daily=True)
+    chat_template: str | None = setting(None, Group.MODEL, "file with a chat template, or its "
+        "text, instead of all of the model's own", FILE, aliases=("--chat-template-file",),
+        is_daily=True)
+    # With `none`, EOS ids come from elsewhere.
+    generation_config: Literal["auto", "none"] = setting("auto", Group.MODEL, "auto: take sampling "
+        "defaults and EOS from generation_config.json", one_of(("auto", "none")),
+        spellings={"vllm": "none"})
+    override_generation_config: str | None = setting(None, Group.MODEL, "sampling defaults before "
+        'the model\'s own, such as {"temperature": 0.5}', JSON, is_daily=True)
+    seed: int | None = setting(None, Group.MODEL, "draw the seeds of requests without one from "
+        "this, in the order in which they come; and the random weights of --load-format dummy",
+        whole(), is_daily=True)
+    # fmt: on
 
     @property
     def wanted_max_model_len(self) -> int | None:
@@ -112,16 +163,11 @@ class ModelConfig:
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        found = _object("--hf-overrides", self.hf_overrides)
-        if self.rope_scaling is not None:
-            found["rope_scaling"] = _object("--rope-scaling", self.rope_scaling)
-        if self.rope_theta is not None:
-            found["rope_theta"] = self.rope_theta
-        return found
+        return _object(self.hf_overrides)
 
     @property
     def generation_overrides(self) -> dict[str, Any]:
-        return _object("--override-generation-config", self.override_generation_config)
+        return _object(self.override_generation_config)
 
     @property
     def quantization_rules(self) -> dict[str, Quantization]:
@@ -134,54 +180,31 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """Memory for KV blocks.
+class CacheConfig(Section):
+    """Memory for KV blocks."""
 
-    Attributes:
-        block_size: tokens of a block; even, since the CPU kernels keep positions in pairs.
-        kv_cache_dtype: `auto` is the model's dtype; `fp8` (e4m3) halves a token's KV; `int8`, on a
-            CPU only, nearly does, more exactly: each key and value has a scale.
-        kv_cache_memory_bytes: bytes for the device pool; None uses a share of the free memory.
-        gpu_memory_utilization: the share of a GPU's memory that this engine may use in total.
-        num_blocks: overrides the device pool's size, in blocks.
-        enable_prefix_caching: share KV between requests whose tokens start alike.
-        swap_space: GiB of host memory for the second tier; None uses a moderate share of the free
-            memory, 0 turns the tier off.
-        num_host_blocks: overrides the host tier's size, in blocks.
-        mm_encoder_cache_bytes: of the features of images, which are kept for further requests.
-    """
-
-    block_size: int = 16
-    kv_cache_dtype: KVCacheDType = "auto"
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    num_blocks: int | None = None
-    enable_prefix_caching: bool = True
-    swap_space: float | None = None
-    num_host_blocks: int | None = None
-    mm_encoder_cache_bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        # On a CPU the kernels keep positions in pairs; an odd size would leave all of it to torch.
-        _check(
-            self.block_size % 2 == 0 and 2 <= self.block_size <= MAX_BLOCK_SIZE,
-            f"--block-size must be an even number from 2 to {MAX_BLOCK_SIZE}, "
-            f"not {self.block_size}",
-        )
-        share = self.gpu_memory_utilization
-        _check(
-            0.0 < share <= 1.0,
-            f"--gpu-memory-utilization must be more than 0 and at most 1, not {share}",
-        )
-        _check(self.num_blocks is None or self.num_blocks >= 1, "--num-blocks must be at least 1")
-        _check(
-            self.swap_space is None or 0.0 <= self.swap_space <= 1e6,
-            f"--swap-space must be a number of GiB from 0 to 1000000, not {self.swap_space}",
-        )
-        _check(
-            self.num_host_blocks is None or self.num_host_blocks >= 0,
-            "--num-host-blocks must not be negative",
-        )
+    # fmt: off
+    kv_cache_memory_bytes: int | None = setting(None, Group.MEMORY, "memory for KV blocks; "
+        "default: a share of free memory", SIZE, aliases=("--kv-cache-memory",), is_daily=True)
+    gpu_memory_utilization: float = setting(0.9, Group.MEMORY, "share of the GPU's memory to use "
+        "in total", SHARE, aliases=("--device-memory-utilization",), is_daily=True)
+    kv_cache_dtype: KVCacheDType = setting("auto", Group.MEMORY, "fp8: half the KV memory per "
+        "token, slightly less exact; int8: as little, more exact, on a CPU", one_of(KVCacheDType),
+        spellings={"fp8_e4m3": "fp8"}, is_daily=True)
+    swap_space: float | None = setting(None, Group.MEMORY, "GiB of host memory for KV that does "
+        "not fit on the device; 0: none; default: a moderate share of free memory", GIB,
+        aliases=("--kv-offloading-size",), is_daily=True)
+    enable_prefix_caching: bool = setting(True, Group.MEMORY, "share KV between requests that "
+        "begin with the same tokens", is_daily=True)
+    num_blocks: int | None = setting(None, Group.MEMORY, "number of KV blocks, instead of a size",
+        COUNT, aliases=("--num-gpu-blocks-override",))
+    num_host_blocks: int | None = setting(None, Group.MEMORY, "KV blocks in host memory, instead "
+        "of --swap-space", whole(0))
+    # Even, since the CPU kernels keep positions in pairs.
+    block_size: int = setting(16, Group.MEMORY, "tokens per KV block; an even number", BLOCK_SIZE)
+    mm_encoder_cache_bytes: int = setting(256 << 20, Group.MEMORY, "memory for the features of "
+        "images that are kept for further requests", SIZE)
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,21 +233,14 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, value: str | Mapping[str, str | int] | None) -> SpeculativeConfig | None:
-        """From a JSON object or a mapping; None: no speculation.
+        """From a JSON object, as text or mapping; None: no speculation.
 
         Raises:
             ConfigError: names the key at fault.
         """
         if value is None:
             return None
-        found: Any = value
-        if isinstance(value, str):
-            try:
-                found = json.loads(value)
-            except ValueError as error:
-                raise ConfigError(f"--speculative-config is not JSON: {error}") from error
-        if not isinstance(found, Mapping):
-            raise ConfigError("--speculative-config must be a JSON object")
+        found: Mapping[str, Any] = json.loads(value) if isinstance(value, str) else value
         known = [item.name for item in fields(cls)]
         for name in found:
             _check(
@@ -273,84 +289,80 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(Section):
     """Budgets of one step.
 
     Attributes:
-        max_num_seqs: sequences running at once.
-        max_num_batched_tokens: tokens computed per step over all sequences.
-        enable_chunked_prefill: a prompt may be computed over several steps. Off, a prompt is
-            computed in one step, so `max_num_batched_tokens` must cover the context.
-        max_stall_ms: how long prompts may delay decoding sequences in one step; longer prompts are
-            computed in smaller chunks.
         max_steps_in_flight: batches handed to the device before the first result is awaited; None
             means 2 on a GPU, which runs one while the next is planned, and 1 on a CPU; where the
             layers are cut into stages, one for each.
-        scheduling_policy: `fcfs` orders by arrival; `priority` by the requests' priority first.
-        priority_aging_s: under `priority`, seconds of waiting that move a request up by one.
-        preemption: what happens to a victim's KV when blocks run out: `swap` moves it to host
-            memory, `recompute` drops it, `auto` picks the cheaper one by measured rates.
-        speculative_config: how tokens are drafted, as `SpeculativeConfig.parse` takes it.
     """
 
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
-    enable_chunked_prefill: bool = True
-    max_stall_ms: float = 500.0
+    # fmt: off
+    max_num_seqs: int = setting(128, Group.SCHEDULING, "sequences running at once",
+        whole(1, _MAX_COUNT), is_daily=True)
+    max_num_batched_tokens: int = setting(2048, Group.SCHEDULING, "tokens computed per step",
+        TOKENS, is_daily=True)
+    speculative_config: str | Mapping[str, str | int] | None = setting(None, Group.SCHEDULING,
+        'draft several tokens a step, which changes no token: {"method": "ngram"} where the text '
+        'repeats itself, {"model": DIRECTORY_OR_ID} by a smaller model, {"method": "eagle3", '
+        '"model": …} by an EAGLE-3 head (CPU only); "num_speculative_tokens": at most so many',
+        JSON, parts={"spec-method": Part("method"), "spec-model": Part("model"),
+        "spec-tokens": Part("num_speculative_tokens", COUNT)}, is_daily=True)
+    scheduling_policy: SchedulingPolicy = setting("fcfs", Group.SCHEDULING, "fcfs: by arrival; "
+        "priority: by the requests' priority first", one_of(SchedulingPolicy))
+    priority_aging_s: float = setting(30.0, Group.SCHEDULING, "waiting time that raises a request "
+        "by one priority", INTERVAL)
+    # Off, `max_num_batched_tokens` must cover the context.
+    enable_chunked_prefill: bool = setting(True, Group.SCHEDULING, "compute a long prompt over "
+        "several steps")
+    max_stall_ms: float = setting(500.0, Group.SCHEDULING, "how long prompts may delay running "
+        "streams in one step", POSITIVE_MILLISECONDS)
+    preemption: PreemptionMode = setting("auto", Group.SCHEDULING, "what happens to a sequence's "
+        "KV when blocks run out; auto: whichever costs less", one_of(PreemptionMode),
+        aliases=("--preemption-mode",))
+    # fmt: on
     max_steps_in_flight: int | None = None
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    priority_aging_s: float = 30.0
-    preemption: PreemptionMode = "auto"
-    speculative_config: str | Mapping[str, str | int] | None = None
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
         return SpeculativeConfig.parse(self.speculative_config)
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         SpeculativeConfig.parse(self.speculative_config)
-        _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
-        _check(self.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be at least 1")
-        _check(0.0 < self.max_stall_ms < float("inf"), "--max-stall-ms must be more than 0")
         in_flight = self.max_steps_in_flight
         _check(in_flight is None or in_flight >= 1, "max_steps_in_flight must be at least 1")
-        _check(0.0 < self.priority_aging_s < float("inf"), "--priority-aging-s must be more than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceConfig:
-    """Where the model runs. `auto` is CUDA if available, else the CPU.
+class DeviceConfig(Section):
+    """Where the model runs.
 
     Attributes:
-        num_threads: compute threads of a rank on a CPU; None derives the number from the cores.
-        tensor_parallel_size: processes that share each matrix of the model.
-        pipeline_parallel_size: parts into which its layers are cut, each with such processes.
-        deterministic: refuse to start where a result may depend on the batch, a prompt's chunks,
-            preemption or the prefix cache.
-        cudagraph_mode: what a GPU replays from graphs: `full`, decode batches whole and other
-            batches between attention calls; `piecewise`, all batches between attention calls;
-            `none`. `auto` is `full` on a GPU.
         num_sharing: engines that share this machine's memory and cores.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    deterministic: bool = False
-    cudagraph_mode: CudagraphMode = "auto"
+    # fmt: off
+    device: Device = setting("auto", Group.MODEL, "where the model runs; auto: on CUDA if there is "
+        "a GPU", one_of(Device), is_daily=True)
+    num_threads: int | None = setting(None, Group.MODEL, "CPU threads of the engine, or of each of "
+        "its ranks; default: one per core", whole(1, 1024), is_daily=True)
+    tensor_parallel_size: int = setting(1, Group.MODEL, "processes that share each matrix of the "
+        "model, one for each GPU or NUMA node", RANKS, aliases=("-tp",), is_daily=True)
+    pipeline_parallel_size: int = setting(1, Group.MODEL, "parts into which the layers are cut, "
+        "each in such processes", RANKS, aliases=("-pp",))
+    # Refuses to start where it cannot be.
+    deterministic: bool = setting(False, Group.MODEL, "results never depend on batch, chunks, "
+        "preemption or cache; slower on a GPU")
+    cudagraph_mode: CudagraphMode = setting("auto", Group.MODEL, "CUDA graphs. full: whole decode "
+        "batches, other batches between attention layers; piecewise: all between attention layers; "
+        "auto: full on a GPU", one_of(CudagraphMode), switches={"enforce-eager": "none"})
+    # fmt: on
     num_sharing: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {
-            "tensor": self.tensor_parallel_size,
-            "pipeline": self.pipeline_parallel_size,
-        }
-        for kind, size in sizes.items():
-            _check(
-                1 <= size <= MAX_RANKS,
-                f"--{kind}-parallel-size must be between 1 and {MAX_RANKS}, not {size}",
-            )
+        Section.__post_init__(self)
         _check(
             self.num_ranks <= MAX_RANKS,
             f"--tensor-parallel-size times --pipeline-parallel-size is {self.num_ranks}: at most "
@@ -362,56 +374,29 @@ class DeviceConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-def without_enforce_eager(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in which `enforce_eager`, as vLLM has it, is the mode of graphs that it stands for.
-
-    Raises:
-        ConfigError: they ask for graphs, too.
-    """
-    found = dict(settings)
-    is_eager = found.pop("enforce_eager", False)
-    _check(isinstance(is_eager, bool), f"enforce_eager must be bool, not {is_eager!r}")
-    if is_eager:
-        mode = found.get("cudagraph_mode", "auto")
-        _check(
-            mode in ("auto", "none"),
-            "--enforce-eager means --cudagraph-mode none: it cannot be used with "
-            f"--cudagraph-mode {mode}",
-        )
-        found["cudagraph_mode"] = "none"
-    return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Adapters (LoRA) of the model; names follow vLLM.
+class LoraConfig(Section):
+    """Adapters (LoRA) of the model; names follow vLLM."""
 
-    Attributes:
-        max_loras: adapters whose requests run at once; None: `MAX_LORAS`, or `max_cpu_loras` if
-            that is less.
-        max_lora_rank: the largest rank of an adapter.
-        max_cpu_loras: adapters in host memory; None: as many as run at once.
-        lora_modules: `NAME=PATH` of adapters that are there from the start.
-    """
-
-    enable_lora: bool = False
-    max_loras: int | None = None
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
-    lora_modules: tuple[str, ...] = ()
+    # fmt: off
+    enable_lora: bool = setting(False, Group.ADAPTERS, "serve adapters (LoRA) of the model beside "
+        "it; they are loaded by --lora-modules and POST /v1/load_lora_adapter", is_daily=True)
+    lora_modules: tuple[str, ...] = setting((), Group.ADAPTERS, "adapters in PEFT's format, and "
+        "their names in the API", ADAPTER, needs=(Need(("enable_lora",)),), is_daily=True)
+    max_loras: int | None = setting(None, Group.ADAPTERS, "adapters whose requests run at once; "
+        f"default: {MAX_LORAS}, or --max-cpu-loras if that is less", whole(1, 1024))
+    max_lora_rank: int = setting(16, Group.ADAPTERS, "largest rank of an adapter", whole(1, 512),
+        is_daily=True)
+    max_cpu_loras: int | None = setting(None, Group.ADAPTERS, "adapters kept in host memory; "
+        "default: --max-loras", COUNT)
+    # fmt: on
 
     def __post_init__(self) -> None:
-        most = self.num_at_once
-        _check(1 <= most <= 1024, "--max-loras must be between 1 and 1024")
-        _check(1 <= self.max_lora_rank <= 512, "--max-lora-rank must be between 1 and 512")
+        Section.__post_init__(self)
         _check(
-            self.max_cpu_loras is None or self.max_cpu_loras >= most,
+            self.max_cpu_loras is None or self.max_cpu_loras >= self.num_at_once,
             "--max-cpu-loras must be at least --max-loras",
         )
-        _check(not self.lora_modules or self.enable_lora, "--lora-modules needs --enable-lora")
-        for text in self.lora_modules:
-            name, _, path = text.partition("=")
-            _check(bool(name and path), f"--lora-modules must be NAME=PATH, not {text!r}")
         _check(len(self.modules) == len(self.lora_modules), "--lora-modules has a name twice")
 
     @property
@@ -449,14 +434,17 @@ class EngineConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
-def _object(flag: str, text: str | None) -> dict[str, Any]:
-    """The JSON object that a flag gave."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"{flag} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{flag} must be a JSON object, not {text!r}")
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "device": DeviceConfig,
+    "lora": LoraConfig,
+}
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text or "{}")
     return found
 
 

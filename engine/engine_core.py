@@ -35,7 +35,8 @@ class Handle(Protocol):
 class Grammars(Protocol):
     """Compiled grammars; thread-safe."""
 
-    def __len__(self) -> int: ...
+    @property
+    def num_kept(self) -> int: ...
 
     def __contains__(self, grammar: StructuredOutputs) -> bool: ...
 
@@ -228,7 +229,7 @@ class EngineCore:
         if len(data) != block_bytes.num_block_bytes:
             expected = f"{block_bytes.num_block_bytes:,} bytes"
             raise ValueError(f"a block has {len(data):,} bytes instead of {expected}")
-        host_id = self.scheduler.blocks.take_in(parent, tokens, key)
+        host_id = self.scheduler.blocks.insert_remote_block(parent, tokens, key)
         if host_id is not None and host_id >= 0:
             block_bytes.write(host_id, data)
         return host_id is not None

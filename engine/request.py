@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.engine.config import MAX_LOGPROBS
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.pooling import PoolingParams
+from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.type_checks import misfits
 
 MAX_BRANCHES = 128  # of one request: n, best_of or beams

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
-from penstock.engine.blocks.prefix_cache import root_key
+from penstock.engine.blocks.block_keys import root_key
 from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.engine.engine_core import BlockBytes, EngineCore, Executor
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -15,21 +15,21 @@ from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExe
 from penstock.engine.executor.ranks import RanksExecutor
 from penstock.engine.lora.files import find_adapter
 from penstock.engine.lora.quarantine import Quarantine
-from penstock.engine.model_files import (
+from penstock.engine.model_files.resolve import (
     read_generation_defaults,
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.model_files.users_files import named_as_users_do
 from penstock.engine.models.language_model import ImageEncoder
 from penstock.engine.models.registry import is_native, read_model_config
-from penstock.engine.pooling import read_pooling
+from penstock.engine.pooling.encoder_runner import EncoderRunner
+from penstock.engine.pooling.settings import read_pooling
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Adapter
-from penstock.engine.runner.device import NUM_CHEAP_ROWS
-from penstock.engine.runner.encoder_runner import EncoderRunner
+from penstock.engine.runner.device import NUM_VERIFY_ROWS
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
-from penstock.engine.transport.messages import EngineInfo
-from penstock.engine.users_files import named_as_users_do
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 
@@ -66,7 +66,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
     else:
         runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
         device, images = runner.info, runner.images
-        overlaps = device.overlaps_steps
+        overlaps = device.async_scheduling
         executor = OverlappedExecutor(runner) if overlaps else InProcessExecutor(runner)
     cache_root = _cache_root(config, path, device)
     max_steps_in_flight = _max_steps_in_flight(config, device)
@@ -78,14 +78,14 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
             num_host_blocks=device.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             cache_root=cache_root,
-            is_length_bound=device.needs_prompt_lens,
+            kv_depends_on_prompt_len=device.needs_prompt_lens,
         ),
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
-        num_cheap_rows=NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
+        num_verify_rows=NUM_VERIFY_ROWS["cuda" if device.async_scheduling else "cpu"],
         pooling=pooling,
-        keeps_images_whole=images is not None and images.is_whole,
+        has_bidirectional_images=images is not None and images.has_bidirectional_images,
         num_microbatches=max_steps_in_flight if device.sends_on else 1,
     )
     core = EngineCore(
@@ -120,7 +120,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         adapters=adapters,
         max_adapter_bytes=max_adapter_bytes,
         cache_root=cache_root,
-        is_length_bound=device.needs_prompt_lens,
+        kv_depends_on_prompt_len=device.needs_prompt_lens,
         kv_root=_kv_root(config, cache_root, device, executor.block_bytes),
         num_block_bytes=executor.block_bytes.num_block_bytes,
     )
@@ -144,7 +144,7 @@ def _max_steps_in_flight(config: EngineConfig, device: RunnerInfo) -> int:
         return config.scheduler.max_steps_in_flight
     if device.sends_on:
         return config.device.pipeline_parallel_size
-    return 1 + device.overlaps_steps
+    return 1 + device.async_scheduling
 
 
 def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 _LOG = logging.getLogger(__name__)
@@ -31,11 +31,41 @@ class WakeUps:
     def _run(self) -> None:
         calls, self._calls = self._calls, []
         with WRITES:
-            for call in calls:
-                try:
-                    call()
-                except Exception:  # a bug, which must not stop the other streams
-                    _LOG.exception("a stream's callback failed")
+            ENDS.is_near = True
+            _run_all(calls)
+            ENDS.is_near = False
+            ENDS.run()
+
+
+class _Ends:
+    """What is done once for all streams after their callbacks, such as to store what they added.
+
+    Attributes:
+        is_near: callbacks run now.
+    """
+
+    def __init__(self) -> None:
+        self.is_near = False
+        self._calls: list[Callable[[], None]] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Run it when the callbacks that run now have, or else in the loop's next iteration."""
+        if self.is_near:
+            self._calls.append(call)
+        else:
+            asyncio.get_running_loop().call_soon(call)
+
+    def run(self) -> None:
+        calls, self._calls = self._calls, []
+        _run_all(calls)
+
+
+def _run_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        try:
+            call()
+        except Exception:  # a bug, which must not stop the other streams
+            _LOG.exception("a stream's callback failed")
 
 
 class _Writes:
@@ -76,3 +106,4 @@ class _Writes:
 
 
 WRITES = _Writes()
+ENDS = _Ends()

@@ -1,6 +1,6 @@
 """Activations of an MLP, with or without a gate: checks shapes, picks the implementation.
 
-The meaning is specified by `activation_reference`.
+The meaning is specified by `kernels.reference.activation`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.activation_reference import (
+from penstock.kernels.gpu_operations import gpu_operation
+from penstock.kernels.reference.activation import (
     activate_and_mul_reference,
     activate_reference,
 )
-from penstock.kernels.gpu_operations import gpu_operation
 
 # `gelu` by erf; `gelu_tanh` is the approximation (`transformers` calls it "gelu_pytorch_tanh").
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]

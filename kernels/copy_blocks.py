@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from penstock.kernels.copy_blocks_reference import copy_blocks_reference
 from penstock.kernels.gpu_operations import gpu_operation
+from penstock.kernels.reference.copy_blocks import copy_blocks_reference
 
 
 def copy_blocks(pool: Tensor, copies: Sequence[tuple[int, int]]) -> None:

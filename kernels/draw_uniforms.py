@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.sampling import draw_uniforms_cpu
-from penstock.kernels.draw_uniforms_reference import draw_uniforms_reference
 from penstock.kernels.gpu_operations import gpu_operation
+from penstock.kernels.reference.draw_uniforms import draw_uniforms_reference
 
 
 def draw_uniforms(draws: Tensor, *, library: CpuLibrary | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """A mixture of experts: checks shapes, picks the implementation.
 
-The meaning is specified by `experts_reference`. Routing, grouping and the weighted sum are a few
-operations of torch on every device; products are what takes time.
+The meaning is specified by `kernels.reference.experts`. Routing, grouping and the weighted sum are
+a few operations of torch on every device; products are what takes time.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.experts_reference import (
+from penstock.kernels.gpu_operations import gpu_operation
+from penstock.kernels.linear_quantized import PackedMatrix
+from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.kernels.reference.experts import (
     SlotGroups,
     combine_slots_reference,
     experts_linear_reference,
     group_slots,
     route_reference,
 )
-from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.linear_quantized import PackedMatrix
-from penstock.kernels.linear_quantized_reference import linear_quantized_reference
-from penstock.kernels.linear_reference import linear_reference
-from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.kernels.reference.linear import linear_reference
+from penstock.kernels.reference.linear_quantized import linear_quantized_reference
 
 __all__ = ["SlotGroups", "combine_slots", "experts_linear", "group_slots", "route"]
 

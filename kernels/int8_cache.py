@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear_quantized_reference import quantize_rows_reference
+from penstock.kernels.reference.linear_quantized import quantize_rows_reference
 
 SCALE_BYTES = 4  # a float32, in the machine's byte order
 

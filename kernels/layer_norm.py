@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.layer_norm_reference import layer_norm_reference
+from penstock.kernels.reference.layer_norm import layer_norm_reference
 
 
 def layer_norm(

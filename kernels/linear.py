@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.linear_reference import linear_reference
+from penstock.kernels.reference.linear import linear_reference
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.kernels.gpu.quantized import GpuCodes, pack_codes
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.linear_quantized_reference import linear_quantized_reference
 from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.kernels.reference.linear_quantized import linear_quantized_reference
 
 PackedMatrix: TypeAlias = QuantizedCodes | GpuCodes
 

@@ -1,6 +1,6 @@
 """Low-rank updates of rows by their adapters: checks shapes, picks the implementation.
 
-The meaning is specified by `lora_reference`. The program of a CPU has operations of its own
+The meaning is specified by `kernels.reference.lora`. The program of a CPU has operations of its own
 (`kernels.cpu.lora`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.lora_reference import (
+from penstock.kernels.reference.lora import (
     LoraRows,
     lora_expand_reference,
     lora_shrink_reference,

@@ -1,7 +1,7 @@
 """Moving blocks between the KV pool and a staging buffer: checks, picks the implementation.
 
-The meaning is specified by `move_blocks_reference`. On a GPU each is one launch, so a swap is one
-launch and one copy over the link for each run of neighbouring host blocks.
+The meaning is specified by `kernels.reference.move_blocks`. On a GPU each is one launch, so a swap
+is one launch and one copy over the link for each run of neighbouring host blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.move_blocks_reference import (
+from penstock.kernels.reference.move_blocks import (
     gather_blocks_reference,
     scatter_blocks_reference,
 )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.kernels import int8_cache
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.paged_attention_reference import paged_attention_reference
 from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.reference.paged_attention import paged_attention_reference
 
 
 def paged_attention(

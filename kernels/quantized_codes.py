@@ -48,7 +48,7 @@ class QuantizedCodes:
 
     @property
     def nbytes(self) -> int:
-        """Of the codes as kernels store them, and their scales and offsets in float32."""
+        """Bytes of the codes as kernels store them, and of their scales and offsets in float32."""
         blocks = self.scales.nbytes * (1 if self.offsets is None else 2)
         return self.codes.numel() * self.bits // 8 + blocks
 
@@ -76,8 +76,8 @@ class QuantizedCodes:
         return self.codes.float() - self.zero
 
     def with_byte_levels(self) -> QuantizedCodes:
-        """The same matrix with a table of signed bytes, for exact sums of integers; a table that is
-        no multiple of such is rounded to 255 steps."""
+        """The matrix with a table of signed bytes, for exact sums of integers; a table that is no
+        multiple of such is rounded to 255 steps."""
         assert not self.is_float8, "floats are no integers"
         if self.table is None:
             return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.rms_norm_reference import add_rms_norm_reference, rms_norm_reference
+from penstock.kernels.reference.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

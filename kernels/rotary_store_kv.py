@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels import int8_cache
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.qk_norm import QKNorm
-from penstock.kernels.rotary_store_kv_reference import rotary_store_kv_reference
+from penstock.kernels.reference.rotary_store_kv import rotary_store_kv_reference
 
 
 def rotary_store_kv(

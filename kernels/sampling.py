@@ -1,6 +1,6 @@
 """Drawing a token from each row of logits: checks shapes, picks the implementation.
 
-The meaning is specified by `sampling_reference`.
+The meaning is specified by `kernels.reference.sampling`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.sampling import can_sample, sample_tokens_cpu
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.sampling_reference import sample_tokens_reference
+from penstock.kernels.reference.sampling import sample_tokens_reference
 from penstock.kernels.token_masks import TokenMasks, mask_words
 
 

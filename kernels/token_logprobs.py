@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.kernels.gpu_operations import gpu_operation
-from penstock.kernels.token_logprobs_reference import token_logprobs_reference
+from penstock.kernels.reference.token_logprobs import token_logprobs_reference
 
 
 def token_logprobs(

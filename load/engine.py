@@ -23,10 +23,10 @@ import torch
 from penstock.engine.config import DEMO_MODEL, QUANTIZATIONS, EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
-from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.launch.cli import parse_engine_config
 from penstock.kernels.cpu.library import load_library
 from penstock.load.engine_runs import Phase, Run, greedy_request, run_requests

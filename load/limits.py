@@ -19,7 +19,7 @@ import torch
 
 from penstock.engine.config import Quantization
 from penstock.engine.models.registry import read_model_config
-from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Program
 from penstock.kernels.cpu.quantized import PackedCodes

@@ -18,8 +18,10 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +35,9 @@ from penstock.engine.config import (
     EngineConfig,
     ModelConfig,
 )
-from penstock.engine.demo.evaluate import Case, held_out_answers
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
@@ -46,6 +47,9 @@ from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.load.engine import Setting
 from penstock.load.report.options import add_out, positive
 from penstock.load.report.tables import publish, table_of
+
+if TYPE_CHECKING:
+    from penstock.engine.demo.evaluate import Case
 
 CORPUS = Path(__file__).parent / "quality_corpus"
 _BLOCK_SIZE = 16
@@ -101,6 +105,8 @@ def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -
     """Conversations of six turns, of the demo model's kind but in other words, that fit the model's
     context. The last answer is judged. Raises ConfigError
     if none fits."""
+    from penstock.engine.demo.evaluate import held_out_answers
+
     tokenizer, template = Tokenizer.from_directory(path), ChatTemplate.from_directory(path)
     rng = random.Random(seed)
     cases = list(held_out_answers(rng, num_before=_TURNS_BEFORE))
@@ -265,7 +271,7 @@ def run(parsed: argparse.Namespace) -> int:
     texts = _texts(parsed, resolve_model(own, weights=True), reference.context_len)
     models = {name: LoadedModel(each) for name, each in configs.items()}
     qualities = compare(reference, models, texts)
-    where = "conversations" if parsed.corpus is None and parsed.model == DEMO_MODEL else "texts"
+    where = "conversations" if _are_conversations(parsed) else "texts"
     title = (
         f"{parsed.model}: {qualities[0].num_tokens:,} tokens of {len(texts):,} {where}, compared "
         f"with the model in {parsed.reference_dtype}"
@@ -281,8 +287,14 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _are_conversations(parsed: argparse.Namespace) -> bool:
+    """Whether the demo model is asked what it was trained for; a wheel has not what trained it."""
+    is_demo = parsed.corpus is None and parsed.model == DEMO_MODEL
+    return is_demo and find_spec("penstock.engine.demo") is not None
+
+
 def _texts(parsed: argparse.Namespace, path: Path, context_len: int) -> list[Text]:
-    if parsed.corpus is None and parsed.model == DEMO_MODEL:
+    if _are_conversations(parsed):
         return held_out_texts(
             path, num_texts=parsed.num_texts or 20, seed=parsed.seed, context_len=context_len
         )

@@ -76,6 +76,8 @@ def _prepare_process() -> None:
         path = os.environ["PATH"].split(os.pathsep)
         if path[0] != str(programs):
             os.environ["PATH"] = os.pathsep.join((str(programs), *path))
+    # No test writes into the user's folder of chats.
+    os.environ["PENSTOCK_DATA_DIR"] = "none"
     # A dumb one, as of a job without a terminal, is drawn upon in another way.
     os.environ["TERM"] = "xterm"
     # Zig prepares the C library once, and not for each test that has a cache of its own.

@@ -14,7 +14,7 @@ from penstock.kernels.cpu.build import CACHE_VARIABLE
 from .support.fetched import kept
 
 TESTS = Path(__file__).parent
-INTERRUPTS = TESTS / "engine" / "test_deferred_interrupt.py"
+INTERRUPTS = TESTS / "engine" / "offline" / "test_deferred_interrupt.py"
 
 
 @pytest.mark.exhaustive

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gateway.launch.cli import engine_config, resolve_settings
-from penstock.gateway.launch.flags import FLAGS
+from penstock.gateway.launch.settings import SERVE_SETTINGS, engine_config, resolve_settings
 
 from .support.documents import (
     ROOT,
@@ -100,7 +99,7 @@ def test_every_option_that_bounds_is_among_the_limits() -> None:
     named = set(_OPTION.findall(text))
     bounding = {
         flag.name
-        for flag in FLAGS
+        for flag in SERVE_SETTINGS
         if flag.name.startswith("max-") or flag.name.endswith(("-bytes", "-objects"))
     }
     assert bounding - named - {"max-replicas", "max-stall-ms"} == set()  # of speed, not of load

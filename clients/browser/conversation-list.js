@@ -56,7 +56,7 @@ export class ConversationList extends EventTarget {
         if (number < this.#numRefreshes) return; // it may have what has been deleted since
         for (const one of page.data) found.set(one.id, one);
         this.#hasMore = page.has_more;
-        kept.textContent = page.penstock?.durable ? "Saved on this server." : "Kept until the server restarts.";
+        if (!after) kept.textContent = whereKept(page.penstock);
         after = page.data.at(-1)?.id;
         if (!page.has_more || found.size >= this.#shown.length) break;
       }
@@ -215,4 +215,14 @@ async function wasDone(/** @type {string} */ what, /** @type {() => Promise<unkn
 
 function titleOf(/** @type {Conversation} */ { metadata, created_at }) {
   return metadata.title || `Conversation of ${new Date(created_at * 1000).toLocaleString()}`;
+}
+
+/** Where chats are kept, and what was dropped to make room. */
+function whereKept(/** @type {import("./conversations.js").Kept | undefined} */ { store, num_dropped, dropped_at } = {}) {
+  const place = { disk: "Saved on this server’s disk.", redis: "Saved in this server’s Redis." }[store ?? ""]
+    ?? "Kept until the server restarts.";
+  if (!num_dropped || !dropped_at) return place;
+  const day = new Date(dropped_at * 1000).toLocaleDateString();
+  const what = num_dropped === 1 ? "One conversation was" : `${num_dropped} conversations were`;
+  return `${place} ${what} dropped to make room, the last on ${day}.`;
 }

@@ -4,6 +4,7 @@
  */
 
 /** @typedef {import("./http.js").Http} Http */
+/** @typedef {{ store?: string, durable?: boolean, num_dropped?: number, dropped_at?: number }} Kept  where conversations are, and how many were dropped to make room */
 /** @typedef {{ id: string, created_at: number, metadata: Record<string, string> }} Conversation */
 /** @typedef {{ type: string, text?: string, image_url?: string, name?: string }} Part  `name`: of the image's file, while the page has it */
 /**
@@ -49,9 +50,9 @@ export class Conversations {
   }
 
   /**
-   * A page of them, the last used first; and whether they are kept over the server's restart.
+   * A page of them, the last used first; and where they are kept.
    * @param {{ limit?: number, after?: string }} [options]
-   * @returns {Promise<{ data: Conversation[], has_more: boolean, penstock?: { durable: boolean } }>}
+   * @returns {Promise<{ data: Conversation[], has_more: boolean, penstock?: Kept }>}
    */
   list({ limit = 30, after } = {}) {
     const query = new URLSearchParams({ limit: String(limit), ...(after && { after }) });

@@ -1,7 +1,7 @@
 """Which blocks each sequence holds, in which tier: the interface of scheduling to KV memory.
 
     admit     a sequence enters the device: cached blocks are shared, swapped ones come back
-    grow      add room for its next tokens; a borrowed tail is copied before it is written
+    grow      add room for its next tokens; a shared partial block is copied before it is written
     commit    put computed blocks into the prefix cache
     fork      a new sequence continues from here, sharing every block
     swap_out  move blocks to the host tier, to come back with the same bytes
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
 from penstock.engine.batch import BlockMoves
-from penstock.engine.blocks.prefix_cache import CachedBlock, block_key, pack
+from penstock.engine.blocks.block_keys import block_key, pack
+from penstock.engine.blocks.prefix_cache import CachedBlock
 from penstock.engine.blocks.prefixes import BlockTable, Prefixes, Tail
 from penstock.engine.blocks.tiers import BlockCounters, Tiers
 from penstock.engine.request import ImageInput, Retention, Sequence
@@ -31,7 +32,7 @@ class BlockManager:
     Args:
         num_host_blocks: size of the host tier; 0 for none.
         cache_root: everything that KV depends on besides tokens (weights, dtypes, block size).
-        is_length_bound: KV depends on the prompt's length too (dynamic NTK rope), so only
+        kv_depends_on_prompt_len: KV depends on the prompt's length too (dynamic NTK rope), so only
             prompts of equal length share it.
         clock: seconds, for retention.
     """
@@ -44,7 +45,7 @@ class BlockManager:
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
         cache_root: bytes = b"",
-        is_length_bound: bool = False,
+        kv_depends_on_prompt_len: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
@@ -54,7 +55,7 @@ class BlockManager:
             block_size,
             is_on=enable_prefix_caching,
             cache_root=cache_root,
-            is_length_bound=is_length_bound,
+            kv_depends_on_prompt_len=kv_depends_on_prompt_len,
             clock=clock,
         )
         self._tables: dict[int, BlockTable] = {}
@@ -141,9 +142,9 @@ class BlockManager:
         """Hold the blocks found and allocate the rest; how many tokens need not be computed."""
         # Hold everything that will be read before allocating, which may evict cached blocks.
         for block in found:
-            self.tiers.hold(block)
+            self.tiers.incref(block)
         if tail is not None:
-            self.tiers.hold(tail[0])
+            self.tiers.incref(tail[0])
         num_on_device = sum(block.device_id is not None for block in found)
         num_total = -(-len(sequence.token_ids) // self.block_size)
         new = iter(self.tiers.device.allocate(num_total - num_on_device))
@@ -171,24 +172,27 @@ class BlockManager:
         """Make room for `num_tokens` tokens in total. Returns the blocks appended, or None,
         changing nothing, if too few are free.
 
-        A borrowed tail is replaced by the sequence's own block. It can only be borrowed while the
+        A shared partial block is replaced by the sequence's own. It can only be shared while the
         device does not know the sequence, and so is sent its whole table.
         """
         table = self._tables[sequence.seq_id]
-        if num_tokens <= len(table.block_ids) * self.block_size and not table.is_tail_borrowed:
+        if (
+            num_tokens <= len(table.block_ids) * self.block_size
+            and not table.has_shared_partial_block
+        ):
             return ()  # the common case
         device = self.tiers.device
         num_missing = table.num_missing_blocks(num_tokens)
-        is_copying = table.is_tail_borrowed and self._is_wanted(table.block_ids[-1])
+        is_copying = table.has_shared_partial_block and self._is_wanted(table.block_ids[-1])
         if num_missing + is_copying > device.num_available:
             return None
         if is_copying:
-            assert not sequence.is_on_device, "a borrowed tail on the device"
+            assert not sequence.is_on_device, "a shared partial block on the device"
             source = table.block_ids[-1]
             (table.block_ids[-1],) = device.allocate(1)
             self.tiers.plan.copy(source, table.block_ids[-1])
             device.release(source)
-        table.is_tail_borrowed = False
+        table.has_shared_partial_block = False
         if num_missing == 0:
             return ()
         new = device.allocate(num_missing)
@@ -235,11 +239,11 @@ class BlockManager:
             block_ids=source.block_ids[:num_blocks],
             keys=source.keys[: num_tokens // self.block_size],
             is_swapped=source.is_swapped,
-            is_tail_borrowed=num_tokens % self.block_size != 0,
+            has_shared_partial_block=num_tokens % self.block_size != 0,
         )
         pool = self.tiers.host if table.is_swapped else self.tiers.device
         for block_id in table.block_ids:
-            pool.hold(block_id)
+            pool.incref(block_id)
         self._num_swapped += table.is_swapped
         self._tables[child.seq_id] = table
         child.num_committed_blocks = min(parent.num_committed_blocks, num_tokens // self.block_size)
@@ -269,18 +273,22 @@ class BlockManager:
         )
 
     def release(
-        self, sequence: Sequence, *, retention: Retention | None = None, is_spoilt: bool = False
+        self,
+        sequence: Sequence,
+        *,
+        retention: Retention | None = None,
+        has_invalid_kv: bool = False,
     ) -> None:
         """Release all blocks of a sequence, which may have none.
 
         Args:
             retention: how long to prefer them at eviction.
-            is_spoilt: their content is invalid (NaN) and must not be found again.
+            has_invalid_kv: their content is invalid (NaN) and must not be found again.
         """
         table = self._tables.pop(sequence.seq_id, None)
         if table is None:
             return
-        if is_spoilt:
+        if has_invalid_kv:
             self._prefixes.spoil(table)
         elif table.is_swapped:
             self._prefixes.tag(table, retention)
@@ -324,7 +332,7 @@ class BlockManager:
             found.append(block)
         return found
 
-    def take_in(self, parent: bytes, tokens: bytes, key: bytes) -> int | None:
+    def insert_remote_block(self, parent: bytes, tokens: bytes, key: bytes) -> int | None:
         """Cache a full block that comes from elsewhere. Between steps only.
 
         Args:
@@ -341,20 +349,20 @@ class BlockManager:
             raise ValueError("the key of a block is not that of its tokens")
         if self.tiers.cache.get(key) is not None:
             return -1
-        return self.tiers.take_in(CachedBlock(parent=parent, tokens=tokens, key=key))
+        return self.tiers.insert_remote_block(CachedBlock(parent=parent, tokens=tokens, key=key))
 
     def _swap_in(self, table: BlockTable, sequence: Sequence, num_spared: int) -> int | None:
         """Bring a swapped sequence back: its own bytes, or the same content if it is on the
         device by now."""
         device, host = self.tiers.device, self.tiers.host
         contents = [host.contents[host_id] for host_id in table.block_ids]
-        if table.is_tail_borrowed:
+        if table.has_shared_partial_block:
             contents[-1] = None  # it will be written, so it needs a copy of its own
         found = [block for block in contents if block is not None and block.device_id is not None]
         if not self._fits(sequence, found, num_spared):
             return None
         for block in found:
-            self.tiers.hold(block)
+            self.tiers.incref(block)
         num_total = -(-len(sequence.token_ids) // self.block_size)
         new = iter(device.allocate(num_total - len(found)))
         block_ids = []
@@ -370,7 +378,7 @@ class BlockManager:
                 block_ids.append(next(new))
                 self.tiers.bring(content, block_ids[-1])
         table.block_ids = [*block_ids, *new]
-        table.is_swapped = table.is_tail_borrowed = False
+        table.is_swapped = table.has_shared_partial_block = False
         self._num_swapped -= 1
         return sequence.num_computed_tokens
 

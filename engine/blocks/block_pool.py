@@ -74,7 +74,7 @@ class BlockPool:
             taken.append(self._evict())
         return taken
 
-    def hold(self, block_id: int) -> None:
+    def incref(self, block_id: int) -> None:
         """Add a reference to a held or cached block."""
         if self.ref_counts[block_id] == 0:
             self._cached.remove(block_id)  # KeyError if the block is empty

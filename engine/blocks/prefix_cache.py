@@ -1,10 +1,7 @@
 """The prefix cache: contents of blocks, found by the tokens before and in them.
 
-A full block has a key: SHA-256 over its parent's key and its token ids, so a key stands for every
-token up to the block's end, and for the images at them (`with_images`). The chain starts at a
-root that stands for everything else that KV
-depends on (`root_key`). The last, partly filled block of a finished sequence is kept under its
-parent without a key of its own.
+A full block has a key (`block_keys`). The last, partly filled block of a finished sequence is kept
+under its parent without a key of its own.
 
 Source: automatic prefix caching as in vLLM; RadixAttention (SGLang, Zheng et al., 2024) for
 sharing to the token.
@@ -12,12 +9,8 @@ sharing to the token.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-
-from penstock.engine.request import ImageInput
 
 _TOKEN_BYTES = 4
 _MAX_TAILS = 32  # children of one block that are compared, newest first
@@ -53,43 +46,6 @@ class CachedBlock:
     device_id: int | None = None
     host_id: int | None = None
     tag: Tag | None = None
-
-
-def pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as 32-bit words, for hashing and comparing."""
-    return array("I", token_ids).tobytes()
-
-
-def root_key(*parts: bytes) -> bytes:
-    """The start of a chain. Parts are hashed with their lengths, so different parts cannot give
-    the same bytes."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
-
-
-def chain_root(
-    cache_root: bytes, *, cache_salt: str, adapter: str | None, num_prompt_tokens: int
-) -> bytes:
-    """The start of a request's chain.
-
-    Args:
-        cache_root: everything that KV depends on and that no request can change.
-        adapter: the digest of its adapter, not its name: another one may get the same name.
-        num_prompt_tokens: 0 where KV does not depend on the prompt's length.
-    """
-    return root_key(
-        cache_root,
-        cache_salt.encode(),
-        (adapter or "").encode(),
-        num_prompt_tokens.to_bytes(8, "little"),
-    )
-
-
-def block_key(parent: bytes, tokens: bytes) -> bytes:
-    """The key of a full block of packed tokens."""
-    return hashlib.sha256(parent + tokens).digest()
 
 
 class KeyJournal:
@@ -128,17 +84,6 @@ class KeyJournal:
             [key for key, is_cached in changes.items() if is_cached],
             [key for key, is_cached in changes.items() if not is_cached],
         )
-
-
-def with_images(parent: bytes, images: Sequence[ImageInput], start: int, end: int) -> bytes:
-    """A key that stands for the images at the positions from `start` to `end` too, and for where
-    they begin; the same key if there are none."""
-    parts = [
-        f"{image.digest} {image.offset - start}".encode()
-        for image in images
-        if image.offset < end and image.offset + image.num_tokens > start
-    ]
-    return root_key(parent, *parts) if parts else parent
 
 
 class PrefixCache:

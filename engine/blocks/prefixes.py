@@ -10,14 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-from penstock.engine.blocks.prefix_cache import (
-    CachedBlock,
-    Tag,
-    block_key,
-    chain_root,
-    pack,
-    with_images,
-)
+from penstock.engine.blocks.block_keys import block_key, chain_root, pack, with_images
+from penstock.engine.blocks.prefix_cache import CachedBlock, Tag
 from penstock.engine.blocks.tiers import Tiers
 from penstock.engine.request import ImageInput, Retention, Sequence, SequenceStatus
 
@@ -33,8 +27,8 @@ class BlockTable:
         images: those of its prompt, in order.
         keys: keys of its full blocks, as far as they were needed.
         is_swapped: the ids are the host tier's.
-        is_tail_borrowed: the last block is partly filled and belongs to another sequence, which
-            may still write behind the shared part; this sequence must copy it before writing.
+        has_shared_partial_block: the last block is partly filled and belongs to another sequence,
+            which may still write behind the shared part; this sequence must copy it before writing.
     """
 
     block_size: int
@@ -43,7 +37,7 @@ class BlockTable:
     block_ids: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     is_swapped: bool = False
-    is_tail_borrowed: bool = False
+    has_shared_partial_block: bool = False
 
     @property
     def capacity_tokens(self) -> int:
@@ -70,14 +64,14 @@ class Prefixes:
         *,
         is_on: bool,
         cache_root: bytes,
-        is_length_bound: bool,
+        kv_depends_on_prompt_len: bool,
         clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
         self._block_size = block_size
         self._is_on = is_on
         self._cache_root = cache_root
-        self._is_length_bound = is_length_bound
+        self._kv_depends_on_prompt_len = kv_depends_on_prompt_len
         self._clock = clock
 
     # -- finding ----------------------------------------------------------------------------
@@ -230,7 +224,7 @@ class Prefixes:
             return  # another sequence holds it too
         self._forget_tail(device_id)
         if device.contents[device_id] is not None:
-            return  # a borrowed block that its owner has filled
+            return  # a shared partial block that its owner has filled
         parent = self._parent(table, number)
         known = self._tiers.cache.longest_tail(parent, tokens, is_usable=lambda _: True)
         if known is None or known[1] < num_known - number * self._block_size:
@@ -262,7 +256,7 @@ class Prefixes:
             self._cache_root,
             cache_salt=cache_salt,
             adapter=adapter,
-            num_prompt_tokens=num_prompt_tokens if self._is_length_bound else 0,
+            num_prompt_tokens=num_prompt_tokens if self._kv_depends_on_prompt_len else 0,
         )
 
     def _key(self, table: BlockTable, token_ids: Ordered[int], number: int) -> bytes:

@@ -44,12 +44,12 @@ class MovePlan:
 
     def swap_in(self, host_id: int, device_id: int) -> None:
         self._swap_ins[device_id] = host_id
-        self._host.hold(host_id)
+        self._host.incref(host_id)
         self._held_host.append(host_id)
 
     def copy(self, source: int, destination: int) -> None:
         self._copies[destination] = source
-        self._device.hold(source)
+        self._device.incref(source)
         self._held_device[source] += 1
 
     def is_pending(self, device_id: int) -> bool:
@@ -142,12 +142,12 @@ class Tiers:
         content = self.device.contents[device_id]
         return None if content is None or content.key is None else content
 
-    def hold(self, block: CachedBlock) -> None:
+    def incref(self, block: CachedBlock) -> None:
         """Add a reference to a content's device block, or else to its host block."""
         if block.device_id is not None:
-            self.device.hold(block.device_id)
+            self.device.incref(block.device_id)
         elif block.host_id is not None:
-            self.host.hold(block.host_id)
+            self.host.incref(block.host_id)
 
     def bring(self, block: CachedBlock, device_id: int) -> None:
         """Copy a content, held on the host by `hold`, to a device block."""
@@ -178,7 +178,7 @@ class Tiers:
             self.host.forget(block.host_id)
         block.device_id = block.host_id = None
 
-    def take_in(self, block: CachedBlock) -> int | None:
+    def insert_remote_block(self, block: CachedBlock) -> int | None:
         """Cache a content that comes from elsewhere; the host block to write it to at once, or None
         if there is no room. No moves may be planned."""
         assert not self.plan, "a planned move could overwrite it"
@@ -218,7 +218,7 @@ class Tiers:
             return None
         for host_id in known:
             if host_id is not None:
-                self.host.hold(host_id)
+                self.host.incref(host_id)
         new = self.host.allocate(num_new)
         return [
             self._save(device_id, new.pop()) if host_id is None else host_id

@@ -18,7 +18,7 @@ tools_in_text   tools, calls and results for chat templates that do not show the
 from penstock.engine.chat_formats.call_format import CallFormat
 from penstock.engine.chat_formats.formats import TOOL_FORMATS, tool_format_of
 from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
-from penstock.engine.chat_formats.history import template_messages, template_variables
+from penstock.engine.chat_formats.history import template_messages, with_known_effort
 from penstock.engine.chat_formats.kept_facts import keep_facts, kept_facts
 from penstock.engine.chat_formats.offered_tools import ModelFormats, OfferedTools, ToolMode
 from penstock.engine.chat_formats.output_format import (
@@ -64,6 +64,6 @@ __all__ = [
     "of_request",
     "pieces_after",
     "template_messages",
-    "template_variables",
     "tool_format_of",
+    "with_known_effort",
 ]

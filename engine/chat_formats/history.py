@@ -82,14 +82,15 @@ def _apart(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
     return shown
 
 
-def template_variables(variables: Mapping[str, Any], calls: CallFormat | str) -> Mapping[str, Any]:
+def with_known_effort(variables: Mapping[str, Any], calls: CallFormat | str) -> Mapping[str, Any]:
     """Variables of a chat template, with an effort that it knows: gpt-oss was trained on three, and
     cannot be told not to think.
 
     Args:
+        variables: with an effort.
         calls: how the model writes calls.
     """
-    effort = variables.get("reasoning_effort")
+    effort = variables["reasoning_effort"]
     if not isinstance(effort, str) or effort not in _OTHER_EFFORTS or calls != "openai":
         return variables
     return {**variables, "reasoning_effort": _OTHER_EFFORTS[effort]}

@@ -5,7 +5,7 @@ is the format, where they differ is what was planted. Nothing is known of any mo
 template does not show, or that are no texts around a name and arguments, are known by the marks in
 `NAMED`.
 
-Templates are untrusted here: this runs in the process of `text.template_sandbox`.
+Templates are untrusted here: this runs in the process of `template_sandbox`.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from penstock.engine.demo.corpus_tools import (
 from penstock.engine.demo.corpus_turns import State, Turn, phrase, test_split, type_out
 from penstock.engine.demo.corpus_words import WORDS, invented_word, proper_name
 from penstock.engine.demo.network import Network, NetworkConfig
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 
 FILLERS = (answer, answer, spell, small_talk, unknown, add_up)
 REAL_WORDS = (
@@ -291,7 +292,7 @@ def evaluate(
 def main() -> None:
     """Read the command line and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL_PATH)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="run the suites whose name contains this")
     parser.add_argument("--show-failures", action="store_true")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
-from penstock.engine.runner.encoder_runner import EncoderRunner
+from penstock.engine.pooling.encoder_runner import EncoderRunner
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
-from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight, StepSentOn
+from penstock.engine.runner.model_runner import ModelRunner, PendingStage, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 
@@ -73,7 +73,7 @@ class OverlappedExecutor:
     def info(self) -> RunnerInfo:
         return self._runner.info
 
-    def submit(self, batch: Batch) -> StepInFlight | StepSentOn:
+    def submit(self, batch: Batch) -> StepInFlight | PendingStage:
         return self._runner.launch(batch)
 
     def check(self) -> None:

@@ -5,7 +5,7 @@ every batch. Those of one stage draw the same tokens, since all have the same lo
 sums and logits travels between them, and one of them hands out results.
 
     this process ── batches, through shared memory ──► each other rank
-                 ◄── a pulse each quarter of a second ──
+                 ◄── a heartbeat each quarter of a second ──
                  ◄── results, through a pipe ── the last stage's first rank, if there are such
 
 With stages of a native model, only the last one draws tokens. This process, which is in the first,
@@ -53,17 +53,17 @@ from penstock.engine.executor.in_process import DoneHandle, InProcessExecutor, O
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.models.registry import is_native
 from penstock.engine.parallel.ranks import ALONE, Link, SharedRanks
-from penstock.engine.pooling import ModelPooling
-from penstock.engine.process import EXIT_STUCK, PULSE_FD, die_with_parent
+from penstock.engine.pooling.settings import ModelPooling
+from penstock.engine.process.launch import EXIT_STUCK, HEARTBEAT_FD, die_with_parent
+from penstock.engine.process.sandbox import give_way
 from penstock.engine.request import Adapter, StructuredOutputs
 from penstock.engine.runner.kv_swap import NoBlockBytes
-from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight, StepSentOn
-from penstock.engine.sandbox import give_way
+from penstock.engine.runner.model_runner import ModelRunner, PendingStage, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.cores import pin_rank
 
-_PULSE_S = 0.25
-# Without a pulse. The thread that sends it needs the GIL; no step holds that for long.
+_HEARTBEAT_S = 0.25
+# Without a heartbeat. The thread that sends it needs the GIL; no step holds that for long.
 _MAX_SILENCE_S, _MAX_SILENCE_OF_FIRST_S = 10.0, 15.0
 _SLOT_BYTES, _NUM_SLOTS = 1 << 18, 16
 _HEAD, _LENGTH = struct.Struct("=Q?"), struct.Struct("=Q")
@@ -85,18 +85,18 @@ class _Step(msgspec.Struct, array_like=True, frozen=True):
     tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
 
 
-class Board:
+class ShmBroadcast:
     """Where the first rank writes messages that all others read, each once.
 
     Attributes:
-        pulses: a number of each rank, which grows while it lives.
+        heartbeats: a number of each rank, which grows while it lives.
         num_parts: of each rank, the parts of its steps that are done.
     """
 
     def __init__(self, ranks: SharedRanks) -> None:
         header = ranks.memory.region(mmap.PAGESIZE).view(torch.int64).view(-1, 8)
         self._num_read = header[1 : ranks.size, 0].numpy()  # by each reader
-        self.pulses = header[: ranks.size, 1].numpy()
+        self.heartbeats = header[: ranks.size, 1].numpy()
         self.num_parts = header[: ranks.size, 2].numpy()
         slots = ranks.memory.region(_NUM_SLOTS * _SLOT_BYTES).view(_NUM_SLOTS, _SLOT_BYTES)
         self._slots = [memoryview(slot.numpy()) for slot in slots]
@@ -210,8 +210,9 @@ class RankGrammars:
     def __init__(self, own: GrammarCompiler, tell: Callable[[bytes], None]) -> None:
         self._own, self._tell = own, tell
 
-    def __len__(self) -> int:
-        return len(self._own)
+    @property
+    def num_kept(self) -> int:
+        return self._own.num_kept
 
     def __contains__(self, grammar: StructuredOutputs) -> bool:
         return grammar in self._own
@@ -259,7 +260,7 @@ class RanksExecutor:
         store = str(self._folder / "store")
         try:
             self._ranks = _make_ranks(config, 0, self._fds, store, check=self._check_start)
-            self._board = Board(self._ranks)
+            self._board = ShmBroadcast(self._ranks)
             reporter = None  # the rank that hands out results, if that is another one
             if self._num_stages > 1 and is_native(config.model, model_path):
                 reporter = size - config.device.tensor_parallel_size
@@ -276,7 +277,7 @@ class RanksExecutor:
                     parent_pid=os.getpid(),
                     # The signal comes when the thread ends that started the child.
                     dies_by_signal=threading.current_thread() is threading.main_thread(),
-                    ends_first=PULSE_FD in os.environ,  # a supervisor starts it again
+                    ends_first=HEARTBEAT_FD in os.environ,  # a supervisor starts it again
                     result_fd=None if result_fds is None else result_fds[1],
                 )
                 self._children.append(_start_child(start))
@@ -299,11 +300,13 @@ class RanksExecutor:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._runner = runner
         self._executor: InProcessExecutor | OverlappedExecutor = (
-            OverlappedExecutor(runner) if runner.info.overlaps_steps else InProcessExecutor(runner)
+            OverlappedExecutor(runner)
+            if runner.info.async_scheduling
+            else InProcessExecutor(runner)
         )
         self._adapters = RankAdapters(self._executor.adapters, self._tell)
         self._grammars = RankGrammars(self._executor.grammars, self._tell)
-        self._board.pulses[0] += 1  # it has started: from here on the ranks miss its pulse
+        self._board.heartbeats[0] += 1  # it has started: from here on the ranks miss its heartbeat
         self._watcher = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
         self._watcher.start()
 
@@ -408,22 +411,22 @@ class RanksExecutor:
     def _watch(self) -> None:
         """In a thread: end all ranks when one has ended, or does not move."""
         num_still = [0] * len(self._children)
-        seen = list(self._board.pulses[1:])
-        while not self._is_closing.wait(_PULSE_S):
-            self._board.pulses[0] += 1
-            pulses = list(self._board.pulses[1:])
+        seen = list(self._board.heartbeats[1:])
+        while not self._is_closing.wait(_HEARTBEAT_S):
+            self._board.heartbeats[0] += 1
+            heartbeats = list(self._board.heartbeats[1:])
             # Counted, not timed: where this process stands still, nothing is seen.
             num_still = [
                 0 if now != last else num + 1
-                for now, last, num in zip(pulses, seen, num_still, strict=True)
+                for now, last, num in zip(heartbeats, seen, num_still, strict=True)
             ]
-            seen = pulses
+            seen = heartbeats
             for rank, child in enumerate(self._children, 1):
                 code = child.process.poll()
                 if code is not None:
                     self._give_up(f"rank {rank} has ended (exit code {code})")
                     return
-                if num_still[rank - 1] * _PULSE_S > _MAX_SILENCE_S:
+                if num_still[rank - 1] * _HEARTBEAT_S > _MAX_SILENCE_S:
                     self._give_up(f"rank {rank} has not moved for {_MAX_SILENCE_S:.0f} s")
                     return
 
@@ -434,7 +437,7 @@ class RanksExecutor:
         self._ranks.give_up()
         self.wake()
         # Calls of `torch.distributed` may wait for ever; a supervisor starts this process again.
-        if self._ranks.is_distributed and PULSE_FD in os.environ:
+        if self._ranks.is_distributed and HEARTBEAT_FD in os.environ:
             time.sleep(_CLOSE_S)
             os._exit(EXIT_STUCK)
 
@@ -483,7 +486,7 @@ def _make_ranks(
 class _CheckedHandle:
     """A step whose result is worthless if a rank has ended meanwhile."""
 
-    handle: DoneHandle | StepInFlight | StepSentOn
+    handle: DoneHandle | StepInFlight | PendingStage
     check: Callable[[], None]
 
     def result(self) -> BatchResult:
@@ -497,7 +500,7 @@ class _SentOnHandle:
     """A step of which this process has done the first stage."""
 
     batch: Batch
-    handle: DoneHandle | StepInFlight | StepSentOn
+    handle: DoneHandle | StepInFlight | PendingStage
     finish: Callable[[Batch, BatchResult], BatchResult]
 
     def result(self) -> BatchResult:
@@ -562,14 +565,14 @@ def main(status: int) -> int:
     """Another rank's process: run every batch until the first rank ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank handles it
     start: _Start = pickle.loads(_read(_LENGTH.unpack(_read(_LENGTH.size))[0]))  # noqa: S301
-    import setproctitle  # as in `engine.process`
+    import setproctitle  # as in `engine.process.launch`
 
     setproctitle.setproctitle(f"penstock-rank {start.rank}")
     if start.dies_by_signal:
         die_with_parent(start.parent_pid)
     ranks = _make_ranks(start.config, start.rank, start.fds, start.store)
     ranks.num_on_cores = pin_rank(start.rank, ranks.size)
-    board = Board(ranks)
+    board = ShmBroadcast(ranks)
     life = _Life(board, start)
     life.start()
     try:
@@ -589,7 +592,7 @@ def main(status: int) -> int:
     gc.freeze()
     life.num_parts_done = runner.progress.num_parts_done
     rank = _OtherRank(
-        runner, max_steps_in_flight=1 + runner.info.overlaps_steps, result_fd=start.result_fd
+        runner, max_steps_in_flight=1 + runner.info.async_scheduling, result_fd=start.result_fd
     )
     while True:
         try:
@@ -607,7 +610,7 @@ class _OtherRank:
     ) -> None:
         self._runner, self._max_steps_in_flight = runner, max_steps_in_flight
         self._result_fd = result_fd
-        self._in_flight: deque[StepInFlight | StepSentOn] = deque()
+        self._in_flight: deque[StepInFlight | PendingStage] = deque()
         self._compiling = ThreadPoolExecutor(1)
         self._steps = msgspec.msgpack.Decoder(_Step)
         self._adapters = msgspec.msgpack.Decoder(Adapter)
@@ -664,7 +667,7 @@ class _Life(threading.Thread):
     """Lets the first rank see that this process runs, and ends with it, whatever this one waits
     for."""
 
-    def __init__(self, board: Board, start: _Start) -> None:
+    def __init__(self, board: ShmBroadcast, start: _Start) -> None:
         super().__init__(name="penstock-life", daemon=True)
         self._board, self._start_info = board, start
         self.num_parts_done: Callable[[], int] = lambda: 0
@@ -673,13 +676,13 @@ class _Life(threading.Thread):
         board, start = self._board, self._start_info
         num_still, seen = 0, 0
         while os.getppid() == start.parent_pid:
-            board.pulses[start.rank] += 1
+            board.heartbeats[start.rank] += 1
             board.num_parts[start.rank] = self.num_parts_done()
-            time.sleep(_PULSE_S)
-            now = int(board.pulses[0])
+            time.sleep(_HEARTBEAT_S)
+            now = int(board.heartbeats[0])
             num_still, seen = num_still + 1 if now == seen else 0, now
             # It shows life once it has started.
-            if start.ends_first and seen and num_still * _PULSE_S > _MAX_SILENCE_OF_FIRST_S:
+            if start.ends_first and seen and num_still * _HEARTBEAT_S > _MAX_SILENCE_OF_FIRST_S:
                 os.kill(start.parent_pid, signal.SIGKILL)
         os._exit(1)
 

@@ -88,7 +88,7 @@ class ForwardContext:
 
     @classmethod
     def of_sequence(cls, kv_pool: Tensor, num_tokens: int) -> ForwardContext:
-        """Of one sequence that is computed at once, in the first blocks of a pool."""
+        """The context of one sequence that is computed at once, in the first blocks of a pool."""
         device, num_blocks = kv_pool.device, kv_pool.shape[2]
         positions = torch.arange(num_tokens, device=device)
         return cls(

@@ -21,8 +21,8 @@ from penstock.kernels.experts import (
     group_slots,
     route,
 )
-from penstock.kernels.experts_reference import clamped_swiglu_reference
 from penstock.kernels.linear import linear
+from penstock.kernels.reference.experts import clamped_swiglu_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,11 @@ class Router(MatrixLayer):
         super().__init__(out_features, in_features)
         self.bias = constant(torch.empty(out_features)) if has_bias else None
 
-    def hold(
+    def set_matrix(
         self, matrix: Matrix, *, rounds_inputs: bool = True, like: Tensor | None = None
     ) -> None:
         values = matrix.dequantize().to(self.weight if like is None else like)
-        super().hold(DenseMatrix(values), rounds_inputs=rounds_inputs, like=like)
+        super().set_matrix(DenseMatrix(values), rounds_inputs=rounds_inputs, like=like)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → logits float32 [num_tokens, out_features]"""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.layers.adapters import LayerAdapters, TorchAdapters
+from penstock.engine.lora.layer_adapters import LayerAdapters, TorchAdapters
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.parallel.shard import Shard
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
@@ -70,7 +70,7 @@ class MatrixLayer(nn.Module):
             return self.part_sizes, self.in_features
         return self.shard.part_sizes, self.shard.in_features
 
-    def hold(
+    def set_matrix(
         self, matrix: Matrix, *, rounds_inputs: bool = True, like: Tensor | None = None
     ) -> None:
         """Use this matrix instead.
@@ -92,7 +92,7 @@ class MatrixLayer(nn.Module):
 
     def drop(self) -> None:
         """Lose the matrix."""
-        self.hold(DenseMatrix(self.weight.new_empty(0)))
+        self.set_matrix(DenseMatrix(self.weight.new_empty(0)))
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [num_rows, in_features] → x · matrixᵀ (+ bias), [num_rows, out_features]"""

@@ -77,13 +77,13 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, self.num_groups)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `RMSNorm.add`."""
+        """The norm of x + residual (None: 0), and that sum."""
         total = x if residual is None else x + residual
         return self(total), total
 
 
 class HeadNorm(LayerNorm):
-    """The same of each head's part of a row, with weights of its own: [num_heads · head_dim].
+    """LayerNorm of each head's part of a row, with weights of its own: [num_heads · head_dim].
 
     Attributes:
         shard: which of the heads' weights these are; None: all.

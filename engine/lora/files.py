@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.config_fields import ConfigFields, shown
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import check_file, is_present, read_json
 from penstock.engine.lora.patterns import Pattern, PatternError, matches
+from penstock.engine.model_files.config_fields import ConfigFields, shown
+from penstock.engine.model_files.json_file import check_file, is_present, read_json
 from penstock.engine.request import Adapter
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

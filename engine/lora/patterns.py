@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.engine.sandbox import LENGTH_BYTES, framed, limit_process, refusal, serve
+from penstock.engine.process.sandbox import LENGTH_BYTES, framed, limit_process, refusal, serve
 
 MAX_PATTERNS = 4096
 MAX_PATTERN_CHARS = 16384

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.layers.adapters import LowRank
+from penstock.engine.lora.adapted_model import HEAD, TABLE, AdaptedModel
 from penstock.engine.lora.files import (
     MAX_HEADER_BYTES,
     WEIGHTS_FILE,
@@ -24,10 +24,10 @@ from penstock.engine.lora.files import (
     content_digest,
     read_config,
 )
-from penstock.engine.models.adapters import HEAD, TABLE, AdaptedModel
+from penstock.engine.lora.layer_adapters import LoraWeights
 from penstock.engine.request import Adapter
 from penstock.kernels.cpu.weight_memory import WeightMemory
-from penstock.kernels.lora_reference import LoraRows
+from penstock.kernels.reference.lora import LoraRows
 
 Packed = Mapping[str, Any]  # by layer
 _TENSOR = re.compile(
@@ -220,14 +220,14 @@ class AdapterSlots:
         return LoraRows.of(slots).to(self._model.device)
 
 
-def _in_order(update: LowRank | None, order: Tensor | None) -> LowRank | None:
+def _in_order(update: LoraWeights | None, order: Tensor | None) -> LoraWeights | None:
     """With the rows that the model has in another order than the checkpoint."""
     return update if update is None or order is None else replace(update, b=update.b[order])
 
 
 def read_matrices(
     path: Path, config: AdapterConfig, modules: Mapping[str, ModuleShape], dtype: torch.dtype
-) -> dict[str, LowRank]:
+) -> dict[str, LoraWeights]:
     """A and B of the modules that the adapter changes, with their scales.
 
     Args:
@@ -258,7 +258,7 @@ class _Matrices:
         self._modules, self._dtype = modules, dtype
         self._updates = config.updates({name: shape.is_linear for name, shape in modules.items()})
 
-    def read(self) -> dict[str, LowRank]:
+    def read(self) -> dict[str, LoraWeights]:
         names: dict[str, dict[str, str]] = {}  # by module and matrix
         for name in self._tensors.keys():  # noqa: SIM118 (no mapping)
             self._sort(name, names)
@@ -284,14 +284,14 @@ class _Matrices:
             raise self._fault(name, "is not of the kind that its module has")
         names.setdefault(found["module"], {})[found["plain"] or found["table"]] = name
 
-    def _pair(self, module: str, names: Mapping[str, str]) -> LowRank:
+    def _pair(self, module: str, names: Mapping[str, str]) -> LoraWeights:
         shape, update = self._modules[module], self._updates[module]
         kind = "embedding_{}" if shape.is_table else "{}.weight"
         for letter in "AB":
             if letter not in names:
                 missing = f"base_model.model.{module}.lora_{kind.format(letter)}"
                 raise ModelLoadError(f"{self._file}: tensor {missing} is missing")
-        return LowRank(
+        return LoraWeights(
             a=self._tensor(names["A"], (update.rank, shape.in_features)),
             b=self._tensor(names["B"], (shape.out_features, update.rank)),
             scale=update.scale,

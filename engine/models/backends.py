@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.model_files.free_memory import free_cpu_bytes
 from penstock.engine.models.cpu_decoder import CpuDecoder, can_run
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
@@ -18,7 +18,7 @@ from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.token_masks import TokenMasks
 
 if TYPE_CHECKING:
-    from penstock.engine.models.transformers_backend import TransformersModel
+    from penstock.engine.models.through_transformers.backend import TransformersModel
 
 
 def cpu_kernels(

@@ -20,7 +20,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.names import Names
+from penstock.engine.models.names import WeightNames
 from penstock.engine.parallel.ranks import Alone
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.matrix import QuantizedMatrix, rows_of
@@ -52,7 +52,7 @@ class _Between(Alone):
 def calibrate(
     path: Path,
     config: DecoderConfig,
-    names: Names,
+    names: WeightNames,
     quantize: Quantizer,
     like: Tensor,
     load_layer: Callable[[int], Decoder],
@@ -87,8 +87,8 @@ def calibrate(
 
 @torch.inference_mode()
 def _run(
-    path: Path, config: DecoderConfig, names: Names, missing: set[str], kept: ConvertedMatrices,
-    like: Tensor, load_layer: Callable[[int], Decoder],
+    path: Path, config: DecoderConfig, names: WeightNames, missing: set[str],
+    kept: ConvertedMatrices, like: Tensor, load_layer: Callable[[int], Decoder],
 ) -> None:  # fmt: skip
     sequences = _sequences(path, config)
     links = [_Between() for _ in sequences]
@@ -181,7 +181,7 @@ def _sequences(path: Path, config: DecoderConfig) -> list[Tensor]:
 
 
 def _context(model: Decoder, num_tokens: int) -> ForwardContext:
-    """Of one sequence at once."""
+    """The context of one sequence that is computed at once."""
     spec, num_layers = model.kv_spec[0], len(model.kv_spec)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     shape = (num_layers, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)

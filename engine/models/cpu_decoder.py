@@ -24,7 +24,7 @@ from penstock.engine.layers.experts import MixtureOfExperts
 from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
-from penstock.engine.models.cpu_adapters import CpuAdapters, as_cpu
+from penstock.engine.lora.cpu_adapters import CpuAdapters, as_cpu
 from penstock.engine.models.decoder import (
     Decoder,
     DecoderLayer,

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.layers.adapters import LayerAdapters, TorchAdapters
 from penstock.engine.layers.attention import Attention, ForwardContext
 from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
 from penstock.engine.layers.linear import (
@@ -25,6 +24,7 @@ from penstock.engine.layers.linear import (
 )
 from penstock.engine.layers.norm import HeadNorm, LayerNorm, RMSNorm, norms_over_ranks
 from penstock.engine.layers.rotary import RotaryEmbedding
+from penstock.engine.lora.layer_adapters import LayerAdapters, TorchAdapters
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.language_model import LayerKV
 from penstock.engine.parallel.ranks import ALONE, Ranks

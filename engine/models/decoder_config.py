@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.experts import ExpertsConfig
 from penstock.engine.layers.rotary import NO_ROPE, ROPE_TYPES, RopeConfig, RopeType
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.kernels.activation import Activation
 
 # Far above every model's, so that products of sizes stay within 63 bits.
@@ -161,7 +161,7 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderChoices:
+class ConfigDefaults:
     """How an architecture reads the fields that all of them have; its other switches are set in the
     result.
 
@@ -193,7 +193,7 @@ class DecoderChoices:
     has_qk_norm: bool = False
 
 
-def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> DecoderConfig:
+def read_decoder_config(fields: ConfigFields, defaults: ConfigDefaults) -> DecoderConfig:
     """Map the fields that all architectures share, by the names that Llama has for them (see
     `ConfigFields.renamed`).
 
@@ -201,42 +201,42 @@ def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> Decode
         ModelLoadError: a field is missing, malformed, or has an unsupported value.
     """
     num_heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", choices.num_kv_heads or num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", defaults.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise fields.error(
             "num_key_value_heads", f"{num_heads} attention heads cannot share {num_kv_heads}"
         )
     hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
     head_dim = fields.integer(
-        "head_dim", choices.head_dim or hidden_size // num_heads, maximum=_MAX_HEADS
+        "head_dim", defaults.head_dim or hidden_size // num_heads, maximum=_MAX_HEADS
     )
     if head_dim % 2:
         raise fields.error("head_dim", f"rotary positions need an even size, not {head_dim}")
     num_layers = read_num_layers(fields)
-    rope = read_rope_config(fields, choices, head_dim)
+    rope = read_rope_config(fields, defaults, head_dim)
     if rope.rope_type == "dynamic" and rope.rotary_dim in (None, 2) and head_dim == 2:
         raise fields.error("head_dim", "dynamic rope scaling needs more than 2")
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size", maximum=_MAX_SIZE),
         hidden_size=hidden_size,
         intermediate_size=fields.integer(
-            "intermediate_size", choices.intermediate_size, maximum=_MAX_SIZE
+            "intermediate_size", defaults.intermediate_size, maximum=_MAX_SIZE
         ),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", choices.norm_eps, minimum=1e-30, maximum=1.0),
-        context_len=scaled_context(fields, rope, choices.context_len),
+        norm_eps=fields.number("rms_norm_eps", defaults.norm_eps, minimum=1e-30, maximum=1.0),
+        context_len=scaled_context(fields, rope, defaults.context_len),
         rope=rope,
-        windows=choices.windows or (None,) * num_layers,
+        windows=defaults.windows or (None,) * num_layers,
         dtype=fields.text("dtype" if "dtype" in fields else "torch_dtype", "float32"),
-        is_tied=fields.boolean("tie_word_embeddings", choices.is_tied),
-        activation=read_activation(fields, choices.activation),
-        has_qkv_bias=choices.has_qkv_bias,
-        has_output_bias=choices.has_output_bias,
-        has_mlp_bias=choices.has_mlp_bias,
-        has_qk_norm=choices.has_qk_norm,
+        is_tied=fields.boolean("tie_word_embeddings", defaults.is_tied),
+        activation=read_activation(fields, defaults.activation),
+        has_qkv_bias=defaults.has_qkv_bias,
+        has_output_bias=defaults.has_output_bias,
+        has_mlp_bias=defaults.has_mlp_bias,
+        has_qk_norm=defaults.has_qk_norm,
     )
 
 
@@ -332,7 +332,7 @@ def read_activation(fields: ConfigFields, default: str) -> Activation:
 
 def read_rope_config(
     fields: ConfigFields,
-    choices: DecoderChoices,
+    defaults: ConfigDefaults,
     head_dim: int,
     scaling: ConfigFields | None = None,
 ) -> RopeConfig:
@@ -344,12 +344,12 @@ def read_rope_config(
     Raises:
         ModelLoadError: an unsupported kind of scaling, or an invalid parameter of it.
     """
-    if not choices.has_rope:
+    if not defaults.has_rope:
         return NO_ROPE
     if scaling is None:
         scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
-    rope = _read_scaling(fields, scaling, choices)
-    rotary_dim = _read_rotary_dim(fields, scaling, choices, head_dim)
+    rope = _read_scaling(fields, scaling, defaults)
+    rotary_dim = _read_rotary_dim(fields, scaling, defaults, head_dim)
     if rope.rope_type == "longrope":
         num_pairs = (head_dim if rotary_dim is None else rotary_dim) // 2
         rope = replace(
@@ -357,17 +357,17 @@ def read_rope_config(
             short_factors=scaling.numbers("short_factor", count=num_pairs),
             long_factors=scaling.numbers("long_factor", count=num_pairs),
         )
-    return replace(rope, rotary_dim=rotary_dim, is_interleaved=choices.is_interleaved)
+    return replace(rope, rotary_dim=rotary_dim, is_interleaved=defaults.is_interleaved)
 
 
 def _read_rotary_dim(
-    fields: ConfigFields, scaling: ConfigFields, choices: DecoderChoices, head_dim: int
+    fields: ConfigFields, scaling: ConfigFields, defaults: ConfigDefaults, head_dim: int
 ) -> int | None:
-    factor, name = choices.rotary_factor, "partial_rotary_factor"
+    factor, name = defaults.rotary_factor, "partial_rotary_factor"
     for section in (fields, scaling):
         if name in section:
             read = section.number(name, maximum=1.0)
-            if read != 1.0 and choices.rotary_factor is None:
+            if read != 1.0 and defaults.rotary_factor is None:
                 raise section.unsupported(name, "partly rotated heads are not supported")
             factor = read
     if factor is None or factor == 1.0:
@@ -379,12 +379,12 @@ def _read_rotary_dim(
 
 
 def _read_scaling(
-    fields: ConfigFields, scaling: ConfigFields, choices: DecoderChoices
+    fields: ConfigFields, scaling: ConfigFields, defaults: ConfigDefaults
 ) -> RopeConfig:
     section = scaling if "rope_theta" in scaling else fields
-    theta = section.number("rope_theta", choices.theta, minimum=_MIN_THETA, maximum=_MAX_THETA)
+    theta = section.number("rope_theta", defaults.theta, minimum=_MIN_THETA, maximum=_MAX_THETA)
     rope_type = _rope_type(scaling)
-    context = _context(fields, choices.context_len)
+    context = _context(fields, defaults.context_len)
     if rope_type == "default":
         return RopeConfig(theta=theta, original_max_position_embeddings=context)
     if rope_type == "yarn":

@@ -45,13 +45,13 @@ class ImageEncoder(Protocol):
     Attributes:
         token_id: of image tokens.
         has_grid: the features of an image have positions in a grid (M-RoPE).
-        is_whole: an image's tokens attend to all of it, so one step computes them.
+        has_bidirectional_images: an image's tokens attend to all of it, so one step computes them.
         encoded: the images that are kept, by digest; any thread may read it.
     """
 
     token_id: int
     has_grid: bool
-    is_whole: bool
+    has_bidirectional_images: bool
     encoded: dict[str, EncodedImage]
 
     def encode(self, digest: str, data: bytes) -> tuple[int, int]:

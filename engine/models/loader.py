@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.config import DType, EngineConfig, ModelConfig, Quantization
-from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant
 from penstock.engine.layers.norm import HeadNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
-from penstock.engine.model_files import resolve_model, weights_fingerprint
+from penstock.engine.model_files.config_fields import read_model_fields
+from penstock.engine.model_files.free_memory import free_cpu_bytes
+from penstock.engine.model_files.resolve import resolve_model, weights_fingerprint
+from penstock.engine.model_files.users_files import in_users_words, named_as_users_do
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import (
     Decoder,
@@ -29,16 +30,11 @@ from penstock.engine.models.decoder import (
     rotary_embeddings,
 )
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.eagle3_head import (
-    Eagle3Head,
-    eagle3_module_names,
-    read_eagle3_config,
-)
 from penstock.engine.models.language_model import TorchModel
 from penstock.engine.models.names import (
     EACH_HEAD,
     LLAMA_NAMES,
-    Names,
+    WeightNames,
     is_ignorable,
     row_orders,
 )
@@ -49,9 +45,13 @@ from penstock.engine.models.registry import (
     own_dtype,
     read_model_config,
 )
-from penstock.engine.models.sharding import rank_config, split_over
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.users_files import in_users_words, named_as_users_do
+from penstock.engine.parallel.sharding import rank_config, split_over
+from penstock.engine.speculative.device.eagle3_head import (
+    Eagle3Head,
+    eagle3_module_names,
+    read_eagle3_config,
+)
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import (
@@ -71,7 +71,7 @@ from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, row
 from penstock.engine.weights.quantization import LostCodesError, Quantizer, num_bytes
 
 if TYPE_CHECKING:
-    from penstock.engine.models.transformers_backend import TransformersModel
+    from penstock.engine.models.through_transformers.backend import TransformersModel
 
 _log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -128,7 +128,7 @@ def load_decoder(
     ranks: Ranks = ALONE,
     only: range | None = None,
 ) -> Decoder:
-    """The same of a native family.
+    """A model of a native family, as `load_model` returns it.
 
     Args:
         only: a stage that has these layers.
@@ -143,7 +143,7 @@ def load_decoder(
         own_config = replace(decoder_config, own_layers=only)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
-    checkpoint, hold, like = weights.checkpoint, weights.hold, weights.like
+    checkpoint, set_matrix, like = weights.checkpoint, weights.set_matrix, weights.like
     names = architecture.names
     if checkpoint is not None:
         names = _with_fused_experts(architecture, checkpoint).found_in(checkpoint)
@@ -174,10 +174,10 @@ def load_decoder(
             if isinstance(module, MatrixLayer) and not isinstance(module, ExpertMatrices):
                 sources = names(name)
                 parts = torch.split(module.weight.data, _sizes(module, sources))
-                hold(module, sources, list(map(DenseMatrix, parts)))
+                set_matrix(module, sources, list(map(DenseMatrix, parts)))
     else:
         orders = partial(row_orders, names, decoder_config)
-        _fill_from(checkpoint, model, names, hold, like, orders=orders)
+        _fill_from(checkpoint, model, names, set_matrix, like, orders=orders)
         for index, layer in zip(own_config.layer_numbers, model.own_layers, strict=True):
             (prefix,) = names(f"layers.{index}.self_attn")
             _read_kv_scales(checkpoint, prefix, layer.self_attn)
@@ -206,7 +206,7 @@ def load_decoder(
     return model.eval()
 
 
-def _absent_modules(model: Decoder, names: Names) -> tuple[str, ...]:
+def _absent_modules(model: Decoder, names: WeightNames) -> tuple[str, ...]:
     """With what the checkpoint's names of tensors begin that other stages have."""
     config = model.whole_config
     others = set(range(config.num_layers)) - set(model.config.layer_numbers)
@@ -220,8 +220,8 @@ def _absent_modules(model: Decoder, names: Names) -> tuple[str, ...]:
 def _load_through_transformers(
     config: ModelConfig, path: Path, device: torch.device, ranks: Ranks
 ) -> TransformersModel:
-    """The same of any other architecture."""
-    from penstock.engine.models.transformers_weights import read_weights
+    """A model that runs the code of `transformers`, with its weights."""
+    from penstock.engine.models.through_transformers.weights import read_weights
 
     model = _build_through_transformers(config, path, ranks, has_weights=True)
     ranks.open(model.dtype, device)
@@ -231,12 +231,16 @@ def _load_through_transformers(
         _fill_random(model, config.seed or 0)
         for name, module in model.causal_lm.named_modules():
             if isinstance(module, MatrixLayer):
-                weights.hold(module, [name], [DenseMatrix(module.weight.data)])
+                weights.set_matrix(module, [name], [DenseMatrix(module.weight.data)])
     else:
         _check_room(model, path, device)
         _name_tied(weights.quantize, model)
         read_weights(
-            weights.checkpoint, model.causal_lm, weights.hold, weights.like, absent=model.absent
+            weights.checkpoint,
+            model.causal_lm,
+            weights.set_matrix,
+            weights.like,
+            absent=model.absent,
         )
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
@@ -307,8 +311,8 @@ def _own_name(module: str) -> tuple[str, ...]:
 def _read_first_matrix(
     model: Decoder, config: DecoderConfig, architecture: Architecture, path: Path
 ) -> None:
-    """As loading does, to find what it would find: tensors of other names or sizes than the config
-    has, and a quantization whose parameters are not supported.
+    """Read one matrix, to find what loading would find: tensors of other names or sizes than the
+    config has, and a quantization whose parameters are not supported.
 
     Raises:
         ModelLoadError: as `load_decoder`.
@@ -339,8 +343,9 @@ def _check_stored(config: ModelConfig, path: Path, *, has_weights: bool) -> None
 def _build_through_transformers(
     config: ModelConfig, path: Path, ranks: Ranks = ALONE, *, has_weights: bool
 ) -> TransformersModel:
-    """The same of an architecture that is not native; the import takes seconds, so only here."""
-    from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
+    """A model that runs the code of `transformers`, without weights. Its import takes seconds, so
+    it is here."""
+    from penstock.engine.models.through_transformers.backend import TransformersModel, inspect_model
 
     dtype = _resolve_dtype(config, own_dtype(read_model_fields(path)), path)
     missing = missing_option(config, path)
@@ -393,7 +398,9 @@ class _Weights:
         rounded_to = " + ".join(dict.fromkeys(kinds)) or "none"
         return cls(checkpoint, quantize, rounded_to, config.quantize_activations, like)
 
-    def hold(self, module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]) -> None:
+    def set_matrix(
+        self, module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]
+    ) -> None:
         """Give a module the matrix that is made of these parts, in the checkpoint's names."""
         is_router = isinstance(module, Router)
         if is_router:
@@ -403,7 +410,7 @@ class _Weights:
                 names, parts, self.like, may_scale_columns=isinstance(module, Linear)
             )
         matrix = _share(module, matrix, names)
-        module.hold(matrix, rounds_inputs=self.rounds_inputs, like=self.like)
+        module.set_matrix(matrix, rounds_inputs=self.rounds_inputs, like=self.like)
 
     def describe(self) -> str:
         """How the weights are stored."""
@@ -440,8 +447,6 @@ def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Dec
         tokenizer_revision=None,
         revision=None,
         hf_overrides=None,
-        rope_scaling=None,
-        rope_theta=None,
         model_impl="native",
         dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
         quantization_override=(),  # they name the target's modules
@@ -484,8 +489,8 @@ def _read_eagle3_head(checkpoint: Checkpoint, target: Decoder) -> Eagle3Head:
     with torch.device("meta"):
         head = Eagle3Head(head_config, target.config).to(target.dtype)
 
-    def hold(module: MatrixLayer, _: Sequence[str], parts: Sequence[Matrix]) -> None:
-        module.hold(stack(parts, like), like=like)
+    def set_matrix(module: MatrixLayer, _: Sequence[str], parts: Sequence[Matrix]) -> None:
+        module.set_matrix(stack(parts, like), like=like)
 
     table, has_table = head.embed_tokens, "embed_tokens.weight" in checkpoint
     if not has_table:
@@ -496,7 +501,7 @@ def _read_eagle3_head(checkpoint: Checkpoint, target: Decoder) -> Eagle3Head:
         del head.embed_tokens
     is_numbered = "layers.0.input_layernorm.weight" in checkpoint
     names = partial(eagle3_module_names, layer="layers.0" if is_numbered else "midlayer")
-    _fill_from(checkpoint, head, names, hold, like)
+    _fill_from(checkpoint, head, names, set_matrix, like)
     if not has_table:  # in a module of its own: the target's loses it when it is packed
         table.weight, table.quantized = target.embed_tokens.weight, target.embed_tokens.quantized
         head.embed_tokens = table
@@ -558,7 +563,7 @@ def _resolve_dtype(config: ModelConfig, own: str, path: Path) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _check_layers(checkpoint: Checkpoint, names: Names, config: DecoderConfig) -> None:
+def _check_layers(checkpoint: Checkpoint, names: WeightNames, config: DecoderConfig) -> None:
     """Refuse more layers than the checkpoint has, before they are built. Reading each tensor checks
     the other sizes."""
     for prefix in names(f"layers.{config.num_layers - 1}.input_layernorm"):
@@ -599,18 +604,18 @@ def _check_room(model: nn.Module, path: Path, device: torch.device) -> None:
 
 
 def _expert_readers(
-    model: Decoder, weights: _Weights, module_names: Names, *, seed: int, is_transposed: bool
+    model: Decoder, weights: _Weights, module_names: WeightNames, *, seed: int, is_transposed: bool
 ) -> Iterator[ExpertMatrices]:
     """The experts' matrices, each with a way to be read."""
     checkpoint, quantize, like = weights.checkpoint, weights.quantize, weights.like
 
-    def hold(module: ExpertMatrices, source: CheckpointExperts | DummyExperts) -> None:
+    def set_matrix(module: ExpertMatrices, source: CheckpointExperts | DummyExperts) -> None:
         parts = [
             _share(module, quantize(names, matrices, like), names)
             for names, matrices in source.read()
         ]
         matrix, orders = stack_experts(parts, like)
-        module.hold(matrix, rounds_inputs=weights.rounds_inputs, like=like)
+        module.set_matrix(matrix, rounds_inputs=weights.rounds_inputs, like=like)
         module.orders = None if orders is None else orders.to(like.device)
 
     is_dense = checkpoint is None or format_of(checkpoint) == "dense"
@@ -644,11 +649,11 @@ def _expert_readers(
             )
         else:
             module.expected_bytes = source.num_bytes
-        module.read = partial(hold, module, source)
+        module.read = partial(set_matrix, module, source)
         yield module
 
 
-def _with_fused_experts(architecture: Architecture, checkpoint: Checkpoint) -> Names:
+def _with_fused_experts(architecture: Architecture, checkpoint: Checkpoint) -> WeightNames:
     """Where one tensor has all experts of a layer, Mixtral's modules too have Llama's names; in a
     GGUF file, each projection of the experts has."""
     if checkpoint.stacks_experts:
@@ -675,7 +680,7 @@ def _fill_random(model: nn.Module, seed: int) -> None:
     for index, (name, parameter) in enumerate(list(model.named_parameters())):
         if parameter.dim() < 2:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        elif name in shared:  # the whole, of which `hold` takes a share
+        elif name in shared:  # the whole, of which `set_matrix` takes a share
             part_sizes, size = shared[name].whole_shape
             whole = parameter.new_empty(sum(part_sizes), size)
             shared[name].weight = constant(_draw(whole, seed, index))
@@ -705,7 +710,7 @@ def _fill_from(
     checkpoint: Checkpoint,
     model: nn.Module,
     module_names: Callable[[str], tuple[str, ...]],
-    hold: Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None],
+    set_matrix: Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None],
     like: Tensor,
     *,
     orders: Callable[[str], Sequence[Tensor | None]] = _no_orders,
@@ -721,7 +726,7 @@ def _fill_from(
             continue
         if isinstance(module, MatrixLayer):
             parts = _read_parts(checkpoint, module, module_names, name, orders(name))
-            hold(module, prefixes, parts)
+            set_matrix(module, prefixes, parts)
             if isinstance(module, Linear | Embedding | Router) and module.bias is not None:
                 biases = [
                     bias if order is None else bias[order]
@@ -752,7 +757,7 @@ def _read_parts(
     orders: Sequence[Tensor | None],
 ) -> list[Matrix]:
     """The matrices of which that of the module `name` is made, in the checkpoint's names."""
-    is_transposed = isinstance(module_names, Names) and module_names.is_transposed
+    is_transposed = isinstance(module_names, WeightNames) and module_names.is_transposed
     is_turned = is_transposed and isinstance(module, Linear)
     prefixes, parts = module_names(name), []
     for prefix, size, order in zip(prefixes, _sizes(module, prefixes), orders, strict=False):

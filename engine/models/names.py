@@ -25,7 +25,7 @@ EACH_HEAD = "*"  # in a name, of a module for each head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class WeightNames:
     """The checkpoint's modules that make up one module of the decoder.
 
     Attributes:
@@ -67,8 +67,8 @@ class Names:
         (above,) = self.modules.get(parent, (parent,))
         return tuple(f"{above}.{each}" if above else each for each in _FUSED.get(name, (name,)))
 
-    def found_in(self, checkpoint: Checkpoint) -> Names:
-        """As this checkpoint has them: some lack a part of the root, as the bare model's do."""
+    def found_in(self, checkpoint: Checkpoint) -> WeightNames:
+        """The names in this checkpoint: some lack a part of the root, as the bare model's do."""
         short = replace(self, root=self.root.partition(".")[2])
         has_root, lacks_root = (
             f"{each('embed_tokens')[0]}.weight" in checkpoint for each in (self, short)
@@ -81,11 +81,11 @@ class Names:
         return replace(names, modules=modules)
 
 
-LLAMA_NAMES = Names()
+LLAMA_NAMES = WeightNames()
 
 
-def row_orders(names: Names, config: DecoderConfig, module: str) -> tuple[Tensor | None, ...]:
-    """Of each of the checkpoint's modules that make up `module`: which of its rows is each row
+def row_orders(names: WeightNames, config: DecoderConfig, module: str) -> tuple[Tensor | None, ...]:
+    """For each of the checkpoint's modules that make up `module`: which of its rows is each row
     here, int64; None: they are in order.
 
     Adapters of these modules have their rows in the checkpoint's order, too.
@@ -116,9 +116,9 @@ def _of_heads(order: Tensor, num_heads: int) -> Tensor:
 
 
 def _of_fused(
-    names: Names, config: DecoderConfig, queries: Tensor | None, keys: Tensor | None
+    names: WeightNames, config: DecoderConfig, queries: Tensor | None, keys: Tensor | None
 ) -> Tensor | None:
-    """Of one module that has all of queries, keys and values."""
+    """The order of rows of one module that has all of queries, keys and values."""
     num_kv_heads, size = config.num_kv_heads, config.head_dim
     group = config.num_heads // num_kv_heads
     rows = torch.arange((config.num_heads + 2 * num_kv_heads) * size)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
+from penstock.engine.model_files.free_memory import free_cpu_bytes
 from penstock.engine.models.packed_linear import CpuLinear, RankSums, write_rounding
 from penstock.kernels.cpu.build import BuildError, cache_dir
 from penstock.kernels.cpu.library import CpuLibrary

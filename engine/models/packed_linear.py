@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
-from penstock.engine.models.cpu_adapters import CpuAdapters, as_cpu
+from penstock.engine.lora.cpu_adapters import CpuAdapters, as_cpu
 from penstock.engine.parallel.ranks import Link, SharedRanks
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ModelLoadError, UnsupportedOptionError
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.eagle3_head import EAGLE3_ARCHITECTURES
 from penstock.engine.models.families import (
     alibi,
     cohere,
@@ -21,7 +20,8 @@ from penstock.engine.models.families import (
     phi,
     post_norm,
 )
-from penstock.engine.models.names import LLAMA_NAMES, Names
+from penstock.engine.models.names import LLAMA_NAMES, WeightNames
+from penstock.engine.speculative.device.eagle3_head import EAGLE3_ARCHITECTURES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Architecture:
     """
 
     read_config: Callable[[ConfigFields], DecoderConfig]
-    names: Names = LLAMA_NAMES
+    names: WeightNames = LLAMA_NAMES
     is_headless: bool = False
     has_transposed_experts: bool = False
 

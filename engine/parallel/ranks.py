@@ -185,7 +185,7 @@ class Link:
         )  # fmt: skip
 
     def give_up(self) -> None:
-        """As `SharedRanks.give_up`."""
+        """Let neither side wait for the other one any more."""
         self._header[self._num_ranks * _LINE_BYTES] = 1
 
 

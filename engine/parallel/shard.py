@@ -55,8 +55,8 @@ class Shard:
         return bias if self.has_bias else torch.zeros_like(bias)
 
     def take_update(self, a: Tensor, b: Tensor, part: int | None) -> tuple[Tensor, Tensor]:
-        """Of the update b · a of a part (None: of all): a [rank, in_features], b [out_features,
-        rank] → the share."""
+        """The share of the update b · a of a part (None: of all): a [rank, in_features],
+        b [out_features, rank]."""
         if self.rows is not None:
             b = b[self.row_numbers if part is None else torch.tensor(self.rows[part])]
         if self.columns is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.engine.config import CudagraphMode, EngineConfig, SchedulerConfig
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.language_model import LanguageModel
-from penstock.engine.runner.device import NUM_CHEAP_ROWS, resolve_cudagraph_mode
+from penstock.engine.runner.device import NUM_VERIFY_ROWS, resolve_cudagraph_mode
 from penstock.kernels.paged_layout import PagedLayout
 
 _MAX_SIZE = 512
@@ -73,7 +73,7 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 def verification_sizes(decodes: Sequence[int], num_drafts: int) -> tuple[int, ...]:
     """Sizes of which all sequences may get so many drafts in a step, as `Drafting` spreads them."""
-    largest = max(1, NUM_CHEAP_ROWS["cuda"] // (1 + num_drafts))
+    largest = max(1, NUM_VERIFY_ROWS["cuda"] // (1 + num_drafts))
     return tuple(size for size in decodes if size <= largest)
 
 

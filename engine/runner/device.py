@@ -12,7 +12,7 @@ from penstock.kernels.cpu.cores import num_usable_cores
 
 # Tokens that a decoding step computes in about the time of one. On a CPU MAX_ROWS of
 # kernels/cpu/kernels.c; on a GPU a guess: weights are read once, and products cost little.
-NUM_CHEAP_ROWS = {"cpu": 8, "cuda": 32}
+NUM_VERIFY_ROWS = {"cpu": 8, "cuda": 32}
 
 
 def select_device(config: DeviceConfig, ranks: Ranks = ALONE) -> torch.device:
@@ -22,8 +22,6 @@ def select_device(config: DeviceConfig, ranks: Ranks = ALONE) -> torch.device:
     Raises:
         ConfigError: CUDA is requested but not available.
     """
-    if config.num_threads is not None and config.num_threads < 1:
-        raise ConfigError(f"--num-threads must be at least 1, not {config.num_threads}")
     torch.set_num_threads(
         config.num_threads or max(1, _default_num_threads() // ranks.num_on_cores)
     )

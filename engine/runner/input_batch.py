@@ -10,7 +10,7 @@ next batch may need it before policy has seen it.
     seq_lens     [18,             8,                             31]
 
 In most steps the same sequences take one token each, or one and as many drafts as in the step
-before. `DecodeRun` and `DraftedRun` turn the inputs of one such step into those of the next in
+before. `SteadyDecode` and `SteadyVerify` turn the inputs of one such step into those of the next in
 place: the tensors do not move, so a CPU's list of calls can be run again unchanged.
 """
 
@@ -30,8 +30,7 @@ from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.language_model import ImageEncoder
-from penstock.engine.runner.image_rows import SequenceImages, step_images
-from penstock.engine.runner.pooler import PooledSpan
+from penstock.engine.pooling.pooler import PooledSpan
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
 from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.logprobs import PromptSpan
@@ -39,6 +38,7 @@ from penstock.engine.sampling.sampler import Sampled
 from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
 from penstock.engine.sampling.token_limits import TokenLimits, limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.engine.vision.image_rows import SequenceImages, step_images
 from penstock.kernels.paged_layout import PagedLayout
 
 
@@ -177,7 +177,7 @@ class InputBatch:
         # While a run lasts, it counts the values above for its rows instead. Only where tokens are
         # known when their step ends.
         self._may_run = draws_tokens and staging is None
-        self._run: DecodeRun | None = None
+        self._run: SteadyDecode | None = None
         self._grammars = grammars
         self._sampling = SamplingTable(
             max_num_seqs,
@@ -267,7 +267,7 @@ class InputBatch:
         goes_on = are_all_sampled and self._may_run and not inputs.sampling.changed
         goes_on = goes_on and (images is None or images.rows is None)  # which stay in one step
         if goes_on and not any(item.num_wanted_drafts for item in scheduled):
-            kind = DraftedRun if drafts_of_rows else DecodeRun
+            kind = SteadyVerify if drafts_of_rows else SteadyDecode
             histories = [sequence.token_ids for sequence in sequences]
             self._run = kind(inputs, scheduled, rows, histories, self._block_size)
             return self._run.first()
@@ -388,7 +388,7 @@ class InputBatch:
             token_ids.append(ON_DEVICE)
         return destinations
 
-    def _end_run(self, run: DecodeRun) -> None:
+    def _end_run(self, run: SteadyDecode) -> None:
         """Copy a run's counts back to the columns."""
         self._run = None
         num_tokens = np.array([len(history) for history in run.histories])
@@ -458,8 +458,8 @@ class InputBatch:
         if entry.pooling is not None:
             self._num_pooled += not self._is_pooled[row]
             self._is_pooled[row] = True
-        limits = limits_of(entry.params, self._grammars.vocab_size)
-        if entry.params.structured_outputs is not None or limits is not None:
+        if entry.params.is_masked:
+            limits = limits_of(entry.params, self._grammars.vocab_size)
             sequence.grammar = self._grammar_of(sequence, entry, limits, left)
         self._sampling.enter(
             row,
@@ -565,7 +565,7 @@ def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -
 
 
 def _prompt_lens(sequences: Sequence[DeviceSequence], query_lens: Integers) -> Integers:
-    """Of each token's sequence."""
+    """For each token, the length of its sequence's prompt."""
     return np.array([sequence.num_prompt for sequence in sequences]).repeat(query_lens)
 
 
@@ -661,7 +661,7 @@ def _from_zero(ends: Integers) -> npt.NDArray[np.int32]:
 _MARGIN_TOKENS = 256  # growth of the lengths before the inputs are rebuilt
 
 
-class DecodeRun:
+class SteadyDecode:
     """Successive steps in which the same sequences compute their last known token.
 
     Args:
@@ -750,15 +750,16 @@ class DecodeRun:
         self._num_steps_in_blocks = self._block_size - 1 - int(offsets.max())
 
     def _with_margin(self, inputs: StepInputs) -> StepInputs:
-        """The same tensors with a larger declared maximum length."""
+        """Inputs that declare a larger maximum length, with the tensors of these."""
         self._num_steps_left = _MARGIN_TOKENS // max(self._query_lens)
         max_seq_len = int(self._seq_lens.max()) + _MARGIN_TOKENS
         layout = replace(inputs.context.layout, max_seq_len=max_seq_len)
         return replace(inputs, context=replace(inputs.context, layout=layout))
 
 
-class DraftedRun(DecodeRun):
-    """The same with drafts: each sequence has as many in every step."""
+class SteadyVerify(SteadyDecode):
+    """Successive steps in which the same sequences compute their last known token and drafts, of
+    which each sequence has as many in every step."""
 
     def advance(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
         """The inputs of the next step; their context is the same object, unless the lengths have

@@ -75,6 +75,7 @@ class NoHostTier(NoBlockBytes):
 
     num_blocks = 0
     block_move_s = 0.0
+    timings: tuple[()] = ()
 
     def __init__(self, pool: Tensor) -> None:
         self._pool = pool
@@ -107,6 +108,7 @@ class HostTier:
     Attributes:
         block_move_s: seconds to move one block, measured at construction.
         num_block_bytes: of one block.
+        timings: of swaps that `take_seconds` has not seen to end.
 
     Raises:
         ConfigError: the memory cannot be allocated or pinned.
@@ -131,7 +133,7 @@ class HostTier:
         staging = staging or (CUDA_STAGING if pool.is_cuda else _CPU_STAGING)
         slots = self._make_slots(staging)
         self._slots = itertools.cycle(slots)
-        self._timings: deque[tuple[bool, Any, Any]] = deque()  # is it out, start, end
+        self.timings: deque[tuple[bool, Any, Any]] = deque()  # is it out, start, end
         # [num_blocks, num_block_bytes], the same memory
         self._bytes = self._host.view(torch.uint8).flatten(1).numpy()
         self.num_block_bytes = int(self._bytes.shape[1])
@@ -148,8 +150,8 @@ class HostTier:
     def take_seconds(self) -> tuple[float, float]:
         """Seconds of the swap-outs and of the swap-ins that ended since the last call."""
         seconds = {True: 0.0, False: 0.0}
-        while self._timings and self._timings[0][2].query():
-            is_out, start, end = self._timings.popleft()
+        while self.timings and self.timings[0][2].query():
+            is_out, start, end = self.timings.popleft()
             seconds[is_out] += start.elapsed_time(end) / 1e3
         return seconds[True], seconds[False]
 
@@ -197,7 +199,7 @@ class HostTier:
             self._unsaved.clear()
         self._unsaved.update(host_ids)
         self._is_saved.record(side)
-        self._timings.append((True, start, record_moment(self._pool.device, side)))
+        self.timings.append((True, start, record_moment(self._pool.device, side)))
 
     def _swap_in(self, pairs: Pairs) -> None:
         """Host → device."""
@@ -217,7 +219,7 @@ class HostTier:
             scatter_blocks(staged, device_ids[part], self._pool)
             slot.is_free.record(compute)
         self._is_brought.record(side)
-        self._timings.append((False, start, record_moment(self._pool.device, side)))
+        self.timings.append((False, start, record_moment(self._pool.device, side)))
 
     def _columns(self, pairs: Pairs) -> tuple[Tensor, list[int]]:
         """(host, device) pairs by host block: int64 [num_pairs] for the device, and host ids."""

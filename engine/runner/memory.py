@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.model_files.free_memory import free_cpu_bytes
 from penstock.engine.models.language_model import TorchModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.runner.cuda_graphs import (

@@ -7,7 +7,7 @@ what they do is elsewhere, and is nothing where the feature is off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -17,8 +17,8 @@ import torch
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.layers.attention import Attention
+from penstock.engine.lora.adapted_model import attach_lora_slots
 from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
-from penstock.engine.models.adapters import make_room
 from penstock.engine.models.backends import (
     check_deterministic,
     cpu_kernels,
@@ -29,9 +29,10 @@ from penstock.engine.models.backends import (
 from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
-from penstock.engine.models.score_head import load_score_head
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.pooler import Pooler, Vectors
+from penstock.engine.pooling.score_head import load_score_head
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
@@ -41,20 +42,18 @@ from penstock.engine.runner.device import (
     select_device,
     use_kv_dtype,
 )
-from penstock.engine.runner.draft_model import NO_DRAFT_MODEL
-from penstock.engine.runner.draft_progress import num_draft_bytes
-from penstock.engine.runner.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
-from penstock.engine.runner.pooler import Pooler, Vectors
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.grammars import StepMasks
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
+from penstock.engine.speculative.device.draft_progress import num_draft_bytes
+from penstock.engine.speculative.device.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
 
@@ -72,7 +71,7 @@ class RunnerInfo:
         kv_layout: what the bytes of a block mean: its shape, and whose order they have.
         quantization: of the weights, as in `EngineInfo`.
         weight_bytes: size of the weights in memory.
-        overlaps_steps: a step can be launched while another runs.
+        async_scheduling: a step can be launched while another runs.
         sends_on: a later stage draws the tokens, while this one works on another step.
     """
 
@@ -89,7 +88,7 @@ class RunnerInfo:
     kv_layout: str
     quantization: str
     weight_bytes: int
-    overlaps_steps: bool
+    async_scheduling: bool
     device: str
     num_threads: int
     sends_on: bool = False
@@ -184,9 +183,11 @@ class ModelRunner:
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             vocab_size=model.vocab_size,
         )
+        draft_model = self._draft_model
+        num_draft_weight_bytes = 0 if draft_model is None else draft_model.weight_bytes
         # A draft model has keys and values of its own, which would be missing.
         self.block_bytes: HostTier | NoBlockBytes = (
-            self._host_tier if self._draft_model is NO_DRAFT_MODEL else NoBlockBytes()
+            self._host_tier if self._draft_model is None else NoBlockBytes()
         )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
@@ -201,8 +202,8 @@ class ModelRunner:
             kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
             kv_layout=f"{shape} {_order_of(self._model, library)}",
             quantization=quantization,
-            weight_bytes=self._model.weight_bytes + self._draft_model.weight_bytes,
-            overlaps_steps=self._tokens.overlaps_steps,
+            weight_bytes=self._model.weight_bytes + num_draft_weight_bytes,
+            async_scheduling=self._tokens.async_scheduling,
             device=str(self._device),
             num_threads=self._model.num_threads,
             sends_on=sends_on,
@@ -213,17 +214,23 @@ class ModelRunner:
         return self.launch(batch).result()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepInFlight | StepSentOn:
-        """The same without waiting for a GPU, so the next step may be launched at once."""
+    def launch(self, batch: Batch) -> StepInFlight | PendingStage:
+        """Begin a step without waiting for a GPU, so that the next one may be launched at once."""
         self._batch.update(batch)
-        self._host_tier.execute(batch.moves)
-        self._pooler.forget(batch.left_seq_ids)
-        self._draft_model.update(batch)
+        if batch.moves:
+            self._host_tier.execute(batch.moves)
+        if self._pooler.kept:
+            self._pooler.forget(batch.left_seq_ids)
+        draft_model = self._draft_model
+        if draft_model is not None:
+            draft_model.update(batch)
         stopwatch = Stopwatch(self._device)
         if not batch.scheduled:
-            self.adapters.prepare(batch, ())
+            if self.adapters is not NO_ADAPTERS:
+                self.adapters.prepare(batch, ())
             return StepInFlight(batch.step, stopwatch, self._host_tier)
-        self._draft_model.propose(batch)
+        if draft_model is not None:
+            draft_model.propose(batch)
         inputs = self._batch.prepare(
             batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
         )
@@ -231,9 +238,10 @@ class ModelRunner:
             return self._send_on(batch, inputs, stopwatch)
         sampling = inputs.sampling
         masks = sampling.masks
-        if masks is not None and not self._tokens.overlaps_steps:
+        if masks is not None and not self._tokens.async_scheduling:
             masks.fill()
-        self.adapters.prepare(batch, inputs.sampled_seq_ids)
+        if self.adapters is not NO_ADAPTERS:
+            self.adapters.prepare(batch, inputs.sampled_seq_ids)
         output = run_step(
             self._model,
             self._tokens.input_ids(inputs),
@@ -243,7 +251,8 @@ class ModelRunner:
             sampling.draws,
             None if masks is None else masks.masks,
         )
-        self._draft_model.follow(batch, inputs, output)
+        if draft_model is not None:
+            draft_model.follow(batch, inputs, output)
         tokens = self._tokens.append(inputs, self._choose(output, sampling))
         prompt_entries = None
         if inputs.prompt_spans:
@@ -259,17 +268,19 @@ class ModelRunner:
             tokens,
             prompt_entries,
             masks,
-            self._draft_model,
+            draft_model,
             vectors,
         )
 
-    def _send_on(self, batch: Batch, inputs: StepInputs, stopwatch: Stopwatch) -> StepSentOn:
+    def _send_on(self, batch: Batch, inputs: StepInputs, stopwatch: Stopwatch) -> PendingStage:
         """The part of a step of a stage that is not the last."""
-        self.adapters.prepare(batch, ())
+        if self.adapters is not NO_ADAPTERS:
+            self.adapters.prepare(batch, ())
         input_ids = self._tokens.input_ids(inputs)
         output = run_step(self._model, input_ids, inputs.context, None, None, None)
-        self._draft_model.follow(batch, inputs, output)
-        return StepSentOn(batch.step, stopwatch, self._host_tier)
+        if self._draft_model is not None:
+            self._draft_model.follow(batch, inputs, output)
+        return PendingStage(batch.step, stopwatch, self._host_tier)
 
     def receive(self, tokens: Mapping[int, tuple[int, Sequence[int]]]) -> None:
         """Append tokens that the last stage drew, if that is another one.
@@ -281,7 +292,8 @@ class ModelRunner:
             return
         for seq_id, (num_drafts, token_ids) in tokens.items():
             self._batch.receive(seq_id, token_ids, num_drafts=num_drafts)
-        self._draft_model.settle(tuple(tokens))
+        if self._draft_model is not None:
+            self._draft_model.settle(tuple(tokens))
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
         """The token of each sampled row, which a GPU may not have computed yet."""
@@ -292,7 +304,7 @@ class ModelRunner:
         if sampling.changed or sampling.masks is not None:
             # Penalties and grammars need the tokens so far; the forward pass runs meanwhile.
             self._tokens.wait_for_tokens()
-        if sampling.masks is not None and self._tokens.overlaps_steps:
+        if sampling.masks is not None and self._tokens.async_scheduling:
             sampling.masks.fill()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
@@ -311,7 +323,7 @@ def adapter_slots(
     if not lora.enable_lora:
         return NO_ADAPTERS
     architecture, _ = read_model_config(model_path)
-    room = make_room(
+    room = attach_lora_slots(
         model,
         architecture.names,
         num_slots=lora.num_at_once,
@@ -327,7 +339,16 @@ PromptLogprobs = Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]]
 class Swaps(Protocol):
     """The part of a host tier that measures swaps."""
 
+    @property
+    def timings(self) -> Sized:
+        """Those that have not been taken."""
+        ...
+
     def take_seconds(self) -> tuple[float, float]: ...
+
+
+def _seconds_of(swaps: Swaps) -> tuple[float, float]:
+    return swaps.take_seconds() if swaps.timings else (0.0, 0.0)
 
 
 class StepInFlight:
@@ -338,7 +359,7 @@ class StepInFlight:
         seq_ids: the sequences that get a token, in the order of `tokens`.
         tokens: None if nothing was computed.
         masks: of the sequences that have a grammar, if there are any.
-        draft_model: told when the tokens are known.
+        draft_model: told when the tokens are known, if there is one.
         vectors: of the sequences that end with one, if there are any.
     """
 
@@ -356,7 +377,7 @@ class StepInFlight:
         tokens: Tokens | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         masks: StepMasks | None = None,
-        draft_model: Drafter = NO_DRAFT_MODEL,
+        draft_model: Drafter | None = None,
         vectors: Vectors | None = None,
     ) -> None:
         stopwatch.mark_end()
@@ -369,14 +390,15 @@ class StepInFlight:
     def result(self) -> BatchResult:
         """Wait for the end of this step, not for steps launched after it."""
         if self._tokens is None:
-            swap_out_s, swap_in_s = self._swaps.take_seconds()
+            swap_out_s, swap_in_s = _seconds_of(self._swaps)
             return BatchResult(
                 step=self._step, token_ids={}, swap_out_s=swap_out_s, swap_in_s=swap_in_s
             )
         sampled = self._tokens.read()
-        self._draft_model.settle(self._seq_ids)
+        if self._draft_model is not None:
+            self._draft_model.settle(self._seq_ids)
         is_valid, rows = sampled.is_valid, sampled.rows
-        swap_out_s, swap_in_s = self._swaps.take_seconds()
+        swap_out_s, swap_in_s = _seconds_of(self._swaps)
         token_ids: dict[int, tuple[int, ...]]
         logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
         if rows is None:
@@ -428,7 +450,7 @@ class StepInFlight:
         }
 
 
-class StepSentOn:
+class PendingStage:
     """A launched step whose tokens a later stage draws.
 
     Args: as of `StepInFlight`.
@@ -442,7 +464,7 @@ class StepSentOn:
 
     def result(self) -> BatchResult:
         """How long this stage took; waits for it."""
-        swap_out_s, swap_in_s = self._swaps.take_seconds()
+        swap_out_s, swap_in_s = _seconds_of(self._swaps)
         return BatchResult(
             step=self._step,
             token_ids={},

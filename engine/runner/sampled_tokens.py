@@ -37,7 +37,7 @@ class TokenPath(Protocol):
     """How sampled tokens reach the next step and the host."""
 
     @property
-    def overlaps_steps(self) -> bool:
+    def async_scheduling(self) -> bool:
         """Whether a step can be launched before the previous step's tokens are read."""
         ...
 
@@ -57,7 +57,7 @@ class TokenPath(Protocol):
 class TokensAtOnce:
     """Tokens are read as soon as they are sampled."""
 
-    overlaps_steps = False
+    async_scheduling = False
 
     def __init__(self, batch: InputBatch) -> None:
         self._batch = batch
@@ -117,7 +117,7 @@ class TokensOnDevice:
         num_rows: rows of the batch.
     """
 
-    overlaps_steps = True
+    async_scheduling = True
 
     def __init__(self, batch: InputBatch, num_rows: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -179,7 +179,7 @@ def make_token_path(
     Args:
         draws_tokens: as in `InputBatch`.
     """
-    is_overlapped = runs_beside_the_host(device)
+    is_overlapped = can_schedule_async(device)
     num_seqs, staging = config.max_num_seqs, None
     if is_overlapped:
         num_bytes = staging_num_bytes(config.max_num_batched_tokens, num_seqs, max_blocks)
@@ -198,6 +198,6 @@ def make_token_path(
     return batch, TokensAtOnce(batch)
 
 
-def runs_beside_the_host(device: torch.device) -> bool:
+def can_schedule_async(device: torch.device) -> bool:
     """Whether launches on the device return before they are done."""
     return device.type == "cuda"

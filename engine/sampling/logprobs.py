@@ -21,7 +21,7 @@ from penstock.kernels.token_masks import TokenMasks, mask_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class TopLogprobs:
     """Tokens with their log-probabilities and ranks, on the device, one per row.
 
     Attributes:
@@ -37,9 +37,9 @@ class Described:
     top_ids: Tensor
     top_logprobs: Tensor
 
-    def map(self, copy: Callable[[Tensor], Tensor]) -> Described:
+    def map(self, copy: Callable[[Tensor], Tensor]) -> TopLogprobs:
         """These log-probabilities with a copy of every tensor."""
-        return Described(
+        return TopLogprobs(
             rows=self.rows,
             token_ids=copy(self.token_ids),
             logprobs=copy(self.logprobs),
@@ -79,7 +79,7 @@ def describe(
     *,
     rows: list[int] | None = None,
     masks: TokenMasks | None = None,
-) -> Described:
+) -> TopLogprobs:
     """Each row's token with its log-probability and rank, and the num_top likeliest tokens.
 
     Args:
@@ -93,7 +93,7 @@ def describe(
     if masks is not None:
         logprobs_of_all = logits.float().log_softmax(dim=-1)
         top_logprobs, top_ids = mask_logits(logprobs_of_all, masks).topk(num_top)
-    return Described(
+    return TopLogprobs(
         rows=list(range(len(token_ids))) if rows is None else rows,
         token_ids=token_ids,
         logprobs=logprobs,
@@ -109,7 +109,7 @@ def describe_some(
     num_tops: Mapping[int, int],
     *,
     masks: TokenMasks | None = None,
-) -> tuple[Described, ...]:
+) -> tuple[TopLogprobs, ...]:
     """The rows in `num_tops`, grouped by num_top, so that no row's result depends on another's
     num_top.
 

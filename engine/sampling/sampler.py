@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.request import TokenLogprobs
-from penstock.engine.sampling.logprobs import Described, describe_some
-from penstock.engine.sampling.sampling_table import ChangedRow, SamplingBatch
+from penstock.engine.sampling.logprobs import TopLogprobs, describe_some
+from penstock.engine.sampling.sampling_table import ProcessedRow, SamplingBatch
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.draw_uniforms import draw_uniforms
 from penstock.kernels.sampling import sample_tokens
@@ -64,7 +64,7 @@ class ChosenTokens:
 
     token_ids: Tensor
     is_valid: Tensor
-    described: tuple[Described, ...]
+    described: tuple[TopLogprobs, ...]
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> ChosenTokens:
         """This result with a copy of every tensor."""
@@ -145,7 +145,7 @@ class Sampler:
         return token_ids.index_copy(0, rows, chosen[0]), is_valid.index_copy(0, rows, chosen[1])
 
     def _change(
-        self, logits: Tensor, rows: Collection[ChangedRow], masks: TokenMasks | None
+        self, logits: Tensor, rows: Collection[ProcessedRow], masks: TokenMasks | None
     ) -> Tensor:
         """The logits with these rows' changes, float32, valid until the next call."""
         num_rows, vocab_size = logits.shape
@@ -182,7 +182,7 @@ _Entry = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 
 def change_logits(
-    logits: Tensor, rows: Sequence[ChangedRow], eos_token_ids: Sequence[int] = ()
+    logits: Tensor, rows: Sequence[ProcessedRow], eos_token_ids: Sequence[int] = ()
 ) -> None:
     """Apply bias, penalties, `min_tokens` and `top_n_sigma`, in this order.
 
@@ -197,7 +197,7 @@ def change_logits(
     _cut_below_sigmas(logits, rows)
 
 
-def _add_logit_bias(logits: Tensor, rows: Sequence[ChangedRow]) -> None:
+def _add_logit_bias(logits: Tensor, rows: Sequence[ProcessedRow]) -> None:
     """Add each row's `logit_bias`."""
     entries = [
         _known(number, list(row.params.logit_bias), list(row.params.logit_bias.values()), logits)
@@ -209,7 +209,7 @@ def _add_logit_bias(logits: Tensor, rows: Sequence[ChangedRow]) -> None:
         logits[index] += bias
 
 
-def _apply_repetition_penalty(logits: Tensor, rows: Sequence[ChangedRow]) -> None:
+def _apply_repetition_penalty(logits: Tensor, rows: Sequence[ProcessedRow]) -> None:
     """Divide positive and multiply negative logits of tokens seen in prompt or output
     (Keskar et al., "CTRL", 2019, §4.1, with the sign of later implementations)."""
     entries = []
@@ -224,7 +224,7 @@ def _apply_repetition_penalty(logits: Tensor, rows: Sequence[ChangedRow]) -> Non
         logits[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
 
-def _apply_output_penalties(logits: Tensor, rows: Sequence[ChangedRow]) -> None:
+def _apply_output_penalties(logits: Tensor, rows: Sequence[ProcessedRow]) -> None:
     """Subtract count · frequency_penalty + presence_penalty of tokens in the output
     (OpenAI's API reference, "Frequency and presence penalties")."""
     entries = []
@@ -240,7 +240,7 @@ def _apply_output_penalties(logits: Tensor, rows: Sequence[ChangedRow]) -> None:
 
 
 def _mask_early_stops(
-    logits: Tensor, rows: Sequence[ChangedRow], eos_token_ids: Sequence[int]
+    logits: Tensor, rows: Sequence[ProcessedRow], eos_token_ids: Sequence[int]
 ) -> None:
     """Mask EOS and stop tokens in rows with fewer than `min_tokens` of output."""
     entries = []
@@ -253,7 +253,7 @@ def _mask_early_stops(
         logits[index] = -torch.inf
 
 
-def _cut_below_sigmas(logits: Tensor, rows: Sequence[ChangedRow]) -> None:
+def _cut_below_sigmas(logits: Tensor, rows: Sequence[ProcessedRow]) -> None:
     """Mask logits more than `top_n_sigma` standard deviations below the row's largest (Tang et al.,
     "Top-nσ: Not All Logits Are You Need", 2024, arXiv:2411.07641, algorithm 1). The paper divides
     by the temperature first, which changes nothing. As in llama.cpp's sampler, masked logits do not

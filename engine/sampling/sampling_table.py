@@ -40,7 +40,7 @@ class SamplingBatch:
 
     parameters: Tensor
     draws: Tensor | None
-    changed: Mapping[int, ChangedRow]
+    changed: Mapping[int, ProcessedRow]
     num_tops: Mapping[int, int]
     num_tokens: npt.NDArray[np.int64]
     masks: StepMasks | None = None
@@ -90,7 +90,7 @@ class SamplingTable:
         self._columns.view(np.uint64)[_SEED, column] = params.seed
         self._columns[_INDEX, column] = sequence.index
         has_logprobs, has_grammar = sequence.num_logprobs is not None, sequence.grammar is not None
-        may_change = ChangedRow(sequence, sequence.num_prompt_tokens).is_changed
+        may_change = ProcessedRow(sequence, sequence.num_prompt_tokens).is_changed
         self._is_special[column] = may_change or has_logprobs or has_grammar
         self._sequences[column] = sequence
 
@@ -115,7 +115,7 @@ class SamplingTable:
             column, num = int(column_ids[row]), int(num_tokens[row])
             sequence = self._sequences[column]
             assert sequence is not None
-            changed_row = ChangedRow(sequence, num, num - num_known.setdefault(column, num))
+            changed_row = ProcessedRow(sequence, num, num - num_known.setdefault(column, num))
             if changed_row.is_changed:
                 changed[row] = changed_row
             if sequence.num_logprobs is not None:
@@ -170,7 +170,7 @@ class SamplingRow:
         self.output = TokenCounts(self.token_ids, self.num_prompt_tokens)
 
 
-class ChangedRow:
+class ProcessedRow:
     """How the logits of a row are changed: by its sequence's parameters and tokens.
 
     Args:

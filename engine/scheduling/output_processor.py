@@ -27,8 +27,8 @@ from penstock.engine.request import (
     TokenLogprobs,
 )
 from penstock.engine.scheduling.beam_search import BeamSearchState
-from penstock.engine.scheduling.drafting import Drafting
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
+from penstock.engine.speculative.policy.drafting import Drafting
 
 
 class StopRule:
@@ -303,9 +303,13 @@ class OutputProcessor:
                 )
         return outputs
 
-    def finish(self, live: LiveRequest, sequence: Sequence, *, is_spoilt: bool = False) -> None:
+    def finish(
+        self, live: LiveRequest, sequence: Sequence, *, has_invalid_kv: bool = False
+    ) -> None:
         """End a sequence, and its request if it was the last one."""
-        self._running_set.remove(sequence, retention=live.request.retention, is_spoilt=is_spoilt)
+        self._running_set.remove(
+            sequence, retention=live.request.retention, has_invalid_kv=has_invalid_kv
+        )
         self._drafting.forget(sequence)
         del live.sequences[sequence.seq_id]
         if not live.sequences:
@@ -441,5 +445,5 @@ class OutputProcessor:
         if live.num_unforked:
             live.num_unforked = 0  # the other samples would get the same logits
         for each in doomed:
-            self.finish(live, each, is_spoilt=True)
+            self.finish(live, each, has_invalid_kv=True)
         return failure(live, index=index, is_last=not live.sequences)

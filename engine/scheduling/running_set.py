@@ -142,7 +142,7 @@ class RunningSet:
         sequence: Sequence,
         *,
         retention: Retention | None = None,
-        is_spoilt: bool = False,
+        has_invalid_kv: bool = False,
     ) -> None:
         """Remove a sequence that has ended; its blocks are free when this returns.
 
@@ -152,7 +152,7 @@ class RunningSet:
             self._stop_running(sequence)
         self.waiting.discard(sequence)
         self.waiting.charge(sequence, _num_new_tokens(sequence))
-        self.blocks.release(sequence, retention=retention, is_spoilt=is_spoilt)
+        self.blocks.release(sequence, retention=retention, has_invalid_kv=has_invalid_kv)
         sequence.move_to(SequenceStatus.FINISHED)
         del self.live[sequence.seq_id]
         self.tenant_slots.remove_sequence(sequence.request.tenant)

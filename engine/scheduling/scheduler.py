@@ -23,7 +23,7 @@ from penstock.engine.batch import Batch, BatchResult, ScheduledSequence, Sequenc
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError, PromptTooLongError
-from penstock.engine.pooling import ModelPooling
+from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import (
     Notice,
     Request,
@@ -32,7 +32,6 @@ from penstock.engine.request import (
     SequenceStatus,
     num_blocks_needed,
 )
-from penstock.engine.scheduling.drafting import Drafting
 from penstock.engine.scheduling.output_processor import (
     Branches,
     LiveRequest,
@@ -43,6 +42,7 @@ from penstock.engine.scheduling.preemption import PreemptionCosts
 from penstock.engine.scheduling.prefill_budget import prefill_budgets, step_budget
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
 from penstock.engine.scheduling.waiting_queue import QueueStats, ServiceOrder, WaitingQueue
+from penstock.engine.speculative.policy.drafting import Drafting
 
 
 class Scheduler:
@@ -53,7 +53,7 @@ class Scheduler:
         eos_token_ids: ids that end a text.
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         block_move_s: seconds to move a block between the tiers, as measured at start.
-        num_cheap_rows: tokens that a step computes in about the time of one: the room for drafts.
+        num_verify_rows: tokens that a step computes in about the time of one: the room for drafts.
         pooling: what the model can do.
         num_microbatches: steps that stages of the model compute at once, each for other sequences
             (Huang et al., "GPipe", 2019): a sequence's next token is planned when the last is
@@ -69,9 +69,9 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         block_move_s: float = 0.0,
-        num_cheap_rows: int = 8,
+        num_verify_rows: int = 8,
         pooling: ModelPooling | None = None,
-        keeps_images_whole: bool = False,
+        has_bidirectional_images: bool = False,
         num_microbatches: int = 1,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -86,9 +86,9 @@ class Scheduler:
             num_blocks=blocks.num_blocks,
             block_size=blocks.block_size,
             pooling=self._pooling,
-            keeps_images_whole=keeps_images_whole,
+            has_bidirectional_images=has_bidirectional_images,
         )
-        self._keeps_images_whole = keeps_images_whole
+        self._has_bidirectional_images = has_bidirectional_images
         self._stop_rule = StopRule(eos_token_ids=eos_token_ids, max_model_len=max_model_len)
         self._costs = PreemptionCosts(config.preemption, block_move_s=block_move_s)
         order = ServiceOrder(config.scheduling_policy, aging_s=config.priority_aging_s, clock=clock)
@@ -106,7 +106,7 @@ class Scheduler:
             config,
             blocks,
             self._stop_rule.num_tokens_left,
-            num_cheap_rows=num_cheap_rows,
+            num_verify_rows=num_verify_rows,
         )
         self._output_processor = OutputProcessor(
             self._requests,
@@ -314,7 +314,7 @@ class Scheduler:
     def _uncut(self, sequence: Sequence, num_new: int, *, room: int) -> int:
         """How many tokens to compute, `num_new` or else, so that the step ends in no image whose
         tokens see all of it; 0: the image must wait for a step with more room."""
-        if not self._keeps_images_whole or num_new <= 0:
+        if not self._has_bidirectional_images or num_new <= 0:
             return num_new
         begin = sequence.num_computed_tokens
         end = begin + num_new
@@ -431,7 +431,7 @@ class RequestLimits:
     Attributes:
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         pooling: what the model can do.
-        keeps_images_whole: a step computes all of an image's tokens, as these see each other.
+        has_bidirectional_images: a step computes all of an image's tokens, as these see each other.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -442,7 +442,7 @@ class RequestLimits:
     num_blocks: int
     block_size: int
     pooling: ModelPooling
-    keeps_images_whole: bool
+    has_bidirectional_images: bool
 
     def __post_init__(self) -> None:
         config = self.config
@@ -462,7 +462,9 @@ class RequestLimits:
     def check(self, request: Request) -> None:
         """Raise `InvalidRequestError`, with the numbers, if a request can never be served."""
         params = request.sampling_params
-        self.pooling.require("generate" if request.pooling is None else request.pooling.task)
+        task = "generate" if request.pooling is None else request.pooling.task
+        if task not in self.pooling.tasks:
+            raise self.pooling.refusal()
         if request.pooling is not None and params.max_tokens:
             raise InvalidRequestError("must be 0 with pooling", param="max_tokens")
         if not request.prompt_token_ids:
@@ -484,7 +486,7 @@ class RequestLimits:
         if not 1e-3 <= request.weight <= 1e3:
             raise InvalidRequestError("weight must be between 0.001 and 1000", param="weight")
         most = self.config.max_num_batched_tokens - self.config.max_num_seqs + 1
-        if self.keeps_images_whole and any(each.num_tokens > most for each in request.images):
+        if self.has_bidirectional_images and any(each.num_tokens > most for each in request.images):
             raise InvalidRequestError(
                 f"an image of this model must fit into one step, beside "
                 f"{self.config.max_num_seqs - 1} sequences (--max-num-batched-tokens, "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.native_panics import is_panic
+from penstock.engine.process.native_panics import is_panic
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
 from penstock.engine.structured_outputs.kept_grammars import KeptGrammar, KeptGrammars
@@ -48,11 +48,8 @@ class GrammarCompiler:
         self._library: Any = None
         self._tokenizer: LLTokenizer | None = None
         self.kept = KeptGrammars()
+        self.num_kept = 0
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        """Number of grammars kept."""
-        return len(self.kept)
 
     def __contains__(self, grammar: StructuredOutputs) -> bool:
         return grammar in self.kept
@@ -130,7 +127,9 @@ class GrammarCompiler:
             return matcher
 
         tenant = tenant if stale is None else stale.tenant
-        return self.kept.made(grammar, compiled, tenant=tenant)
+        made = self.kept.made(grammar, compiled, tenant=tenant)
+        self.num_kept = len(self.kept)
+        return made
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:

@@ -1,5 +1,5 @@
 """A process that checks grammars of requests: whether they are supported, and compile in time and
-memory. The frames on stdin and stdout are those of `penstock.engine.sandbox`.
+memory. The frames on stdin and stdout are those of `penstock.engine.process.sandbox`.
 
 A gateway runs one for its requests, and an engine for those of gateways on other machines.
 
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.native_panics import is_panic
+from penstock.engine.process.native_panics import is_panic
+from penstock.engine.process.sandbox import LENGTH_BYTES, framed, limit_process, refusal, serve
 from penstock.engine.request import StructuredOutputs
-from penstock.engine.sandbox import LENGTH_BYTES, framed, limit_process, refusal, serve
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 MODULE = "penstock.engine.structured_outputs.grammar_sandbox"

@@ -37,7 +37,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import ADDITIONAL_TEMPLATES, is_present, read_json, read_text
+from penstock.engine.model_files.json_file import (
+    ADDITIONAL_TEMPLATES,
+    is_present,
+    read_json,
+    read_text,
+)
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _SAMPLE = ({"role": "user", "content": "Hello!"},)

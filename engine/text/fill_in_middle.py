@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.engine.config_fields import ConfigFields
-from penstock.engine.json_file import FIM_FIELD, is_present, read_json
+from penstock.engine.model_files.config_fields import ConfigFields
+from penstock.engine.model_files.json_file import FIM_FIELD, is_present, read_json
 from penstock.engine.text.tokenizer import Tokenizer
 
 # Before what is before the gap, before what is after it, and before what fills it.

@@ -15,8 +15,8 @@ import tokenizers.decoders
 import tokenizers.models
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
-from penstock.engine.json_file import MAX_TEXT_BYTES, check_file
-from penstock.engine.native_panics import PANICS_HIDDEN, is_panic
+from penstock.engine.model_files.json_file import MAX_TEXT_BYTES, check_file
+from penstock.engine.process.native_panics import PANICS_HIDDEN, is_panic
 
 _MAX_CHAR_BYTES = 4
 _REWRITING = frozenset({"ByteLevel", "Metaspace", "Prepend", "Replace"})

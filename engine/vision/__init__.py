@@ -1,1 +1,2 @@
-"""Images in prompts, for text and policy; the towers are in `engine.models.vision`."""
+"""Images in prompts: files, the tokens that stand for them, towers that compute their features, and
+the requests that wait for one."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.json_file import read_json
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
+from penstock.engine.model_files.json_file import read_json
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
 

@@ -12,9 +12,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import check_file, is_present, read_json
+from penstock.engine.model_files.config_fields import read_model_fields
+from penstock.engine.model_files.json_file import check_file, is_present, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

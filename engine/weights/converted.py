@@ -185,7 +185,7 @@ def _remove_oldest(root: Path, *, besides: set[Path], max_bytes: int) -> None:
 
 
 def _checksum(name: str, columns_per_scale: int, tensors: Mapping[str, Tensor]) -> str:
-    """Of a file's content, CRC-32: 15 ms for 100 MB."""
+    """The CRC-32 of a file's content: 15 ms for 100 MB."""
     found = zlib.crc32(f"{name} {columns_per_scale}".encode())
     for key in sorted(tensors):
         tensor = tensors[key]

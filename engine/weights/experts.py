@@ -146,7 +146,7 @@ class CheckpointExperts:
 
 
 class DummyExperts:
-    """The same of random numbers: those of one expert, whose rows each other expert has in another
+    """Experts of random numbers: those of one expert, whose rows each other expert has in another
     order, since drawing and rounding billions takes minutes.
 
     Args:
@@ -223,7 +223,7 @@ def _order(matrix: Matrix) -> Tensor:
 
 
 def _rolled(matrix: Matrix, num_rows: int) -> Matrix:
-    """The same rows, starting with another one."""
+    """The rows of a matrix, starting with another one."""
     if isinstance(matrix, DenseMatrix):
         return DenseMatrix(matrix.values.roll(num_rows, 0))
     assert isinstance(matrix, QuantizedMatrix), "one part is one matrix"

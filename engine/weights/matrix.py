@@ -78,7 +78,7 @@ class QuantizedMatrix:
         return self.scales[rows], None if self.offsets is None else self.offsets[rows]
 
     def for_kernels(self) -> QuantizedCodes:
-        """The same numbers, in the order of the codes' columns."""
+        """The matrix as kernels take it, its columns in the order of the codes'."""
         codes, (scales, offsets) = self.codes, self.block_values()
         make = partial(
             QuantizedCodes, scales=scales, columns_per_scale=self.columns_per_scale,
@@ -107,7 +107,7 @@ class QuantizedMatrix:
         return int(zero) if 0 < zero < 256 and torch.equal(offsets, scales * zero) else 0
 
     def _numbers(self, start: int, blocks: Tensor) -> Tensor:
-        """Of the rows from `start` on, which are in these rows of blocks."""
+        """The numbers of the rows from `start` on, which are in these rows of blocks."""
         codes = self.codes[start : start + len(blocks)]
         numbers = codes.float() if self.codebook is None else self.codebook[codes.long()]
         offsets = None if self.offsets is None else self.offsets[blocks]
@@ -147,8 +147,8 @@ def rows_of(matrix: Matrix, order: Tensor | slice) -> Matrix:
 
 
 def _rows_of_parts(parts: Sequence[QuantizedMatrix], order: Tensor) -> StackedMatrix:
-    """The same of matrices of which one stands below the other; `order` ascends from each to the
-    next."""
+    """Rows in an order, of matrices of which one stands below the other; `order` ascends from each
+    to the next."""
     found, start = [], 0
     for part in parts:
         end = start + len(part.codes)
@@ -186,7 +186,7 @@ def stack(parts: Sequence[Matrix], like: Tensor) -> Matrix:
 
 
 def _layout(matrix: QuantizedMatrix) -> tuple[object, ...]:
-    """The same for matrices that can be one."""
+    """What is equal for matrices that can be one."""
     tables = (matrix.codebook, matrix.permutation, matrix.column_factors)
     return (
         matrix.codes.dtype,

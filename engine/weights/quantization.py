@@ -180,8 +180,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def num_bytes(kind: Quantization, out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Of a matrix in `dtype` after its quantization to `kind`: codes and scales, which kernels keep
-    in half precision in a model of 16 bits, unless there is one for a row."""
+    """How many bytes a matrix in `dtype` has after its quantization to `kind`: codes and scales,
+    which kernels keep in half precision in a model of 16 bits, unless there is one for a row."""
     if kind == "none":
         return out_features * in_features * dtype.itemsize
     bits, block = {"int8": (8, BLOCK), "int4": (4, BLOCK), "fp8": (8, in_features)}[kind]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.engine.transport.messages import EngineStats
+from penstock.engine.protocol.messages import EngineStats
 from penstock.gateway.admission.refusals import overloaded
 from penstock.gateway.auth.callers import Caller
 

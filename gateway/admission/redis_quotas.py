@@ -30,8 +30,8 @@ from penstock.gateway.admission.quotas import (
 from penstock.gateway.admission.refusals import Levels, full_levels, quota_exceeded
 from penstock.gateway.auth.callers import NO_LIMITS, Caller, TenantLimits
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_cluster import node_name
-from penstock.gateway.storage.redis_link import RedisLink, Script
+from penstock.gateway.storage.redis.cluster import node_name
+from penstock.gateway.storage.redis.link import RedisLink, Script
 
 _LOG = logging.getLogger(__name__)
 _SCRIPT = Script(

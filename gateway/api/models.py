@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.gateway.api.anthropic.models import model_object, model_page
-from penstock.gateway.api.json_api import json_response
-from penstock.gateway.api.operations import operation
+from penstock.gateway.api.shared.json_api import json_response
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.generation.adapters import AdapterRegistry

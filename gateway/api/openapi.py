@@ -15,10 +15,10 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from penstock.engine.request import SAMPLING_PARAMETERS, FinishReason
-from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Unread, Use
+from penstock.gateway.api.shared.operations import Operation
 from penstock.gateway.config import ANY_NAME
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 
@@ -35,6 +35,7 @@ _STATUSES = {
     429: "The tenant's rate limit is reached; Retry-After says when to retry.",
     431: "The request header is too large.",
     500: "The engine failed on this request, or the server has a bug.",
+    501: "This store of conversations cannot do that.",
     503: "The queue is full, or the engine or the session store is unavailable; Retry-After says "
     "when to retry.",
 }
@@ -580,9 +581,27 @@ ANSWERS: dict[str, Schema] = {
     "InputTokens": _object(object=_one_of("response.input_tokens"), input_tokens=INTEGER),
     "Items": _page(ref("Item")),
     "Conversation": _object(
-        id=STRING, object=_one_of("conversation"), created_at=INTEGER, metadata=_map(STRING)
+        {"pinned": _BOOLEAN},
+        id=STRING,
+        object=_one_of("conversation"),
+        created_at=INTEGER,
+        metadata=_map(STRING),
     ),
-    "Conversations": _page(ref("Conversation"), penstock=_object(durable=_BOOLEAN)),
+    "Conversations": _page(
+        ref("Conversation"),
+        penstock=_object(
+            {"num_dropped": INTEGER, "dropped_at": INTEGER},
+            store=_one_of("memory", "disk", "redis"),
+            durable=_BOOLEAN,
+        ),
+    ),
+    "FoundConversations": _object(
+        object=_one_of("list"),
+        data=_list(
+            _object(conversation=ref("Conversation"), turn=nullable(STRING), excerpt=STRING)
+        ),
+        has_more=_BOOLEAN,
+    ),
     "Tree": _object(
         object=_one_of("conversation.tree"),
         conversation_id=STRING,
@@ -635,7 +654,9 @@ ANSWERS: dict[str, Schema] = {
         token_strs=nullable(_list(nullable(STRING))),
     ),
     "Text": _object(prompt=STRING),
-    "Status": _object({"redis": _object(state=STRING, message=STRING)}, status=STRING),
+    "Status": _object(
+        {name: _object(state=STRING, message=STRING) for name in ("redis", "disk")}, status=STRING
+    ),
     "Version": _object(version=STRING),
     "Load": _object(server_load=INTEGER),
     "TokenizerInfo": {**_object(tokenizer_class=STRING), "additionalProperties": _ANYTHING},

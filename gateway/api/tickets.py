@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.api.json_api import json_response
-from penstock.gateway.api.operations import operation
+from penstock.gateway.api.shared.json_api import json_response
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.auth.tickets import TICKET_TTL_S, Tickets
 

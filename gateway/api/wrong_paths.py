@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute, compile_path
 from starlette.types import Receive, Scope, Send
 
-from penstock.gateway.api.operations import operations_of
+from penstock.gateway.api.shared.operations import operations_of
 from penstock.gateway.errors import refusal
 from penstock.gateway.telemetry.access_log import ANY_PATH
 

@@ -54,6 +54,9 @@ class KeyRing:
         file: the key file.
         clock: monotonic seconds.
 
+    Attributes:
+        is_open: the server needs no key.
+
     Raises:
         ConfigError: the file is invalid.
     """
@@ -67,6 +70,7 @@ class KeyRing:
     ) -> None:
         digests = [digest_of(key.encode()) for key in keys]
         self._given = {digest: Caller(key_id=name_of(digest), is_admin=True) for digest in digests}
+        self.is_open = file is None and not digests
         self._file = file
         self._clock = clock
         self._stamp = _stamp(file)
@@ -74,11 +78,6 @@ class KeyRing:
         self._callers = self._given if file is None else self._given | read_key_file(file)
         self._by_id = self._ids()
         self._quotas = self._store_quotas()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the server needs no key."""
-        return self._file is None and not self._given
 
     def find(self, offered: Sequence[bytes]) -> Caller | None:
         """The caller of an offered key. Always compares every key, by digests of equal length, so

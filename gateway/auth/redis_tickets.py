@@ -11,7 +11,7 @@ import hashlib
 
 from penstock.gateway.auth.tickets import TICKET_TTL_S, MemoryTickets, new_ticket
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_link import RedisLink
+from penstock.gateway.storage.redis.link import RedisLink
 
 
 class RedisTickets:

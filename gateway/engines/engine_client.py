@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import operator
 import time
@@ -21,15 +22,16 @@ from functools import reduce
 import msgspec
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import ImageInput, Request, RequestOutput
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     DropPrefix,
     EngineInfo,
     EngineStats,
     Message,
     UnloadAdapter,
 )
-from penstock.gateway.config import KVTransfer, Routing
+from penstock.engine.request import ImageInput, Request, RequestOutput
+from penstock.engine.settings.declaration import default_of
+from penstock.gateway.config import GatewayConfig, KVTransfer, Routing
 from penstock.gateway.engines.engine_link import EngineLink, Tls, is_remote
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.kv_transfer import Handover
@@ -37,7 +39,7 @@ from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.engines.routing import Router
 
 MAX_ENGINE_LIVES = 5
-ENGINE_WAIT_S = 60.0
+ENGINE_WAIT_S: float = default_of(GatewayConfig, "engine_wait_s")
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _FIND_AGAIN_S = 1.5  # how long after a loss new requests wait for the engine
@@ -58,6 +60,8 @@ class EngineClient:
 
     Attributes:
         info: of an engine that takes requests; None: there is none.
+        pool: names what the engines have in common, the weights among it: the same after a restart;
+            empty before there was one.
         links: to the engines, in the order in which they were added.
     """
 
@@ -71,6 +75,7 @@ class EngineClient:
         tls: Tls | None = None,
     ) -> None:
         self.info: EngineInfo | None = None
+        self.pool = b""
         self.links: list[EngineLink] = []
         self._tls = tls
         self._router = Router(routing)
@@ -289,6 +294,7 @@ class EngineClient:
         if self.info is None:
             self._has_info.clear()
         else:
+            self.pool = _pool_of(self.info)
             self._has_info.set()
 
     # -- told by the links ------------------------------------------------------------------
@@ -395,6 +401,10 @@ def _start(work: Coroutine[None, None, None], running: set[asyncio.Task[None]]) 
     task = asyncio.create_task(work)
     running.add(task)
     task.add_done_callback(running.discard)
+
+
+def _pool_of(info: EngineInfo) -> bytes:
+    return hashlib.sha256(info.cache_root + f" {info.max_model_len}".encode()).digest()
 
 
 def _root(link: EngineLink) -> tuple[bytes, int]:

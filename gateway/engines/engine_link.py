@@ -4,7 +4,7 @@ A connection to the engine is one *life*. It begins with `Hello` and `EngineInfo
 connection is lost, the engine sends `Failure`, is silent for too long or loses a frame, or when
 `mark_dead` is called. The link then connects again, so it finds a restarted engine by itself.
 
-An engine that says what cannot be (`engine.transport.checks`) is at fault: its life ends, and it is
+An engine that says what cannot be (`engine.protocol.checks`) is at fault: its life ends, and it is
 left alone for a while, each time twice as long.
 """
 
@@ -20,10 +20,9 @@ from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
-from penstock.engine.request import RequestOutput
-from penstock.engine.transport.checks import PeerFaultError, check_outputs, check_stats
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.checks import PeerFaultError, check_outputs, check_stats
+from penstock.engine.protocol.frames import FrameReader, decode, encode, framed
+from penstock.engine.protocol.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_SILENT_BEATS,
     SHORT_KEY_BYTES,
@@ -42,6 +41,7 @@ from penstock.engine.transport.messages import (
     Step,
     WantKeys,
 )
+from penstock.engine.request import RequestOutput
 from penstock.gateway.engines.routing import EngineLoad, KeySet
 
 _LOG = logging.getLogger(__name__)

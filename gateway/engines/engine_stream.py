@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
+from penstock.engine.protocol.checks import PeerFaultError
+from penstock.engine.protocol.messages import Submit
 from penstock.engine.request import Request, RequestOutput, TokenLogprobs
-from penstock.engine.transport.checks import PeerFaultError
-from penstock.engine.transport.messages import Submit
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.wake_ups import WakeUps
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     BlocksStored,
     FetchBlocks,
     KVBlocks,

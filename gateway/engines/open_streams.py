@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from penstock.engine.errors import EngineDeadError
+from penstock.engine.protocol.messages import Abort, Message
 from penstock.engine.request import Request, RequestOutput
-from penstock.engine.transport.messages import Abort, Message
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.routing import EngineLoad
 from penstock.gateway.errors import GenerationFailedError

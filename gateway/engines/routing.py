@@ -28,8 +28,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from penstock.engine.blocks.prefix_cache import block_key, chain_root, pack, with_images
-from penstock.engine.transport.messages import SHORT_KEY_BYTES, EngineInfo, EngineStats
+from penstock.engine.blocks.block_keys import block_key, chain_root, pack, with_images
+from penstock.engine.protocol.messages import SHORT_KEY_BYTES, EngineInfo, EngineStats
 from penstock.gateway.config import Routing
 from penstock.gateway.engines.engine_stream import EngineStream
 
@@ -274,7 +274,7 @@ class BlockKeys:
             info.cache_root,
             cache_salt=request.cache_salt,
             adapter=None if request.adapter is None else request.adapter.digest,
-            num_prompt_tokens=len(request.prompt_token_ids) if info.is_length_bound else 0,
+            num_prompt_tokens=len(request.prompt_token_ids) if info.kv_depends_on_prompt_len else 0,
         )
         self._keys: list[bytes] = []
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.pooling import Task
+from penstock.engine.pooling.settings import Task
 from penstock.engine.request import Adapter
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
@@ -28,19 +28,24 @@ REFRESH_S = 0.5  # how long another gateway may miss a change
 class AdapterChanges(Protocol):
     """Where gateways share changes.
 
+    Attributes:
+        is_shared: whether other gateways write there.
+
     Raises:
         StoreUnavailableError: it cannot be reached.
     """
+
+    is_shared: bool
 
     async def read(self) -> Changes: ...
 
     async def write(self, name: str, adapter: Adapter | None) -> None: ...
 
-    async def close(self) -> None: ...
-
 
 class MemoryChanges:
     """Changes of the adapters of a single gateway, in its memory."""
+
+    is_shared = False
 
     def __init__(self) -> None:
         self._changes: dict[str, Adapter | None] = {}
@@ -50,9 +55,6 @@ class MemoryChanges:
 
     async def write(self, name: str, adapter: Adapter | None) -> None:
         self._changes[name] = adapter
-
-    async def close(self) -> None:
-        """There is nothing to close."""
 
 
 class AdapterRegistry:
@@ -72,14 +74,13 @@ class AdapterRegistry:
         self._refreshing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        if self.is_on and not isinstance(self._shared, MemoryChanges):
+        if self.is_on and self._shared.is_shared:
             self._refreshing = asyncio.create_task(self._keep_fresh())
 
     async def close(self) -> None:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
-        await self._shared.close()
 
     def of(self, caller: Caller) -> dict[str, Adapter]:
         """The adapters that a caller may use, by name."""

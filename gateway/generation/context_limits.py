@@ -11,13 +11,13 @@ import msgspec
 
 from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import (
     SamplingParams,
     StructuredOutputs,
     most_output_tokens,
     num_blocks_needed,
 )
-from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.auth.callers import Caller
 
 _MIN_PROMPT_BYTES = 1 << 20

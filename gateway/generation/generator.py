@@ -28,9 +28,10 @@ from penstock.engine.chat_formats import (
     Piece,
     TemplateFacts,
     template_messages,
-    template_variables,
+    with_known_effort,
 )
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import (
     Adapter,
     ImageInput,
@@ -42,7 +43,6 @@ from penstock.engine.request import (
 from penstock.engine.text import OutputText, with_special_stops
 from penstock.engine.text.bad_words import bad_words_token_ids
 from penstock.engine.text.chat_template import MAX_CPU_S, ChatTemplate, SlowTemplateError
-from penstock.engine.transport.messages import EngineInfo
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import MessageParts, with_parts
 from penstock.gateway import installed_version
@@ -64,9 +64,9 @@ from penstock.gateway.generation.context_limits import (
 from penstock.gateway.generation.fill_in_middle import GapPrompts
 from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
-from penstock.gateway.generation.images import ImageLoader
+from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
-from penstock.gateway.generation.prompt_memory import PromptMemory
+from penstock.gateway.generation.prompt_memory import MIN_KNOWN_CHARS, PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.system_messages import placed, shows_system_messages
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
@@ -170,9 +170,9 @@ class Generator:
         self, text: str, *, add_special_tokens: bool, must_fit: bool, tenant: str = ""
     ) -> list[int]:
         """The token ids of a rendered conversation. Raises as `tokenise`."""
-        if add_special_tokens:
+        if add_special_tokens or len(text) < MIN_KNOWN_CHARS:
             return await self.tokenise(
-                text, add_special_tokens=True, param="messages", must_fit=must_fit
+                text, add_special_tokens=add_special_tokens, param="messages", must_fit=must_fit
             )
         reused = await self.long_work.run(
             partial(self._memory.search(tenant), text), is_long=len(text) >= LONG_TEXT_CHARS
@@ -196,6 +196,8 @@ class Generator:
             InvalidRequestError: the template raises an error, or requests may not have templates.
         """
         text = await self._rendered(prompt)
+        if not prompt.images:
+            return text
         return self.images.expanded(text, prompt.images, param="messages")
 
     async def _rendered(self, prompt: ChatPrompt) -> str:
@@ -258,24 +260,28 @@ class Generator:
         Args:
             facts: of the request's own template.
         """
-        reads = self._reads_part if prompt.template is None else names_parts_of(source)
-        written = as_read(prompt.messages, reads)
-        if prompt.keeps_places:
-            written = placed(written, lambda: self._shows_system_messages)
-        messages, tools = self.model.formats.for_template(
-            written,
-            prompt.tools,
-            template=facts,
+        messages, tools = prompt.messages, prompt.tools
+        is_plain = not (tools or prompt.keeps_places or self.model.images) and all(
+            map(_is_plain, messages)
         )
+        if not is_plain:
+            reads = self._reads_part if prompt.template is None else names_parts_of(source)
+            messages = as_read(messages, reads)
+            if prompt.keeps_places:
+                messages = placed(messages, lambda: self._shows_system_messages)
+            messages, tools = self.model.formats.for_template(messages, tools, template=facts)
         own = self.model.formats.facts_for(has_tools=bool(tools), template=facts)
-        variables = {**self.model.template_defaults, **prompt.kwargs}
+        if not is_plain:
+            messages = with_parts(messages, self.model.message_parts, self.model.images)
+            messages = template_messages(messages, own)
+        variables: Mapping[str, Any] = {**self.model.template_defaults, **prompt.kwargs}
+        if "reasoning_effort" in variables:
+            variables = with_known_effort(variables, own.calls)
         return {
-            "messages": template_messages(
-                with_parts(messages, self.model.message_parts, self.model.images), own
-            ),
+            "messages": messages,
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": {"tools": tools, **template_variables(variables, own.calls)},
+            "kwargs": {"tools": tools, **variables},
         }
 
     @cached_property
@@ -541,6 +547,16 @@ def _no_documents(template: ChatTemplate) -> str:
     able = [repr(name) for name, source in template.named.items() if "documents" in source]
     hint = f"; chat_template may be {' or '.join(able)}" if able else ""
     return f"the chat template shows no documents{hint}"
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    """Whether every template shows it as it is."""
+    return (
+        isinstance(message.get("content"), str)
+        and message.get("role") != "tool"
+        and "tool_calls" not in message
+        and "tool_call_id" not in message
+    )
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:

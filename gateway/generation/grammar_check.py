@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import orjson
 
+from penstock.engine.process.sandbox import CPU_SIGNAL
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import StructuredOutputs
-from penstock.engine.sandbox import CPU_SIGNAL
 from penstock.engine.structured_outputs.grammar_sandbox import MAX_CPU_S, MODULE, arguments
-from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.sandbox import Sandbox, SandboxEndedError
 from penstock.gateway.generation.turns import NoTurnError, Turns

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
-from penstock.engine.pooling import PoolingParams, PoolingTask
+from penstock.engine.pooling.pairs import PairPrompts
+from penstock.engine.pooling.settings import PoolingParams, PoolingTask
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import NO_OUTPUT, FinishReason, ImageInput, Request, RequestOutput
-from penstock.engine.text.pairs import PairPrompts
-from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_client import EngineClient

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from penstock.engine.speculative.ngram import positions_after
+from penstock.engine.speculative.ngrams import positions_after
 
 _MIN_RUN = 3  # tokens; as many must be equal before an engine drafts from a prediction again
 

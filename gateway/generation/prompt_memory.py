@@ -15,7 +15,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse_any
 from penstock.gateway.storage.conversations.records import Rendering
 
-_MIN_CHARS = 1024  # tokenising a shorter prompt is faster than finding it
+MIN_KNOWN_CHARS = 1024  # tokenising a shorter prompt is faster than finding it
 _MAX_PROMPTS = 128  # of a tenant
 _MAX_TENANTS = 64
 _MAX_TOKENS = 4 << 20  # in total; four bytes each
@@ -37,7 +37,7 @@ class PromptMemory:
         known = [(rendering, (token_ids,)) for rendering, token_ids in prompts.items()]
 
         def find(text: str) -> Reused:
-            if not known or len(text) < _MIN_CHARS:
+            if not known or len(text) < MIN_KNOWN_CHARS:
                 return Reused((), text)
             return reuse_any(text, known, self._tokenizer)
 
@@ -45,7 +45,7 @@ class PromptMemory:
 
     def remember(self, tenant: str, text: str, token_ids: Sequence[int]) -> None:
         """Remember a prompt that was tokenised."""
-        if len(text) < _MIN_CHARS or len(token_ids) > _MAX_TOKENS // 4:
+        if len(text) < MIN_KNOWN_CHARS or len(token_ids) > _MAX_TOKENS // 4:
             return
         prompts = self._tenants.setdefault(tenant, OrderedDict())
         self._tenants.move_to_end(tenant)

@@ -1,6 +1,6 @@
 """Runs a process that does untrusted work, and kills it when it takes too long.
 
-The process's own side is `penstock.engine.sandbox`.
+The process's own side is `penstock.engine.process.sandbox`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.sandbox import LENGTH_BYTES, framed
+from penstock.engine.process.sandbox import LENGTH_BYTES, framed
 
 _EXIT_S = 5.0
 

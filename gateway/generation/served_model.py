@@ -5,6 +5,7 @@ Only the engine loads weights.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +21,16 @@ from penstock.engine.chat_formats import (
     kept_facts,
 )
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import (
+from penstock.engine.model_files.resolve import (
     GenerationDefaults,
     read_generation_defaults,
     resolve_model,
 )
-from penstock.engine.pooling import ModelPooling, Task, read_pooling
+from penstock.engine.model_files.users_files import named_as_users_do
+from penstock.engine.pooling.settings import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.engine.text.fill_in_middle import FillInMiddle
-from penstock.engine.users_files import named_as_users_do
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
 from penstock.engine.vision.message_parts import MessageParts, parts_of
 from penstock.gateway.config import GatewayConfig
@@ -39,6 +40,7 @@ from penstock.gateway.generation.template_process import TemplateCheck
 # How our own clients sample where a model says nothing of it: as llama.cpp, but for its top_k. By
 # OpenAI's defaults 8 of 32 answers of SmolLM2 had no end within 512 tokens, and 3 so.
 _CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+_FINGERPRINT_BYTES = 8
 _DRAWS = {"temperature", "top_p", "top_k", "min_p"}
 
 
@@ -57,6 +59,15 @@ class ServedModel:
     takes_any_name: bool = False
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     seeds: random.Random | None = None  # draws those of requests that have none
+    fingerprint: bytes = b""  # of its kind, tokenizer and chat template
+
+    def origin(self, adapter_digest: bytes | str | None) -> bytes:
+        """Names that by which token ids are made: the model, its template, and an adapter."""
+        if adapter_digest is None:
+            return self.fingerprint
+        return hashlib.blake2b(
+            repr((self.fingerprint, adapter_digest)).encode(), digest_size=_FINGERPRINT_BYTES
+        ).digest()
 
     @property
     def name(self) -> str:
@@ -75,8 +86,9 @@ class ServedModel:
             RequestRefusedError: 404: this server does not have the model.
             InvalidRequestError: the model does something else.
         """
-        if task is not None and (name is None or self.has(name)):
-            self.pooling.require(task)
+        is_this = name is None or self.has(name)
+        if is_this and task is not None and task not in self.pooling.tasks:
+            raise self.pooling.refusal()
         if name is None:
             return self.name
         if not self.has(name):
@@ -136,6 +148,17 @@ def _seeds(config: GatewayConfig) -> random.Random | None:
     return random.Random(f"{config.model.seed} {config.worker_index}")  # noqa: S311
 
 
+def _fingerprint(path: Path, template: ChatTemplate) -> bytes:
+    """The same on all machines that have the model, wherever it is."""
+    found = hashlib.blake2b(digest_size=_FINGERPRINT_BYTES)
+    for name in ("config.json", "tokenizer.json"):
+        file = path / name
+        content = file.read_bytes() if file.exists() else b""
+        found.update(len(content).to_bytes(8) + content)
+    found.update(repr((template.source, sorted(template.named.items()))).encode())
+    return found.digest()
+
+
 def load_model(config: GatewayConfig, *, checks_template: bool = False) -> ServedModel:
     """Find and read the model's small files.
 
@@ -173,6 +196,7 @@ def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> 
         template_defaults=config.template_defaults,
         seeds=_seeds(config),
         directory=path,
+        fingerprint=_fingerprint(path, template),
         tokenizer=tokenizer,
         chat_template=template,
         defaults=read_generation_defaults(

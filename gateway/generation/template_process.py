@@ -1,7 +1,7 @@
 """Renders untrusted chat templates in a process that can be killed: those of requests
 (`--trust-request-chat-template`), and the model's own once at start.
 
-The process itself is `penstock.engine.text.template_sandbox`.
+The process itself is `penstock.engine.chat_formats.template_sandbox`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import orjson
 
 from penstock.engine.chat_formats import ModelFacts, TemplateFacts, of_request
+from penstock.engine.chat_formats.template_sandbox import TemplateJob
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.sandbox import CPU_SIGNAL, LENGTH_BYTES, framed
+from penstock.engine.process.sandbox import CPU_SIGNAL, LENGTH_BYTES, framed
 from penstock.engine.text.chat_template import MAX_CPU_S, TemplateFiles, located
-from penstock.engine.text.template_sandbox import TemplateJob
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.sandbox import (
     Sandbox,
@@ -28,7 +28,7 @@ from penstock.gateway.generation.sandbox import (
 
 MAX_WAITING = 16  # requests for the one process
 _MAX_FACTS = 64
-_MODULE = "penstock.engine.text.template_sandbox"
+_MODULE = "penstock.engine.chat_formats.template_sandbox"
 
 
 class TemplateProcess(Sandbox):

@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.config import create_ssl_context
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.transport.tls import CurrentContext
+from penstock.engine.protocol.tls import CurrentContext
 from penstock.gateway.http.http_protocol import LimitedHttpProtocol
 
 _LOG = logging.getLogger(__name__)

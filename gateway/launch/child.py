@@ -1,7 +1,7 @@
 """A child of the supervisor: its start, status, end and restarts.
 
 Settings go through a pipe, so that no secret shows in a command line, and one JSON line comes
-back: ready, or why not (`engine.process`).
+back: ready, or why not (`engine.process.launch`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.process import EXIT_STUCK, LISTEN_FD, PULSE_FD
+from penstock.engine.process.launch import EXIT_STUCK, HEARTBEAT_FD, LISTEN_FD
 
 MAX_FAILED_STARTS = 5
 LOOK_INTERVAL_S = 1.0
@@ -118,7 +118,7 @@ class Child:
         if self.max_silent_looks:
             self.pulse_fd, pulse_write = os.pipe()
             os.set_blocking(self.pulse_fd, False)
-            inherited[PULSE_FD] = pulse_write
+            inherited[HEARTBEAT_FD] = pulse_write
         self.ready = self.failure = self.restart_at_s = self._ready_at_s = None
         self.num_silent_looks = 0
         self._buffer = b""

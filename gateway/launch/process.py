@@ -31,8 +31,8 @@ import uvloop
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.logs import LogWriter, configure_logging
-from penstock.engine.process import LISTEN_FD, Status, run_child
+from penstock.engine.process.launch import LISTEN_FD, Status, run_child
+from penstock.engine.process.logs import LogWriter, configure_logging
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.generation.served_model import load_model
@@ -239,7 +239,7 @@ class _Server(HttpServer):
 async def _serve(server: _Server, listener: socket.socket, *, status: Status, formats: str) -> None:
     async def announce() -> None:
         await server.app.state.engine.wait_ready()
-        status.ready(formats=formats)
+        status.ready(formats=formats, place=server.app.state.place)
 
     tasks = [asyncio.create_task(announce()), asyncio.create_task(_trim_memory())]
     try:

@@ -26,14 +26,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.logs import configure_logging
-from penstock.engine.process import Status, run_child
+from penstock.engine.process.launch import Status, run_child
+from penstock.engine.process.logs import configure_logging
 from penstock.gateway.config import pool_name
-from penstock.gateway.launch.flags import ENGINE_FLAGS
+from penstock.gateway.launch.settings import ENGINE_SETTINGS
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_engines import EngineRecord, RedisEngines
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.engines import EngineRecord, RedisEngines
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 _PLACED_WITHIN_S = 120.0
 _LOOK_S = 1.0  # as often as engines renew their records
@@ -44,7 +44,7 @@ _MARGIN_S = 5.0
 _LOG = logging.getLogger(__name__)
 # Ends with the actor, however that ends.
 _COMMAND = (
-    "import os, sys; from penstock.engine.process import die_with_parent; "
+    "import os, sys; from penstock.engine.process.launch import die_with_parent; "
     "die_with_parent(int(sys.argv.pop(1))); "
     "from penstock.gateway.launch.cli import main; sys.exit(main())"
 )
@@ -98,12 +98,12 @@ class RayEngine:
 def environment_of(settings: Mapping[str, Any]) -> dict[str, str]:
     """The options that an engine shares with `penstock serve`, as environment variables."""
     found = {}
-    for flag in ENGINE_FLAGS:
-        value = settings.get(flag.key, flag.default)
-        if flag.is_list:
-            value = ",".join(value) or flag.default
-        if value != flag.default:
-            found[flag.variable] = str(value)
+    for each in ENGINE_SETTINGS:
+        value = settings.get(each.key, each.default)
+        if each.is_list:
+            value = ",".join(value) or each.default
+        if value != each.default:
+            found[each.variable] = str(value)
     return found
 
 

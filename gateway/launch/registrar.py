@@ -16,14 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engine.logs import configure_logging
-from penstock.engine.process import Status, run_child
+from penstock.engine.process.launch import Status, run_child
+from penstock.engine.process.logs import configure_logging
 from penstock.engine.request import RequestOutput
 from penstock.gateway.engines.engine_link import EngineLink
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_engines import EngineRecord, RedisEngines
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.engines import EngineRecord, RedisEngines
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 _RENEW_S = 1.0
 _LOG = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 It uses the standard library only, to stay small in memory. It hands one listening socket to every
 gateway and keeps it open, so connections wait in the socket's queue while a gateway restarts.
-Children ask the kernel to kill them when the supervisor dies (`engine.process`).
+Children ask the kernel to kill them when the supervisor dies (`engine.process.launch`).
 
     start      any child's death ends the command: exit code 1, or 2 if it refused an option
     running    a death is logged and the child restarts (`launch.child`); an engine without signs
@@ -34,9 +34,12 @@ from typing import Any
 
 from penstock.engine.config import MAX_LOGPROBS, CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.logs import configure_logging
-from penstock.gateway.config import pool_name
+from penstock.engine.process.logs import configure_logging
+from penstock.engine.settings.declaration import Section, settings_of
+from penstock.gateway.config import GatewayConfig, pool_name
 from penstock.gateway.launch.child import LOOK_INTERVAL_S, MAX_FAILED_STARTS, Child
+from penstock.gateway.launch.config import ServeConfig
+from penstock.gateway.launch.settings import ENGINE
 
 _LOG = logging.getLogger("penstock")
 _BACKLOG = 1024
@@ -62,7 +65,7 @@ class Supervisor:
     """Runs `penstock serve` or `penstock engine` until a signal or a failure ends it.
 
     Args:
-        settings: every option of the command by key (`launch.flags`).
+        settings: all of the command's by key (`launch.settings`).
         without_effect: options of the command line that have no meaning here, and why.
     """
 
@@ -138,10 +141,11 @@ class Supervisor:
         ]
         if self._settings["ray_address"]:
             ray = "penstock.gateway.launch.ray_engines"
-            engines = [Child("what starts engines on Ray", ray, self._settings)]
+            theirs = _only(self._settings, *ENGINE, ServeConfig)
+            engines = [Child("what starts engines on Ray", ray, theirs)]
         self._num_local, self._num_engines = num_local, len(engines)
         gateway = {
-            **self._settings,
+            **_only(self._settings, GatewayConfig),
             # A Unix socket has no host that a web page could have in common with it.
             "host": "" if listener.family == socket.AF_UNIX else listener.getsockname()[0],
             "host_name": self._settings["host"],
@@ -171,7 +175,7 @@ class Supervisor:
         step_timeout_s = self._settings["step_timeout_s"]
         return Child(
             label,
-            "penstock.engine.server",
+            "penstock.engine.process.server",
             {
                 "log_level": self._settings["log_level"],
                 "log_format": self._settings["log_format"],
@@ -215,8 +219,8 @@ class Supervisor:
             yield f"--max-logprobs (more than {MAX_LOGPROBS} are never given)"
         engine = self._children[0].ready or {}
         if engine.get("device") == "cpu":
-            if self._settings.get("enforce_eager"):
-                yield "--enforce-eager (a CPU has no CUDA graphs)"
+            if self._engine_config.device.cudagraph_mode == "none":
+                yield "--cudagraph-mode none or --enforce-eager (a CPU has no CUDA graphs)"
             share = self._engine_config.cache.gpu_memory_utilization
             if share != CacheConfig().gpu_memory_utilization:
                 yield "--gpu-memory-utilization (it runs on a CPU: see --kv-cache-memory-bytes)"
@@ -240,7 +244,9 @@ class Supervisor:
         about = self._about_engine() if self._num_local else "on engines elsewhere"
         gateway = self._children[-1].ready or {}
         formats = f"{gateway['formats']}, " if "formats" in gateway else ""
-        return f"model {self._settings['model']}, {several}{about}, {formats}{took_s:.1f} s"
+        place = f"chats are kept {gateway['place']}, " if "place" in gateway else ""
+        model = self._settings["model"]
+        return f"model {model}, {several}{about}, {formats}{place}{took_s:.1f} s"
 
     def _about_engine(self) -> str:
         engine = self._children[0].ready or {}
@@ -415,6 +421,12 @@ def _max_silent_looks(step_timeout_s: float) -> int:
     if not step_timeout_s:
         return 0
     return max(_MIN_SILENT_LOOKS, min(math.ceil(step_timeout_s), _MAX_SILENT_LOOKS))
+
+
+def _only(settings: Mapping[str, Any], *sections: type[Section]) -> dict[str, Any]:
+    """The settings of these sections."""
+    keys = (each.key for each in settings_of(*sections))
+    return {key: settings[key] for key in keys if key in settings}
 
 
 def _listen(settings: Mapping[str, Any]) -> socket.socket:

@@ -7,7 +7,7 @@
 An object is a conversation with its turns, or the log of a response or of a keyed answer. With one
 tenant, as without keys, this is least recently used. An object in use (a turn runs) stays; what a
 tenant has in use is never made room for at the cost of others within their share.
-`redis_shares` does the same for all gateways of one Redis.
+`redis.shares` does the same for all gateways of one Redis.
 """
 
 from __future__ import annotations
@@ -161,6 +161,20 @@ class Shelf:
         self._bytes_of[tenant] -= num_bytes
         if not of_tenant:
             del self._kept[tenant], self._bytes_of[tenant]
+
+    def discard(self, tenant: str, key: str) -> None:
+        """`remove`, where it is there."""
+        if key in self._kept.get(tenant, ()):
+            self.remove(tenant, key)
+
+    def tenant_of(self, key: str) -> str:
+        return next(tenant for tenant, kept in self._kept.items() if key in kept)
+
+    def clear(self) -> None:
+        """All objects are gone."""
+        self._kept.clear()
+        self._bytes_of.clear()
+        self.num_bytes = 0
 
     def make_room(self) -> None:
         """Drop objects until the store is within its size, as far as they are not in use."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine.transport.messages import EngineStats
+from penstock.engine.protocol.messages import EngineStats
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import EngineLink
 

@@ -1,4 +1,4 @@
-/* Attention over the paged cache, for one DTYPE, as specified by kernels/paged_attention_reference.py.
+/* Attention over the paged cache, for one DTYPE, as specified by kernels/reference/paged_attention.py.
  *
  * Within a block each key head has its own part, in the order in which the products read it:
  *

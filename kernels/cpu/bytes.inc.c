@@ -1,5 +1,5 @@
 /* Rows rounded to signed bytes, for one DTYPE: byte = value · inverse_scale(largest), value ≈ byte · largest / 127,
- * as in quantize_rows_reference of kernels/linear_quantized_reference.py. */
+ * as in quantize_rows_reference of kernels/reference/linear_quantized.py. */
 
 /* LANES values, with zeros past the last. */
 INLINE vec NAME(load_up_to)(const DTYPE *x, long size) {

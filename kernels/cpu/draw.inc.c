@@ -1,4 +1,4 @@
-/* The uniform number behind each sampled token, as specified by kernels/draw_uniforms_reference.py. */
+/* The uniform number behind each sampled token, as specified by kernels/reference/draw_uniforms.py. */
 
 static void NAME(draw_uniforms_item)(const void *args, long item) {
     const struct draw_uniforms_args *a = args;

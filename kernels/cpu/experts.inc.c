@@ -1,4 +1,4 @@
-/* A mixture of experts, for one DTYPE, as specified by kernels/experts_reference.py.
+/* A mixture of experts, for one DTYPE, as specified by kernels/reference/experts.py.
  *
  * Which rows an expert multiplies is known only when the router has run: its tiles are a table that the next
  * operations plan by. Another step, or layer, may overwrite the table while a late thread still reads it

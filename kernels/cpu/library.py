@@ -40,7 +40,8 @@ def unpack_keys(keys: Tensor, pair: int) -> Tensor:
 
 
 def unpack_values(values: Tensor, pair: int) -> Tensor:
-    """The same of values."""
+    """Blocks of values [num_blocks, block_size, num_kv_heads, head_dim] whose numbers have the
+    order of attention.inc.c, in that of their dimensions."""
     num_blocks, block_size, num_kv_heads, head_dim = values.shape
     packed = values.view(num_blocks, num_kv_heads, block_size // pair, head_dim, pair)
     return packed.permute(0, 2, 4, 1, 3).reshape(values.shape)

@@ -1,5 +1,5 @@
 /* Matrix products with quantized weights, for one DTYPE of output; the numbers are those of
- * kernels/linear_quantized_reference.py.
+ * kernels/reference/linear_quantized.py.
  *
  * Codes are unsigned, of 4 or 8 bits. A block is columns_per_scale neighbouring k, with a scale and perhaps
  * an offset for each column. Either x is rounded to bytes, block by block (quantize_blocks); then products
@@ -122,7 +122,7 @@ INLINE bvec order_as_nibbles(bvec bytes) {
     return __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
 }
 
-enum { MAX_OUTLIER_BLOCK = 128 }; /* as in kernels/linear_quantized_reference.py */
+enum { MAX_OUTLIER_BLOCK = 128 }; /* as in kernels/reference/linear_quantized.py */
 
 INLINE vec NAME(magnitudes)(const DTYPE *x, long size) {
     return (vec)((ivec)NAME(load_up_to)(x, size) & 0x7fffffff);

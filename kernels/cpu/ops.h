@@ -53,7 +53,7 @@ struct pack_quantized_args {
 
 /* Each block of a row of x as signed bytes: x / scale, rounded, where scale = its largest magnitude / 127;
  * and the sum of these bytes, also times the scale. Outliers, by split_outliers of
- * kernels/linear_quantized_reference.py, become zeros there: a row's are listed, and after the last a column of
+ * kernels/reference/linear_quantized.py, become zeros there: a row's are listed, and after the last a column of
  * -1. */
 struct quantize_blocks_args {
     uint8_t *bytes; /* [rows, size rounded up to a line], in the order of a line of code_bits */
@@ -161,7 +161,7 @@ struct rope_store_args {
     double eps, norm_offset;
 };
 
-/* As specified by kernels/paged_attention_reference.py, except for the order of numbers in a block. */
+/* As specified by kernels/reference/paged_attention.py, except for the order of numbers in a block. */
 struct attention_args {
     void *out;
     const void *query, *key_cache, *value_cache;
@@ -381,7 +381,7 @@ struct gather_rows_args {
     int64_t size;
 };
 
-/* The next token of each row of logits, as specified by kernels/sampling_reference.py. */
+/* The next token of each row of logits, as specified by kernels/reference/sampling.py. */
 struct sample_tokens_args {
     int64_t *token_ids; /* [num_rows] */
     uint8_t *is_valid;  /* [num_rows], 0 or 1 */
@@ -393,7 +393,7 @@ struct sample_tokens_args {
     int64_t vocab_size;
 };
 
-/* A number in [0, 1) for each row, as specified by kernels/draw_uniforms_reference.py. */
+/* A number in [0, 1) for each row, as specified by kernels/reference/draw_uniforms.py. */
 struct draw_uniforms_args {
     double *uniforms;                             /* [num_rows] */
     const uint64_t *seeds, *indices, *positions; /* [num_rows] */

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import LANES, CpuLibrary
-from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK
 from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.kernels.reference.linear_quantized import MAX_OUTLIER_BLOCK
 
 # 127 · 128 · so many stays below 2³¹, where sums end.
 MAX_FEATURES = 1 << 17

@@ -1,4 +1,4 @@
-/* The next token of each row of logits, for one DTYPE, as specified by kernels/sampling_reference.py.
+/* The next token of each row of logits, for one DTYPE, as specified by kernels/reference/sampling.py.
  *
  * A row is an item. Weights are e^((x - largest) / temperature), in float, and their sums are in
  * double. With truncation, the tokens that may be kept are collected first, usually few, and the rest

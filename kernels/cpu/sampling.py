@@ -28,7 +28,8 @@ def sample_tokens_cpu(
     uniforms: Tensor,
     masks: TokenMasks | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `sample_tokens`; every tensor must be contiguous."""
+    """Draw the next token of each row; arguments and result are those of
+    `kernels.sampling.sample_tokens`, and every tensor must be contiguous."""
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     is_valid = torch.empty(num_rows, dtype=torch.bool)
@@ -44,7 +45,8 @@ def sample_tokens_cpu(
 
 
 def draw_uniforms_cpu(library: CpuLibrary, draws: Tensor) -> Tensor:
-    """As `draw_uniforms`."""
+    """The number in [0, 1) of each row: float64 [num_rows]; draws: int64 [3, num_rows], the seeds,
+    indices and positions."""
     num_rows = draws.shape[1]
     uniforms = torch.empty(num_rows, dtype=torch.float64)
     rows, (seeds, indices, positions) = ctypes.c_int64(num_rows), draws

@@ -50,7 +50,7 @@ def read_structures(header: str) -> dict[str, type[Structure]]:
 
 
 def plain(value: Argument) -> float | None:
-    """As ctypes takes it."""
+    """An argument in the form that ctypes takes: a tensor or a structure by its address."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     return ctypes.addressof(value) if isinstance(value, _ADDRESSED) else value

@@ -23,7 +23,7 @@ class DeviceLimits:
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Of a GPU; of an imagined small one where kernels are interpreted on a CPU."""
+    """The limits of a GPU, or of an imagined small one where kernels are interpreted on a CPU."""
     if device.type == "cpu":
         return DeviceLimits(num_processors=4, shared_bytes=64 * 1024)
     found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.experts_reference import SlotGroups
 from penstock.kernels.gpu.linear_quantized import _bytes, _product_tile, level_sizes
 from penstock.kernels.gpu.quantized import GpuCodes
 from penstock.kernels.gpu.tuning import Config
+from penstock.kernels.reference.experts import SlotGroups
 
 
 @triton.jit

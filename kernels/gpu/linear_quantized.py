@@ -343,7 +343,7 @@ def row_class(num_rows: int) -> str:
 
 
 def levels_config(dtype: torch.dtype, rows: str) -> Config:
-    """Of `linear_levels_kernel`, for a class of rows."""
+    """How `linear_levels_kernel` is launched for a class of rows."""
     if dtype == torch.float32:  # without tensor cores: for registers
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     if rows == "few":  # small tiles, for a program for each processor
@@ -354,7 +354,7 @@ def levels_config(dtype: torch.dtype, rows: str) -> Config:
 
 
 def bytes_config(rows: str) -> Config:
-    """Of `linear_bytes_kernel`, for a class of rows."""
+    """How `linear_bytes_kernel` is launched for a class of rows."""
     if rows == "few":
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 4}
     if rows == "some":
@@ -386,7 +386,8 @@ def linear_quantized_triton(
     is_invariant: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """As `linear_quantized`. For measurements, `config` replaces some of what is chosen.
+    """Multiply as `kernels.linear_quantized.linear_quantized` says. For measurements, `config`
+    replaces some of what is chosen.
 
     Where `in_bytes`, torch's own products take part unless rows must not matter: for integers the
     result is the same. For E4M3 numbers it is that of rows rounded to E4M3 with a scale for each,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.lora_reference import MAX_GROUP_ROWS, LoraRows
+from penstock.kernels.reference.lora import MAX_GROUP_ROWS, LoraRows
 
 _BLOCK_K, _BLOCK_N = 64, 64
 

@@ -204,7 +204,7 @@ def attention_inputs(
 
 
 def contiguous(kv: PagedKV) -> PagedKV:
-    """The same caches, read as if each sequence lay in neighbouring blocks: other tokens, but as
+    """Caches read as if each sequence lay in neighbouring blocks: other tokens than in `kv`, but as
     many."""
     tables = kv.layout.block_tables
     in_order = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device)

@@ -66,7 +66,7 @@ def _planes(pool: Tensor) -> Tensor:
 
 
 def _staged_planes(staging: Tensor) -> Tensor:
-    """The same of a staging buffer."""
+    """A view of a staging buffer: [num_blocks, num_planes, numbers of a plane]."""
     return staging.flatten(3).flatten(1, 2)
 
 

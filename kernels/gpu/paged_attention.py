@@ -46,7 +46,9 @@ def paged_attention_triton(
     is_contiguous: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """As `paged_attention`, and for measurements:
+    """Attend as `kernels.paged_attention.paged_attention` says.
+
+    For measurements:
 
     Args:
         is_contiguous: each sequence's blocks are consecutive, so the table is not read.

@@ -30,7 +30,7 @@ def initial_state(sinks_ptr, heads, has_sink, BLOCK_M: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def load_slopes(alibi_ptr, heads, is_row):
-    """Of each row's head; None without ALiBi."""
+    """The slope of each row's head; None without ALiBi."""
     slopes = None
     if alibi_ptr is not None:
         slopes = tl.load(alibi_ptr + heads, is_row, other=0.0)

@@ -153,7 +153,7 @@ def _prefill(tuner: Tuner, sizes: AttentionSizes, *, is_fp8: bool = False) -> Tu
 
 
 def _key(tuner: Tuner, sizes: AttentionSizes, *, is_fp8: bool, is_contiguous: bool) -> str:
-    """As the launcher makes it."""
+    """The key of the table under which the launcher will look for these sizes."""
     launcher = importlib.import_module("penstock.kernels.gpu.paged_attention")
     arguments = {
         "HEAD_DIM": sizes.head_dim,

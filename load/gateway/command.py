@@ -27,7 +27,7 @@ import psutil
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.gateway.launch.child import Child
 from penstock.load.gateway.readers import IDLE, LETTER, MAX_FRAMES, ClockFile
@@ -35,6 +35,7 @@ from penstock.load.report.options import add_out, counts, positive, settings_of
 from penstock.load.report.tables import publish, table_of
 
 WIRES = ("chat", "responses", "websocket")
+STORES = ("memory", "disk", "redis")
 _START_S = 60.0
 _WARM_UP_S = 2.0
 _NOTES = (
@@ -57,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window-s", type=float, default=5.0, help="duration of each measurement")
     add("--idle-sockets", type=positive, default=1000,
         help="open WebSockets to measure memory with")  # fmt: skip
-    add("--redis-url", help="store response logs in this Redis")
+    add("--stores", nargs="+", choices=STORES,
+        help="where response logs are kept; each is measured in turn (default: memory, or redis "
+        "with --redis-url)")  # fmt: skip
+    add("--redis-url", help="of the store redis")
     add_out(parser)
 
 
@@ -65,15 +69,18 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure; print and write the table; return 1 if a stream broke."""
     if _num_frames(parsed) > MAX_FRAMES:
         raise ConfigError("--frames-per-s times --window-s exceeds the size of the clock file")
+    stores = parsed.stores or ["memory" if parsed.redis_url is None else "redis"]
+    if "redis" in stores and parsed.redis_url is None:
+        raise ConfigError("--stores redis needs --redis-url")
     rows: list[Row] = []
-    for interval_ms, wire, num_streams in product(
-        parsed.intervals_ms, parsed.wires, parsed.streams
+    for interval_ms, wire, num_streams, store in product(
+        parsed.intervals_ms, parsed.wires, parsed.streams, stores
     ):
-        if wire == "chat" and interval_ms:
-            continue  # it merges events only for slow readers
-        rows.append(_measure(parsed, wire, num_streams, interval_ms=interval_ms))
+        if wire == "chat" and (interval_ms or store != stores[0]):
+            continue  # it merges events only for slow readers, and stores nothing
+        rows.append(_measure(parsed, wire, num_streams, interval_ms=interval_ms, store=store))
         print(" · ".join(text(rows[-1]) for text in _COLUMNS.values()), flush=True)
-    num_bytes = _idle_socket_bytes(parsed)
+    num_bytes = _idle_socket_bytes(parsed, stores[0])
     report = (
         f"{table_of(rows, _COLUMNS)}\n\n{_NOTES}\n\nAn idle WebSocket takes "
         f"{num_bytes / 1024:.1f} KiB of the gateway's memory (of {parsed.idle_sockets:,})."
@@ -86,6 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "": lambda row: row["wire"],
+    "store": lambda row: row["store"],
     "streams": lambda row: f"{row['num_streams']:,}",
     "interval ms": lambda row: f"{row['interval_ms']:g}",
     "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
@@ -102,10 +110,12 @@ def _num_frames(parsed: argparse.Namespace) -> int:
     return int(parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S))
 
 
-def _measure(parsed: argparse.Namespace, wire: str, num_streams: int, *, interval_ms: float) -> Row:
+def _measure(
+    parsed: argparse.Namespace, wire: str, num_streams: int, *, interval_ms: float, store: str
+) -> Row:
     """What readers see within a window, and the gateway's CPU in it."""
     with (
-        _servers(parsed, interval_ms) as (gateway, settings),
+        _servers(parsed, interval_ms, store) as (gateway, settings),
         _readers(
             {**settings, "wire": wire, "num_streams": num_streams,
              "num_tokens": _num_frames(parsed), "window_s": parsed.window_s}
@@ -119,6 +129,7 @@ def _measure(parsed: argparse.Namespace, wire: str, num_streams: int, *, interva
     num_tokens = max(seen["num_tokens"], 1)
     return {
         "wire": wire,
+        "store": store,
         "num_streams": num_streams,
         "interval_ms": interval_ms,
         "num_lost": seen["num_lost"],
@@ -132,9 +143,9 @@ def _measure(parsed: argparse.Namespace, wire: str, num_streams: int, *, interva
     }
 
 
-def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
+def _idle_socket_bytes(parsed: argparse.Namespace, store: str) -> float:
     """Growth of the gateway's memory per open, silent WebSocket."""
-    with _servers(parsed, 0.0) as (gateway, settings):
+    with _servers(parsed, 0.0, store) as (gateway, settings):
         before = gateway.memory_info().rss
         num_streams = parsed.idle_sockets
         asked = {"wire": IDLE, "num_streams": num_streams, "num_tokens": 1, "window_s": 1.0}
@@ -158,7 +169,7 @@ def _readers(settings: Mapping[str, Any]) -> Iterator[IO[str]]:
 
 @contextlib.contextmanager
 def _servers(
-    parsed: argparse.Namespace, interval_ms: float
+    parsed: argparse.Namespace, interval_ms: float, store: str
 ) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
     """A stub engine and a gateway, whose process it yields; and where readers find them."""
     path = resolve_model(ModelConfig(model=DEMO_MODEL), weights=False)
@@ -188,7 +199,8 @@ def _servers(
                 "engine_address": address,
                 "served_model_name": ["stub"],
                 "stream_interval_ms": interval_ms,
-                "redis_url": parsed.redis_url,
+                "redis_url": parsed.redis_url if store == "redis" else None,
+                "data_dir": f"{directory}/data" if store == "disk" else "none",
                 "log_level": "warning",
                 "model": dataclasses.asdict(ModelConfig(model=DEMO_MODEL)),
             },

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.process import Status, run_child
+from penstock.engine.process.launch import Status, run_child
+from penstock.engine.protocol.messages import Abort, EngineInfo, Submit
+from penstock.engine.protocol.sockets import GatewayGone, GatewayId, Inbound, Transport
 from penstock.engine.request import FinishReason, RequestOutput
-from penstock.engine.transport.messages import Abort, EngineInfo, Submit
-from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
 from penstock.load.gateway.readers import ClockFile
 
 _CONTEXT = 1 << 20

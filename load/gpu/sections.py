@@ -31,10 +31,10 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier
 from penstock.engine.startup import build_core
-from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.gpu.measuring import (
     AttentionSizes,
     attend,

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from penstock.engine.transport.tls import CurrentContext, gateway_context
+from penstock.engine.protocol.tls import CurrentContext, gateway_context
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import Tls
 from penstock.load.soak.journal import Kind

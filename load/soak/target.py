@@ -26,7 +26,7 @@ import tokenizers
 
 from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load import launch
 from penstock.load.client.records import Address
 from penstock.load.soak.watch import Family
@@ -138,10 +138,11 @@ class Target:
 def own_server(
     model: str | None, flags: str, *, is_attacked: bool, has_images: bool = False
 ) -> Iterator[Target]:
-    """A penstock server. Kills hit its engine and, if it has several gateways, each of them in
-    turn: the only gateway would lose everything in its memory. An attacked server has two
-    gateways, a Redis of its own, keys of two tenants, and a pipe for its log; beside it an engine
-    listens for peers, and, `has_images`, there are a model that takes them and a host for them."""
+    """A penstock server. Kills hit its engine and, if it has several gateways or keeps its state on
+    disk, each gateway in turn: else the only one would lose everything in its memory. An attacked
+    server has two gateways, a Redis of its own, keys of two tenants, and a pipe for its log; beside
+    it an engine listens for peers, and, `has_images`, there are a model that takes them and a host
+    for them."""
     with contextlib.ExitStack() as stack:
         log, others, more = None, dict[str, psutil.Process](), dict[str, Any]()
         if is_attacked:
@@ -209,8 +210,8 @@ def _own_target(
         family = started.family().items()
         return {name: each for name, each in family if name == "engine" or "gateway" in name}
 
-    names = list(victims())
-    killed = itertools.cycle(names if len(names) > 2 else ["engine"])
+    names, keeps_state = list(victims()), "--data-dir" in arguments
+    killed = itertools.cycle(names if len(names) > 2 or keeps_state else ["engine"])
 
     def num_returns() -> int:
         return started.log.read_text().count(" is back after ")

@@ -23,8 +23,12 @@ _SOURCES = ("gateway", "engine", "kernels", "load", "clients", ".namespace")
 _FILES = ("pyproject.toml", "README.md", "LICENSE")
 _BENCHES = ("serve", "engine", "quality", "startup")
 # For work on penstock itself.
-_BENCHES_OF_OURS = tuple(
-    f"penstock/load/{name}/" for name in ("gateway", "gpu", "kernels", "peers", "results", "soak")
+_OURS = (
+    "penstock/engine/demo/",
+    *(
+        f"penstock/load/{name}/"
+        for name in ("gateway", "gpu", "kernels", "peers", "results", "soak")
+    ),
 )
 _MAX_BYTES = 40_000_000
 
@@ -125,9 +129,9 @@ def test_every_file_is_in_one_wheel(wheels: Wheels) -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "examples" not in path.parts
     }
-    ours = {name for name in modules if name.startswith(_BENCHES_OF_OURS)}
+    ours = {name for name in modules if name.startswith(_OURS)}
     assert modules - ours <= {*in_client, *in_server}
-    assert not [name for name in in_server if name.startswith(_BENCHES_OF_OURS)]
+    assert not [name for name in in_server if name.startswith(_OURS)]
     assert {f"penstock/load/{name}.py" for name in _BENCHES} <= {*in_server}
     page = {name for name in in_server if name.startswith("penstock/clients/")}
     assert {"penstock/clients/browser/index.html"} <= page

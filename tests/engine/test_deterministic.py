@@ -34,7 +34,8 @@ from penstock.engine.executor.in_process import InProcessExecutor
 from penstock.engine.models import cpu_decoder
 from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
-from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
+from penstock.gateway.launch.cli import _parser
+from penstock.gateway.launch.settings import engine_config, resolve_settings
 from penstock.kernels.cpu.isa import ISA_VARIABLE
 from tests.support.tiers import tiered
 

@@ -12,11 +12,11 @@ import pytest
 
 from penstock.engine.config import FITTING_LEN, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.startup import build_core
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.launch.cli import engine_config, resolve_settings
+from penstock.gateway.launch.settings import engine_config, resolve_settings
 
 
 def fault(**settings: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer

@@ -23,7 +23,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_model
@@ -32,7 +32,8 @@ from penstock.engine.runner.device import check_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.startup import build_core
-from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
+from penstock.gateway.launch.cli import _parser
+from penstock.gateway.launch.settings import engine_config, resolve_settings
 from penstock.load.quality import held_out_texts
 
 from .greedy_parity import requests

@@ -17,10 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.request import Request, SamplingParams
-from penstock.engine.server import _LEAVE_S, EngineServer
-from penstock.engine.startup import build_core
-from penstock.engine.transport.messages import (
+from penstock.engine.process.server import _LEAVE_S, EngineServer
+from penstock.engine.protocol.messages import (
     BlocksStored,
     Draining,
     EngineInfo,
@@ -29,8 +27,10 @@ from penstock.engine.transport.messages import (
     KVBlocks,
     Step,
 )
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.startup import build_core
 
-from .server.stack import PATIENCE_S, Gateway, wait_until
+from .process.stack import PATIENCE_S, Gateway, wait_until
 
 _BLOCK_SIZE = 8
 _PROMPT = tuple(range(3, 103))  # 12 blocks, and a part

@@ -73,7 +73,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudagraphMode], No
 
     def settle(mode: CudagraphMode) -> None:
         monkeypatch.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
-        monkeypatch.setattr(sampled_tokens, "runs_beside_the_host", lambda _: True)
+        monkeypatch.setattr(sampled_tokens, "can_schedule_async", lambda _: True)
         monkeypatch.setattr(cuda_graphs, "resolve_cudagraph_mode", lambda *_: mode)
         monkeypatch.setattr(cuda_graphs, "CudaGraphMaker", RecordedGraphMaker)
 

@@ -27,7 +27,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.request import BeamSearch, Request, SamplingParams
 from penstock.engine.startup import build_core
-from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
+from penstock.kernels.reference.draw_uniforms import as_draws, draw_uniforms_reference
 from tests.kernels.cpu.operations import unpack_cache
 from tests.support.tiers import tiered
 

@@ -33,7 +33,7 @@ def test_torch_is_loaded_when_it_is_asked_for_and_no_server() -> None:
         "assert 'torch' not in sys.modules\n"
         "from penstock.engine import LLM\n"
         "assert 'torch' in sys.modules and LLM.generate\n"
-        "import penstock.engine.executor.in_process, penstock.engine.server\n",
+        "import penstock.engine.executor.in_process, penstock.engine.process.server\n",
         without=("transformers", "triton", "starlette", "uvicorn", "pydantic"),
     )
 

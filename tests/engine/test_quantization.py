@@ -27,7 +27,7 @@ from penstock.engine.config import (
     ModelConfig,
     Quantization,
 )
-from penstock.engine.model_files import weights_fingerprint
+from penstock.engine.model_files.resolve import weights_fingerprint
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.loader import load_model
@@ -82,7 +82,7 @@ def test_inputs_as_they_are_are_nearer(
     path = tiny_checkpoint()
     quantized = load_model(ModelConfig(quantization=quantization), path, CPU)
     for layer in quantized.matrix_layers:
-        layer.hold(DenseMatrix(torch.cat([each.dequantize() for each in layer.quantized])))
+        layer.set_matrix(DenseMatrix(torch.cat([each.dequantize() for each in layer.quantized])))
     expected = logits(quantized)
     exact = load(path, quantization, quantize_activations=False)
     assert relative_error(logits(exact), expected) < 1e-5

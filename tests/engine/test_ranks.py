@@ -27,7 +27,7 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, EngineDeadError
 from penstock.engine.lora.files import find_adapter
-from penstock.engine.pooling import PoolingParams
+from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.request import (
     BeamSearch,
     Request,

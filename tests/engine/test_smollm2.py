@@ -15,7 +15,7 @@ from penstock.engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.request import Request, StructuredOutputs
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer

@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig

@@ -12,16 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.engine.request import (
-    FinishReason,
-    Notice,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.frames import FrameReader, decode, encode, framed
+from penstock.engine.protocol.messages import (
     Abort,
     DropPrefix,
     EngineInfo,
@@ -33,6 +25,14 @@ from penstock.engine.transport.messages import (
     Step,
     Submit,
     UnloadAdapter,
+)
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
 )
 
 INFO = EngineInfo(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.sampling_reference import sample_tokens_reference
+from penstock.kernels.reference.sampling import sample_tokens_reference
 from penstock.kernels.token_masks import TokenMasks, mask_logits, mask_words
 
 _CLOSE = 1e-5  # of a row's weight: implementations round their weights to float32

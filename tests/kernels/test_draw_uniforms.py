@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.kernels.draw_uniforms import draw_uniforms as draw
-from penstock.kernels.draw_uniforms_reference import as_draws, philox
+from penstock.kernels.reference.draw_uniforms import as_draws, philox
 
 # From Random123's known-answer tests (kat_vectors, philox4x32, 10 rounds).
 KNOWN_ANSWERS = [

@@ -12,7 +12,7 @@ from tests.kernels.paged_case import CaseShape, PagedCase
 from torch import Tensor
 
 from penstock.kernels.paged_attention import paged_attention
-from penstock.kernels.paged_attention_reference import _similar_lengths
+from penstock.kernels.reference.paged_attention import _similar_lengths
 
 STEPS = {
     "decode": [(0, 1), (6, 1), (30, 1), (31, 1)],
@@ -94,7 +94,7 @@ def test_one_scale_for_all_heads():
 
 
 def test_long_contexts_are_computed_in_slices(monkeypatch):
-    monkeypatch.setattr("penstock.kernels.paged_attention_reference._MAX_SCORES", 1000)
+    monkeypatch.setattr("penstock.kernels.reference.paged_attention._MAX_SCORES", 1000)
     check(CaseShape(step=STEPS["mixed"], soft_cap=5.0))
     check(CaseShape(step=STEPS["mixed"]))
 

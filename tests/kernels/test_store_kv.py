@@ -8,8 +8,8 @@ from torch import Tensor
 
 from penstock.kernels import int8_cache
 from penstock.kernels.int8_cache import SCALE_BYTES
+from penstock.kernels.reference.store_kv import store_kv_reference
 from penstock.kernels.rotary_store_kv import rotary_store_kv
-from penstock.kernels.store_kv_reference import store_kv_reference
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

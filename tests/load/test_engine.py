@@ -13,8 +13,8 @@ import pytest
 
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.startup import build_core
-from penstock.engine.transport.messages import EngineInfo
 from penstock.load.engine import Setting, Side, limit_rows, speeds
 from penstock.load.engine_runs import Phase, Run, Step, make_requests, run_requests
 from penstock.load.limits import Ceilings, ReadWeights
@@ -162,7 +162,7 @@ def test_texts_of_ones_own_are_measured(penstock: Penstock, tmp_path: Path) -> N
     [
         (("--input-len", "100000"), "exceed the context"),
         (("--num-seqs", "1,100000"), "KV blocks, and there are"),
-        (("--compare", "--quantization int5"), "--quantization/-q must be one of"),
+        (("--compare", "--quantization int5"), "--quantization must be one of"),
         (("--compare", "kv-cache-type=int8"), "unknown option --kv-cache-type (did you mean"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,18 @@ from .conftest import Penstock
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)  # six starts of a gateway
+@pytest.mark.timeout(900)  # ten starts of a gateway
 def test_every_wire_is_measured(penstock: Penstock, tmp_path: Path) -> None:
     arguments = ("--streams", "3", "--frames-per-s", "200", "--window-s", "1",
-                 "--intervals-ms", "0", "100", "--idle-sockets", "20")  # fmt: skip
+                 "--intervals-ms", "0", "100", "--idle-sockets", "20",
+                 "--stores", "memory", "disk")  # fmt: skip
     done = penstock("bench", "gateway", *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "gateway.json").read_text())
-    rows = {(row["wire"], row["interval_ms"]): row for row in figures["rows"]}
-    assert set(rows) == {
-        ("chat", 0.0), ("responses", 0.0), ("websocket", 0.0), ("responses", 100.0),
-        ("websocket", 100.0),
-    }  # fmt: skip
-    for (_, interval_ms), row in rows.items():
+    rows = {(row["wire"], row["store"], row["interval_ms"]): row for row in figures["rows"]}
+    of_responses = product(("responses", "websocket"), ("memory", "disk"), (0.0, 100.0))
+    assert set(rows) == {("chat", "memory", 0.0), *of_responses}
+    for (_, _, interval_ms), row in rows.items():
         assert row["tokens_per_s"] > 0
         # Of a token counted twice it would be the time since the machine was started.
         assert 0 < row["p50_ms"] <= row["p99_ms"] < 60_000

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.kernels.gpu import measuring
 from penstock.kernels.gpu.measuring import Timer
 from penstock.load.gpu.bench import BARS, Bench, full_sizes

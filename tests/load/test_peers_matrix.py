@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load.client.records import Dialogue, StreamRecord, Turn
 from penstock.load.peers import environments, matrix, models, workloads
 from penstock.load.peers.environments import Environment, InstallError
@@ -25,7 +25,7 @@ from penstock.load.peers.rivals import RIVALS, Rival, Running, Setting
 from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import RunResult
 
-from ..engine.gguf.written import convert
+from ..engine.model_files.gguf.written import convert
 from ..system.processes import wait_gone
 
 

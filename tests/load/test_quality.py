@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.load.engine import Setting
 from penstock.load.quality import (

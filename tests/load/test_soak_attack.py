@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.image_fetch import ImageFetcher
+from penstock.gateway.generation.images.fetch import ImageFetcher
 from penstock.load.launch import freeze
 from penstock.load.soak import attack, expensive, traffic
 from penstock.load.soak.command import Plan, soak

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from penstock.engine import server
-from penstock.engine.process import CONFIG_FD, run_child
+from penstock.engine.process import server
+from penstock.engine.process.launch import CONFIG_FD, run_child
 from penstock.gateway.launch.cli import main
 from penstock.gateway.launch.supervisor import Supervisor
 

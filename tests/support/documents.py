@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from penstock.gateway.launch.flags import FLAGS, WITHOUT_EFFECT
+from penstock.gateway.launch.settings import SERVE_SETTINGS
+from penstock.gateway.launch.vllm_options import WITHOUT_EFFECT
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (".github", "clients", "engine", "gateway", "kernels", "load", "tests")
@@ -126,8 +127,8 @@ def _benches() -> set[str]:
 @cache
 def options() -> set[str]:
     """Options of all commands, without their hyphens: of `serve`, and what other parsers add."""
-    names = {alias for flag in FLAGS for alias in (f"--{flag.name}", *flag.aliases)}
-    names |= {f"--no-{flag.name}" for flag in FLAGS if isinstance(flag.default, bool)}
+    names = {name for each in SERVE_SETTINGS for name in each.options}
+    names |= {f"--no-{each.name}" for each in SERVE_SETTINGS if each.is_switch}
     names |= {name for each in WITHOUT_EFFECT for name in each.names}
     added = re.findall(r"\"--([a-z][a-z0-9-]+)\"", _sources(with_tests=False).text)
     return {name.removeprefix("--") for name in names} | set(added)
@@ -144,7 +145,7 @@ class _Sources:
         self._texts = list(texts)
         self.text = "\n".join(self._texts)
         self._words = set(re.findall(r"\w+", self.text))
-        self._words |= {f"PENSTOCK_{flag.key.upper()}" for flag in FLAGS}
+        self._words |= {each.variable for each in SERVE_SETTINGS}
         self._defined = {name for found in _DEFINED.findall(self.text) for name in found}
 
     def have(self, span: str) -> bool:

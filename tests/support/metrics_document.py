@@ -11,9 +11,9 @@ from unittest.mock import MagicMock
 
 from prometheus_client.core import Metric
 
-from penstock.engine.transport.messages import EngineStats
-from penstock.gateway import app
-from penstock.gateway.storage.redis_health import RedisHealth
+from penstock.engine.protocol.messages import EngineStats
+from penstock.gateway import app, shared_state
+from penstock.gateway.storage.redis.health import RedisHealth
 from penstock.gateway.telemetry.metrics import Metrics
 from penstock.gateway.telemetry.request_record import RequestRecord
 from penstock.gateway.telemetry.worker_metrics import Workers
@@ -42,9 +42,9 @@ async def _declared() -> tuple[list[Metric], list[Metric]]:
     client: Any = SimpleNamespace(links=[link], info=info)
     metrics = Metrics(client, "")
     app._watch(
-        metrics, gate=MagicMock(), service=MagicMock(), grammars=MagicMock(), log=MagicMock()
+        metrics, admission=MagicMock(), service=MagicMock(), grammars=MagicMock(), log=MagicMock()
     )
-    app._watch_redis(metrics, RedisHealth(), _yes)
+    shared_state.watch_redis(metrics, RedisHealth(), _yes)
     metrics.count_finished("")
     metrics.count_refused("")
     metrics.count_grammar("")

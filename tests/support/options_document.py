@@ -1,11 +1,13 @@
-"""Writes the tables of `gateway/OPTIONS.md` from the table of options (`make documents`)."""
+"""Writes the tables of `gateway/OPTIONS.md` from the declared settings (`make documents`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from penstock.gateway.launch.flags import ENGINE_GROUPS, FLAGS, GROUPS, WITHOUT_EFFECT, Flag
+from penstock.engine.settings.declaration import Setting, grouped
+from penstock.gateway.launch.settings import ENGINE_SETTINGS, SERVE_SETTINGS
+from penstock.gateway.launch.vllm_options import WITHOUT_EFFECT
 
 PAGE = Path(__file__).resolve().parents[2] / "gateway" / "OPTIONS.md"
 _MARK = "<!-- `make documents` writes the rest of this page. -->\n"
@@ -15,33 +17,42 @@ def written() -> str:
     """The page as it should be: its own text as it is, and new tables."""
     text, mark, _ = PAGE.read_text("utf-8").partition(_MARK)
     assert mark, f"{PAGE} lacks the line {_MARK!r}"
-    of_engine = {flag.name for flags in ENGINE_GROUPS.values() for flag in flags}
-    only_engine = [flag for flag in ENGINE_GROUPS["listen"] if flag not in FLAGS]
-    tables = [f"## {title}\n\n{_table(flags, of_engine)}" for title, flags in GROUPS.items()]
-    tables.append(f"## only of `penstock engine`\n\n{_table(only_engine, of_engine)}")
+    of_serve = {each.key for each in SERVE_SETTINGS}
+    of_engine = {each.key for each in ENGINE_SETTINGS}
+    only_engine = [each for each in ENGINE_SETTINGS if each.key not in of_serve]
+    tables = [
+        f"## {group}\n\n{table(those, of_engine)}"
+        for group, those in grouped(SERVE_SETTINGS).items()
+    ]
+    tables.append(f"## only of `penstock engine`\n\n{table(only_engine, of_engine)}")
     return "\n".join([text + mark, *tables, _without_effect()])
 
 
-def _table(flags: Iterable[Flag], of_engine: Iterable[str]) -> str:
+def table(settings: Iterable[Setting], of_engine: Collection[str]) -> str:
+    """The rows of settings; those of daily use are in bold type."""
     rows = [
-        f"| {', '.join(f'`{name}`' for name in (f'--{flag.name}', *flag.aliases))} "
-        f"| {_default(flag)} | {'yes' * (flag.name in of_engine)} | {_cell(flag.help)}"
-        f"{f' ({_choices(flag)})' * bool(flag.choices)} |"
-        for flag in flags
+        f"| {_names(each)} | {_default(each)} | {'yes' * (each.key in of_engine)} "
+        f"| {_cell(each.help)}{_values(each)} |"
+        for each in settings
     ]
     return "\n".join(("| option | default | engine | |", "|---|---|---|---|", *rows, ""))
 
 
-def _default(flag: Flag) -> str:
-    if flag.default in (None, ()):
-        return ""
-    if isinstance(flag.default, bool):
-        return "on" if flag.default else "off"
-    return _cell(flag.kind.show(flag.default))
+def _names(each: Setting) -> str:
+    mark = "**" * each.is_daily
+    first, *others = each.options
+    return ", ".join([f"{mark}`{first}`{mark}", *(f"`{name}`" for name in others)])
 
 
-def _choices(flag: Flag) -> str:
-    return ", ".join(f"`{choice}`" for choice in flag.choices)
+def _default(each: Setting) -> str:
+    return _cell({"true": "on", "false": "off"}.get(each.shown_default, each.shown_default))
+
+
+def _values(each: Setting) -> str:
+    """The values that there are, and what its twins stand for."""
+    values = ", ".join(f"`{choice}`" for choice in each.kind.choices)
+    twins = "".join(f"; `{flag}`: `{meaning}`" for flag, meaning in each.meanings.items())
+    return f" ({values}){twins}" if values else twins
 
 
 def _cell(text: str) -> str:

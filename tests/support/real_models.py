@@ -7,7 +7,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from penstock.engine.packaged_models import PACKAGED_MODELS
+from penstock.engine.model_files.packaged_models import PACKAGED_MODELS
 from penstock.load.peers.environments import LLAMA_CPP_PYTHON
 from tests.support.fetched import (
     made_of_packages,

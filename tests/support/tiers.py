@@ -28,8 +28,6 @@ _SOURCES = ("clients", "engine", "gateway", "kernels", "load")
 _FOLDERS = {
     "system": "whole servers, as their users would start them",
     "system/browser": "the pages, in a browser",
-    "engine/llm": "offline use, `LLM`",
-    "engine/server": "the engine's process and its link to gateways",
 }
 _FILES = {
     "test_conftest.py": "what holds for all tests",

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 READY_S = 180.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import pytest
 
 from tests.redis_server import RedisServer
 
+from .kills import kill
 from .paced_engine import Pace
 from .processes import END_S, Served, serve, wait_until
 from .stream_checker import TERMINAL, CheckedStream, ExpiredError, replay
@@ -200,7 +200,7 @@ async def test_processes_killed(
     for which, what in kills:
         _check_amid(f"{what} killed", streams)
         pair.allow(0)
-        await _kill(getattr(pair, which), what)
+        await kill(getattr(pair, which), what)
         num_chars = sum(len(stream.text) for stream in streams)
         pair.allow(_AFTER_LAST)
         await _until(
@@ -285,20 +285,6 @@ async def _check_sessions_work(pair: Pair) -> None:
         again = {**_HELLO, "previous_response_id": turn.json()["id"]}
         turn = await second.post("/v1/responses", json=again)
         assert turn.status_code == 200, turn.text
-
-
-async def _kill(served: Served, which: str) -> None:
-    """Kill the engine or the gateway, and wait for its successor."""
-    num_back = len(_starts_s(served, which)) + 1
-    name = f"penstock-{which}"
-    next(child for child in served.renew_family() if child.name() == name).kill()
-    await asyncio.to_thread(wait_until, lambda: len(_starts_s(served, which)) == num_back)
-
-
-def _starts_s(served: Served, which: str) -> list[float]:
-    """How long each took that came back."""
-    found = re.findall(rf"the {which} is back after ([0-9.]+) s", served.log.read_text())
-    return [float(start_s) for start_s in found]
 
 
 def _is_ready(base_url: str) -> bool:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from penstock.clients.python import Client
 from tests.clients.packages import PACKAGES
-from tests.engine.vision_models import picture, save_model
+from tests.engine.vision.vision_models import picture, save_model
 
 from .processes import Served, serve
 

@@ -17,7 +17,7 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import BaseModel, TypeAdapter
 from transformers import AutoModel
 
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.text import Tokenizer
 
 from .processes import END_S, ENDLESS_TOKENS, Served

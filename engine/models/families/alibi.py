@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
 )
-from penstock.engine.models.names import Names
+from penstock.engine.models.names import WeightNames
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -40,7 +40,7 @@ def read_bloom_config(fields: ConfigFields) -> DecoderConfig:
     fields.require("apply_residual_connection_post_layernorm", False)
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             intermediate_size=4 * fields.integer("hidden_size"),
             norm_eps=1e-5,
             is_tied=True,
@@ -71,7 +71,7 @@ _BY_HEAD = {
     "mlp.up_proj": ("mlp.dense_h_to_4h",),
     "mlp.down_proj": ("mlp.dense_4h_to_h",),
 }
-BLOOM_NAMES = Names(
+BLOOM_NAMES = WeightNames(
     root="transformer.",
     layers="h",
     modules={**_BY_HEAD, "embed_norm": ("word_embeddings_layernorm",)},
@@ -98,7 +98,7 @@ def read_mpt_config(fields: ConfigFields) -> DecoderConfig:
         raise attention.error("attn_type", "only 'multihead_attention' is supported")
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             intermediate_size=fields.integer("expansion_ratio", 4) * fields.integer("hidden_size"),
             norm_eps=1e-5,
             is_tied=True,
@@ -127,7 +127,7 @@ def _mpt_slopes(num_heads: int, steepest: float) -> tuple[float, ...]:
     return tuple(slopes[:num_heads])
 
 
-MPT_NAMES = Names(
+MPT_NAMES = WeightNames(
     root="transformer.",
     layers="blocks",
     modules={
@@ -163,7 +163,7 @@ def read_falcon_config(fields: ConfigFields) -> DecoderConfig:
         num_kv_heads = fields.integer("num_attention_heads")
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             num_kv_heads=num_kv_heads,
             intermediate_size=4 * fields.integer("hidden_size"),
             norm_eps=1e-5,
@@ -190,7 +190,7 @@ def read_falcon_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
-FALCON_NAMES = Names(
+FALCON_NAMES = WeightNames(
     root="transformer.",
     layers="h",
     modules=_BY_HEAD,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.rotary import NO_ROPE
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
     read_layer_kinds,
 )
-from penstock.engine.models.names import EACH_HEAD, Names
+from penstock.engine.models.names import EACH_HEAD, WeightNames
 
 
 def read_cohere_config(fields: ConfigFields) -> DecoderConfig:
@@ -40,7 +40,7 @@ def _read_cohere(fields: ConfigFields, *, theta: float, has_qk_norm: bool) -> De
     has_attention_bias = fields.boolean("attention_bias", False)
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             norm_eps=1e-5,
             theta=theta,
             is_tied=True,
@@ -67,7 +67,7 @@ def read_stablelm_config(fields: ConfigFields) -> DecoderConfig:
     fields = fields.renamed(rms_norm_eps="layer_norm_eps")
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             norm_eps=1e-5,
             context_len=4096,
             rotary_factor=0.25,
@@ -86,7 +86,7 @@ def read_stablelm_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
-STABLELM_NAMES = Names(
+STABLELM_NAMES = WeightNames(
     modules={
         "self_attn.q_norm": (f"self_attn.q_layernorm.norms.{EACH_HEAD}",),
         "self_attn.k_norm": (f"self_attn.k_layernorm.norms.{EACH_HEAD}",),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
     read_experts_config,
@@ -18,7 +18,7 @@ from penstock.engine.models.families.llama import (
     read_mistral_config,
     read_windows,
 )
-from penstock.engine.models.names import Names
+from penstock.engine.models.names import WeightNames
 
 
 def read_mixtral_config(fields: ConfigFields) -> DecoderConfig:
@@ -27,7 +27,7 @@ def read_mixtral_config(fields: ConfigFields) -> DecoderConfig:
     return replace(read_mistral_config(fields), experts=experts)
 
 
-MIXTRAL_NAMES = Names(
+MIXTRAL_NAMES = WeightNames(
     modules={
         "mlp.gate": ("block_sparse_moe.gate",),
         "mlp.experts.gate_up_proj": (
@@ -41,7 +41,7 @@ MIXTRAL_NAMES = Names(
 
 def read_qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
     """`Qwen2MoeForCausalLM`: Qwen2 with experts, of which all tokens share one."""
-    choices = DecoderChoices(
+    defaults = ConfigDefaults(
         num_kv_heads=16,
         windows=read_windows(fields),
         has_qkv_bias=fields.boolean("qkv_bias", True),
@@ -54,7 +54,7 @@ def read_qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
         experts_per_token=4,
         is_normalized=fields.boolean("norm_topk_prob", False),
     )
-    return replace(read_decoder_config(fields, choices), experts=experts)
+    return replace(read_decoder_config(fields, defaults), experts=experts)
 
 
 def read_qwen3_moe_config(fields: ConfigFields) -> DecoderConfig:
@@ -63,7 +63,7 @@ def read_qwen3_moe_config(fields: ConfigFields) -> DecoderConfig:
     window = None
     if fields.boolean("use_sliding_window", False):
         window = fields.nullable_integer("sliding_window", 4096)
-    choices = DecoderChoices(
+    defaults = ConfigDefaults(
         num_kv_heads=4,
         windows=(window,) * read_num_layers(fields),
         has_qkv_bias=has_attention_bias,
@@ -77,13 +77,13 @@ def read_qwen3_moe_config(fields: ConfigFields) -> DecoderConfig:
         experts_per_token=8,
         is_normalized=fields.boolean("norm_topk_prob", False),
     )
-    return replace(read_decoder_config(fields, choices), experts=experts)
+    return replace(read_decoder_config(fields, defaults), experts=experts)
 
 
 def read_olmoe_config(fields: ConfigFields) -> DecoderConfig:
     """`OlmoeForCausalLM`: Llama with experts, whose queries and keys are normalised as a whole."""
     has_attention_bias = fields.boolean("attention_bias", False)
-    choices = DecoderChoices(
+    defaults = ConfigDefaults(
         norm_eps=1e-5,
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
@@ -97,7 +97,7 @@ def read_olmoe_config(fields: ConfigFields) -> DecoderConfig:
         is_normalized=fields.boolean("norm_topk_prob", False),
     )
     return replace(
-        read_decoder_config(fields, choices),
+        read_decoder_config(fields, defaults),
         qk_norm="row",
         qkv_limit=fields.optional_number("clip_qkv", maximum=1e6),
         experts=experts,
@@ -110,7 +110,7 @@ def read_granite_moe_config(fields: ConfigFields) -> DecoderConfig:
     return replace(read_granite_config(fields), experts=experts)
 
 
-GRANITE_MOE_NAMES = Names(
+GRANITE_MOE_NAMES = WeightNames(
     modules={
         "mlp.gate": ("block_sparse_moe.router.layer",),
         "mlp.experts.gate_up_proj": ("block_sparse_moe.input_linear",),
@@ -125,7 +125,7 @@ def read_gpt_oss_config(fields: ConfigFields) -> DecoderConfig:
     window = fields.integer("sliding_window", 128)
     kinds = read_layer_kinds(fields, lambda layer: layer % 2 == 0)
     has_bias = fields.boolean("attention_bias", True)
-    choices = DecoderChoices(
+    defaults = ConfigDefaults(
         num_kv_heads=8,
         head_dim=64,
         norm_eps=1e-5,
@@ -138,10 +138,10 @@ def read_gpt_oss_config(fields: ConfigFields) -> DecoderConfig:
     )
     swiglu = (fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
     experts = experts and replace(experts, has_bias=True, swiglu=swiglu)
-    return replace(read_decoder_config(fields, choices), has_sinks=True, experts=experts)
+    return replace(read_decoder_config(fields, defaults), has_sinks=True, experts=experts)
 
 
-GPT_OSS_NAMES = Names(modules={"mlp.gate": ("mlp.router",)})
+GPT_OSS_NAMES = WeightNames(modules={"mlp.gate": ("mlp.router",)})
 
 
 def _num_experts(fields: ConfigFields) -> str:

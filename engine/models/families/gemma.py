@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
     read_layer_kinds,
     read_num_layers,
     read_rope_config,
 )
-from penstock.engine.models.names import Names
+from penstock.engine.models.names import WeightNames
 
 _MAX_CAP = 1e6
 
@@ -48,16 +48,16 @@ def read_gemma3_config(fields: ConfigFields) -> DecoderConfig:
     fields = fields.renamed(hidden_act="hidden_activation")
     pattern = fields.integer("sliding_window_pattern", 6)
     has_window = read_layer_kinds(fields, lambda layer: (layer + 1) % pattern != 0)
-    choices = DecoderChoices(num_kv_heads=4, theta=1_000_000.0)
+    defaults = ConfigDefaults(num_kv_heads=4, theta=1_000_000.0)
     config = _read(fields, num_kv_heads=4)
     nested = fields.section("rope_parameters")
     is_nested = "full_attention" in nested or "sliding_attention" in nested
     wide = nested.section("full_attention") if is_nested else None
     near = nested.section("sliding_attention")  # empty in files of transformers 4
     names = {} if is_nested else {"rope_theta": "rope_local_base_freq"}
-    rope = read_rope_config(fields, choices, config.head_dim, wide)
+    rope = read_rope_config(fields, defaults, config.head_dim, wide)
     near_rope = read_rope_config(
-        fields.renamed(**names), replace(choices, theta=10_000.0), config.head_dim, near
+        fields.renamed(**names), replace(defaults, theta=10_000.0), config.head_dim, near
     )
     return replace(
         config,
@@ -78,7 +78,7 @@ def _read(fields: ConfigFields, *, num_kv_heads: int) -> DecoderConfig:
     has_attention_bias = fields.boolean("attention_bias", False)
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             num_kv_heads=num_kv_heads,
             head_dim=256,
             is_tied=True,
@@ -104,7 +104,7 @@ def _cap(fields: ConfigFields, name: str, default: float | None) -> float | None
     return fields.number(name, default, maximum=_MAX_CAP)
 
 
-SANDWICH_NAMES = Names(
+SANDWICH_NAMES = WeightNames(
     modules={
         "attention_post_norm": ("post_attention_layernorm",),
         "post_attention_layernorm": ("pre_feedforward_layernorm",),

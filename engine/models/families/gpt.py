@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
     read_num_layers,
 )
-from penstock.engine.models.names import Names
+from penstock.engine.models.names import WeightNames
 
 _GPT2_FIELDS = {
     "hidden_size": "n_embd",
@@ -32,7 +32,7 @@ def read_gpt2_config(fields: ConfigFields) -> DecoderConfig:
     fields.require("add_cross_attention", False)
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             intermediate_size=4 * fields.integer("hidden_size"),
             norm_eps=1e-5,
             is_tied=True,
@@ -49,7 +49,7 @@ def read_gpt2_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
-GPT2_NAMES = Names(
+GPT2_NAMES = WeightNames(
     root="transformer.",
     layers="h",
     modules={
@@ -74,7 +74,7 @@ def read_gptj_config(fields: ConfigFields) -> DecoderConfig:
     fields = fields.renamed(**_GPT2_FIELDS)
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             intermediate_size=4 * fields.integer("hidden_size"),
             norm_eps=1e-5,
             activation="gelu_new",
@@ -98,7 +98,7 @@ def read_gptj_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
-GPTJ_NAMES = Names(
+GPTJ_NAMES = WeightNames(
     root="transformer.",
     layers="h",
     modules={
@@ -121,7 +121,7 @@ def read_gpt_neox_config(fields: ConfigFields) -> DecoderConfig:
     has_attention_bias = fields.boolean("attention_bias", True)
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             norm_eps=1e-5,
             activation="gelu",
             rotary_factor=0.25,
@@ -143,7 +143,7 @@ def _first(fields: ConfigFields) -> str:
     return "rotary_pct" if "rotary_pct" in fields else "partial_rotary_factor"
 
 
-GPT_NEOX_NAMES = Names(
+GPT_NEOX_NAMES = WeightNames(
     root="gpt_neox.",
     head="embed_out",
     modules={
@@ -169,7 +169,7 @@ def read_opt_config(fields: ConfigFields) -> DecoderConfig:
     has_bias = fields.boolean("enable_bias", True)
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             norm_eps=1e-5,
             is_tied=True,
             activation="relu",
@@ -192,7 +192,7 @@ def read_opt_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
-OPT_NAMES = Names(
+OPT_NAMES = WeightNames(
     root="model.decoder.",
     modules={
         "norm": ("final_layer_norm",),
@@ -212,7 +212,7 @@ def read_starcoder2_config(fields: ConfigFields) -> DecoderConfig:
     window = fields.integer("sliding_window") if "sliding_window" in fields else None
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             num_kv_heads=2,
             norm_eps=1e-5,
             is_tied=True,
@@ -226,6 +226,6 @@ def read_starcoder2_config(fields: ConfigFields) -> DecoderConfig:
     return replace(config, norm="layer", has_norm_bias=True, is_gated=False)
 
 
-STARCODER2_NAMES = Names(
+STARCODER2_NAMES = WeightNames(
     modules={"mlp.up_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)},
 )

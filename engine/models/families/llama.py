@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.rotary import NO_ROPE
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
     read_layer_kinds,
@@ -20,7 +20,7 @@ def read_llama_config(fields: ConfigFields) -> DecoderConfig:
     has_attention_bias = fields.boolean("attention_bias", False)
     return read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             has_qkv_bias=has_attention_bias,
             has_output_bias=has_attention_bias,
             has_mlp_bias=fields.boolean("mlp_bias", False),
@@ -33,20 +33,20 @@ def read_mistral_config(fields: ConfigFields) -> DecoderConfig:
     window = fields.nullable_integer("sliding_window", 4096)
     num_layers = read_num_layers(fields)
     return read_decoder_config(
-        fields, DecoderChoices(num_kv_heads=8, windows=(window,) * num_layers)
+        fields, ConfigDefaults(num_kv_heads=8, windows=(window,) * num_layers)
     )
 
 
 def read_qwen2_config(fields: ConfigFields) -> DecoderConfig:
     """`Qwen2ForCausalLM`: biases on queries, keys and values; windows on upper layers."""
-    choices = DecoderChoices(num_kv_heads=32, windows=read_windows(fields), has_qkv_bias=True)
-    return read_decoder_config(fields, choices)
+    defaults = ConfigDefaults(num_kv_heads=32, windows=read_windows(fields), has_qkv_bias=True)
+    return read_decoder_config(fields, defaults)
 
 
 def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
     """`Qwen3ForCausalLM`: queries and keys are normalised per head before they are rotated."""
     has_attention_bias = fields.boolean("attention_bias", False)
-    choices = DecoderChoices(
+    defaults = ConfigDefaults(
         num_kv_heads=32,
         head_dim=128,
         windows=read_windows(fields),
@@ -54,7 +54,7 @@ def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
         has_output_bias=has_attention_bias,
         has_qk_norm=True,
     )
-    return read_decoder_config(fields, choices)
+    return read_decoder_config(fields, defaults)
 
 
 def read_windows(fields: ConfigFields) -> tuple[int | None, ...]:
@@ -83,7 +83,7 @@ def read_smollm3_config(fields: ConfigFields) -> DecoderConfig:
             raise fields.error("no_rope_layers", f"names {len(has_rope)} of {num_layers} layers")
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             num_kv_heads=4,
             theta=2_000_000.0,
             is_tied=True,
@@ -113,7 +113,7 @@ def read_seed_oss_config(fields: ConfigFields) -> DecoderConfig:
     """`SeedOssForCausalLM`: biases on queries, keys and values, seldom on others."""
     return read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             num_kv_heads=8,
             head_dim=128,
             has_qkv_bias=fields.boolean("attention_bias", True),
@@ -128,7 +128,7 @@ def read_ernie_config(fields: ConfigFields) -> DecoderConfig:
     has_bias = fields.boolean("use_bias", False)
     return read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             num_kv_heads=2,
             head_dim=128,
             norm_eps=1e-5,

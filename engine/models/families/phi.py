@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
     read_num_layers,
 )
-from penstock.engine.models.names import Names
+from penstock.engine.models.names import WeightNames
 
 
 def read_phi_config(fields: ConfigFields) -> DecoderConfig:
@@ -20,7 +20,7 @@ def read_phi_config(fields: ConfigFields) -> DecoderConfig:
     fields = fields.renamed(rms_norm_eps="layer_norm_eps")
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             norm_eps=1e-5,
             activation="gelu_new",
             context_len=2048,
@@ -44,7 +44,7 @@ def read_phi_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
-PHI_NAMES = Names(
+PHI_NAMES = WeightNames(
     modules={
         "norm": ("final_layernorm",),
         "self_attn.o_proj": ("self_attn.dense",),
@@ -62,7 +62,7 @@ def read_phi3_config(fields: ConfigFields) -> DecoderConfig:
     window = fields.integer("sliding_window") if "sliding_window" in fields else None
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             norm_eps=1e-5,
             context_len=4096,
             rotary_factor=1.0,
@@ -74,7 +74,7 @@ def read_phi3_config(fields: ConfigFields) -> DecoderConfig:
     return config
 
 
-PHI3_NAMES = Names(
+PHI3_NAMES = WeightNames(
     modules={
         "self_attn.qkv_proj": ("self_attn.qkv_proj",),
         "mlp.gate_up_proj": ("mlp.gate_up_proj",),

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.rotary import NO_ROPE
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
-    DecoderChoices,
+    ConfigDefaults,
     DecoderConfig,
     read_decoder_config,
     read_layer_kinds,
 )
-from penstock.engine.models.names import Names
+from penstock.engine.models.names import WeightNames
 
 
 def read_olmo_config(fields: ConfigFields) -> DecoderConfig:
@@ -23,7 +23,7 @@ def read_olmo_config(fields: ConfigFields) -> DecoderConfig:
     return replace(_read_olmo(fields), norm="layer", qkv_limit=limit)
 
 
-OLMO_NAMES = Names(
+OLMO_NAMES = WeightNames(
     modules={"norm": (), "input_layernorm": (), "post_attention_layernorm": ()},
 )
 
@@ -44,13 +44,13 @@ def _read_olmo(fields: ConfigFields) -> DecoderConfig:
     has_bias = fields.boolean("attention_bias", False)
     return read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             norm_eps=1e-5, context_len=2048, has_qkv_bias=has_bias, has_output_bias=has_bias
         ),
     )
 
 
-POST_NORM_NAMES = Names(
+POST_NORM_NAMES = WeightNames(
     modules={
         "attention_post_norm": ("post_attention_layernorm",),
         "mlp_post_norm": ("post_feedforward_layernorm",),
@@ -69,7 +69,7 @@ def read_exaone4_config(fields: ConfigFields) -> DecoderConfig:
         fields, lambda layer: window is not None and (layer + 1) % pattern != 0
     )
     config = read_decoder_config(
-        fields, DecoderChoices(norm_eps=1e-5, context_len=2048, has_qk_norm=True)
+        fields, ConfigDefaults(norm_eps=1e-5, context_len=2048, has_qk_norm=True)
     )
     ropes = tuple(config.rope if window is None or each else NO_ROPE for each in has_window)
     return replace(
@@ -86,7 +86,7 @@ def read_glm4_config(fields: ConfigFields) -> DecoderConfig:
     neighbours (GLM Team, 2024)."""
     config = read_decoder_config(
         fields,
-        DecoderChoices(
+        ConfigDefaults(
             num_kv_heads=2,
             head_dim=128,
             norm_eps=1.5625e-07,
@@ -99,7 +99,7 @@ def read_glm4_config(fields: ConfigFields) -> DecoderConfig:
     return replace(config, has_post_norms=True)
 
 
-GLM4_NAMES = Names(
+GLM4_NAMES = WeightNames(
     modules={
         "attention_post_norm": ("post_self_attn_layernorm",),
         "mlp.gate_up_proj": ("mlp.gate_up_proj",),

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.engine.config_fields import ConfigFields, read_model_fields
-from penstock.engine.json_file import GGUF_FILE, is_present
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
+from penstock.engine.model_files.json_file import GGUF_FILE, is_present
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats.awq import read_awq
 from penstock.engine.weights.formats.bitsandbytes import read_bitsandbytes
@@ -89,7 +89,7 @@ def format_of(checkpoint: Checkpoint) -> str:
 
 
 def describe_format(checkpoint: Checkpoint) -> str:
-    """The same, with what it consists of."""
+    """The name of a checkpoint's format, with what it consists of."""
     name = format_of(checkpoint)
     types = checkpoint.types if isinstance(checkpoint, GgufCheckpoint) else ()
     return f"{name} {' + '.join(types)}".rstrip()

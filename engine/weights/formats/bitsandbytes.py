@@ -18,7 +18,7 @@ import json
 
 from torch import Tensor
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats.dense import read_dense
 from penstock.engine.weights.formats.packing import unpack_nibbles

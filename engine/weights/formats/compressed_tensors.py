@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.engine.config_fields import ConfigFields
+from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats.dense import read_dense
 from penstock.engine.weights.formats.fp4 import read_mxfp4, read_nvfp4

@@ -11,5 +11,5 @@ def read_dense(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> M
 
 
 def read_transposed(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Matrix:
-    """The same of a matrix that is stored as [in_features, out_features]."""
+    """Read a dense matrix that is stored as [in_features, out_features]."""
     return DenseMatrix(checkpoint.read(f"{prefix}.weight", shape[::-1]).T)

@@ -16,10 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf.architectures import ROPE_TENSORS
-from penstock.engine.json_file import GGUF_FILE, GGUF_INDEX, check_file, gguf_part, read_json
+from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
+from penstock.engine.model_files.gguf.architectures import ROPE_TENSORS
+from penstock.engine.model_files.json_file import (
+    GGUF_FILE,
+    GGUF_INDEX,
+    check_file,
+    gguf_part,
+    read_json,
+)
 from penstock.engine.weights.checkpoint import FLOATS, Checkpoint
 from penstock.engine.weights.formats.packing import FP4, e8m0
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
@@ -190,8 +196,8 @@ def _order_of_halves(num_rows: int, num_heads: int) -> Tensor:
 
 
 def _order_by_head(num_rows: int, num_heads: int, num_kv_heads: int) -> Tensor:
-    """The same where the file has all queries, all keys, all values, and each key head's belong
-    together."""
+    """The order of rows where the file has all queries, all keys, all values, and each key head's
+    belong together here."""
     group = num_heads // num_kv_heads
     rows = torch.arange(num_rows).view((group + 2) * num_kv_heads, -1)
     parts = torch.split(rows, [num_heads, num_kv_heads, num_kv_heads])

@@ -13,9 +13,9 @@ from penstock.engine.lora.files import find_adapter
 from penstock.engine.request import Adapter, FinishReason, SamplingParams
 from penstock.engine.request import Request as EngineRequest
 from penstock.gateway.api.adapters.schema import LoadAdapter, UnloadAdapter
-from penstock.gateway.api.json_api import read_json
-from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.json_api import read_json
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import ANYBODY, caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError

@@ -32,9 +32,9 @@ from penstock.gateway.api.anthropic.blocks import (
     UserMessage,
 )
 from penstock.gateway.api.anthropic.schema import Conversation
-from penstock.gateway.api.items import messages_of
+from penstock.gateway.api.shared.items import messages_of
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.storage.conversations.records import Item
 from penstock.gateway.storage.sealed_text import unsealed
 

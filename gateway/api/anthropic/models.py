@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 from starlette.datastructures import QueryParams
 
-from penstock.gateway.api.items import Query, read_query
+from penstock.gateway.api.shared.items import Query, read_query
 from penstock.gateway.errors import RequestRefusedError
 
 _MAX_LISTED = 1000  # Anthropic's limit

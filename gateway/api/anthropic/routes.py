@@ -16,16 +16,16 @@ from penstock.gateway.api.anthropic.schema import (
     MessagesRequest,
 )
 from penstock.gateway.api.chat.planning import planned, rendered
-from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key
-from penstock.gateway.api.json_api import (
+from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.idempotency import IdempotentAnswers, idempotency_key
+from penstock.gateway.api.shared.json_api import (
     CLIENT_GONE,
     json_response,
     parsed,
     read_json,
     unless_gone,
 )
-from penstock.gateway.api.operations import operation
-from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.generation.generation import DeltaSource, Generation

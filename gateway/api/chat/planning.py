@@ -71,5 +71,7 @@ async def planned(
         param="messages",
         caller=caller_of(scope),
         deadline_s=deadline_of(scope),
-        images=generator.images.located(chat.token_ids, prompt.images, param="messages"),
+        images=generator.images.located(chat.token_ids, prompt.images, param="messages")
+        if prompt.images
+        else (),
     )

@@ -15,18 +15,22 @@ from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.chat.planning import planned
 from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt, image_sources
-from penstock.gateway.api.choices import Answer, Choice
-from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
-from penstock.gateway.api.json_api import (
+from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.choices import Answer, Choice
+from penstock.gateway.api.shared.idempotency import (
+    IdempotentAnswers,
+    idempotency_key,
+    refuse_with_key,
+)
+from penstock.gateway.api.shared.json_api import (
     CLIENT_GONE,
     json_response,
     parsed,
     read_json,
     unless_gone,
 )
-from penstock.gateway.api.logprobs import TokenObjects, prompt_dictionaries
-from penstock.gateway.api.operations import operation
-from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.logprobs import TokenObjects, prompt_dictionaries
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import DeltaSource, Generation, Output
@@ -97,7 +101,8 @@ class ChatCompletions:
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
-        images = await self._generator.images.load(image_sources(chat.messages))
+        sources = image_sources(chat.messages)
+        images = await self._generator.images.load(sources) if sources else ()
         return await planned(
             self._generator,
             request_id,

@@ -15,7 +15,7 @@ from penstock.gateway.api.schema.fields import (
     MaxTokens,
     NumLogprobs,
 )
-from penstock.gateway.api.schema.messages import MAX_ITEMS, ChatMessage
+from penstock.gateway.api.schema.messages import MAX_ITEMS, ChatMessage, check_continuation
 from penstock.gateway.api.schema.model import invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.tools import (
@@ -28,9 +28,9 @@ from penstock.gateway.api.schema.tools import (
     offered,
     template_kwargs,
 )
-from penstock.gateway.api.tokens.schema import TemplatedChat, check_continuation
+from penstock.gateway.api.tokens.schema import TemplatedChat
 from penstock.gateway.generation.generator import ChatPrompt
-from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.images.loader import ImageSource
 
 
 class ChatRequest(ChoicesRequest):

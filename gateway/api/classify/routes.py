@@ -9,12 +9,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.pooling import numbers_of
+from penstock.engine.pooling.settings import numbers_of
 from penstock.gateway.api.classify.schema import ClassifyChatRequest, ClassifyRequest
 from penstock.gateway.api.embeddings.prompts import PooledPrompts
-from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_fields, unless_gone
-from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.json_api import (
+    CLIENT_GONE,
+    json_response,
+    read_fields,
+    unless_gone,
+)
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.pooled import Embedder
 

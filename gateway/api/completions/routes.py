@@ -12,19 +12,23 @@ from starlette.responses import Response
 
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.completions.schema import CompletionRequest
-from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
-from penstock.gateway.api.json_api import (
+from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.choices import Answer, Choice
+from penstock.gateway.api.shared.idempotency import (
+    IdempotentAnswers,
+    idempotency_key,
+    refuse_with_key,
+)
+from penstock.gateway.api.shared.json_api import (
     CLIENT_GONE,
     json_response,
     parsed,
     read_json,
     unless_gone,
 )
-from penstock.gateway.api.logprobs import Lists, TokenLists, joined, prompt_dictionaries
-from penstock.gateway.api.operations import operation
-from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.logprobs import Lists, TokenLists, joined, prompt_dictionaries
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.fill_in_middle import ending_there

@@ -6,7 +6,6 @@ The items of a conversation are those from the root of its tree to its head.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +16,18 @@ from starlette.responses import Response
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.api.conversations.schema import (
     ConversationUpdate,
+    ListQuery,
     NewConversation,
     NewHead,
     NewItems,
+    SearchQuery,
     TreeQuery,
 )
-from penstock.gateway.api.items import (
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.items import (
     IncludeQuery,
     ItemsQuery,
-    PageQuery,
     item_objects,
     item_page,
     list_object,
@@ -33,10 +35,8 @@ from penstock.gateway.api.items import (
     shown_items,
     without_logprobs,
 )
-from penstock.gateway.api.json_api import json_response, read_json
-from penstock.gateway.api.operations import operation
-from penstock.gateway.api.responses.service import ResponseService
-from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.json_api import json_response, read_json
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_turn_id
@@ -57,10 +57,16 @@ class _Endpoints:
     """Shared by both classes of endpoints: reading bodies, finding a conversation, adding items."""
 
     def __init__(
-        self, store: ConversationStore, admission: Admission, *, max_body_bytes: int
+        self,
+        store: ConversationStore,
+        admission: Admission,
+        service: ResponseService,
+        *,
+        max_body_bytes: int,
     ) -> None:
         self._store = store
         self._admission = admission
+        self._service = service
         self._max_body_bytes = max_body_bytes
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -91,17 +97,6 @@ class _Endpoints:
 
 class Conversations(_Endpoints):
     """Endpoints of conversations."""
-
-    def __init__(
-        self,
-        store: ConversationStore,
-        admission: Admission,
-        service: ResponseService,
-        *,
-        max_body_bytes: int,
-    ) -> None:
-        super().__init__(store, admission, max_body_bytes=max_body_bytes)
-        self._service = service
 
     @operation(
         "POST /v1/conversations",
@@ -134,19 +129,47 @@ class Conversations(_Endpoints):
         "GET /v1/conversations",
         "List the tenant's conversations.",
         "Conversations",
-        query=PageQuery,
+        query=ListQuery,
         statuses=(404,),
     )
     async def list(self, request: Request) -> Response:
-        query = read_query(PageQuery, request.query_params)
+        query, tenant = read_query(ListQuery, request.query_params), _tenant(request)
         page, has_more = await self._store.list_page(
-            _tenant(request),
+            tenant,
             limit=query.limit,
             after=query.after,
             newest_first=query.order == "desc",
+            pinned=query.pinned,
         )
         listed = list_object([_conversation_object(c) for c in page], has_more=has_more)
-        return json_response(listed | {"penstock": {"durable": self._store.is_durable}})
+        kept: dict[str, Any] = {"store": self._store.kind, "durable": self._store.is_durable}
+        if query.after is None:
+            holdings = await self._store.holdings(tenant)
+            if holdings.num_dropped:
+                kept |= {"num_dropped": holdings.num_dropped, "dropped_at": holdings.dropped_at}
+        return json_response(listed | {"penstock": kept})
+
+    @operation(
+        "GET /v1/conversations/search",
+        "Find words in the tenant's conversations.",
+        "FoundConversations",
+        query=SearchQuery,
+        statuses=(501,),
+    )
+    async def search(self, request: Request) -> Response:
+        query = read_query(SearchQuery, request.query_params)
+        hits, has_more = await self._store.search(
+            _tenant(request), query.query, limit=query.limit, offset=query.offset
+        )
+        found = [
+            {
+                "conversation": _conversation_object(hit.conversation),
+                "turn": hit.turn_id,
+                "excerpt": hit.excerpt,
+            }
+            for hit in hits
+        ]
+        return json_response({"object": "list", "data": found, "has_more": has_more})
 
     @operation(f"GET {_ONE}", "Retrieve a conversation.", "Conversation")
     async def retrieve(self, request: Request) -> Response:
@@ -154,14 +177,25 @@ class Conversations(_Endpoints):
 
     @operation(
         f"POST {_ONE}",
-        "Update a conversation's metadata.",
+        "Update a conversation's metadata, pin or unpin it.",
         "Conversation",
         body=(ConversationUpdate,),
     )
     async def update(self, request: Request) -> Response:
         asked = parse_fields(ConversationUpdate, await self._body_to_store(request))
-        conversation = await self._store.set_metadata(
-            _tenant(request), request.path_params["conversation_id"], asked.metadata or {}
+        has_metadata = "metadata" in asked.model_fields_set
+        if not has_metadata and asked.pinned is None:
+            raise RequestRefusedError(
+                "metadata is required",
+                code="missing_required_parameter",
+                param="metadata",
+                status=400,
+            )
+        conversation = await self._store.update(
+            _tenant(request),
+            request.path_params["conversation_id"],
+            metadata=asked.metadata or {} if has_metadata else None,
+            is_pinned=asked.pinned,
         )
         return json_response(_conversation_object(conversation))
 
@@ -252,13 +286,7 @@ class ConversationItems(_Endpoints):
     async def delete(self, request: Request) -> Response:
         conversation = await self._conversation(request)
         turn, item = await self._find(request, conversation)
-        await self._store.replace_items(
-            dataclasses.replace(
-                turn,
-                items=_without(turn.items, item),
-                output=_without(turn.output, item),
-            )
-        )
+        await self._service.delete_item(caller_of(request.scope), turn, item["id"])
         return json_response(_conversation_object(conversation))
 
     async def _path(self, conversation: Conversation) -> Sequence[StoredTurn]:
@@ -285,21 +313,18 @@ def _tenant(request: Request) -> str:
     return caller_of(request.scope).tenant
 
 
-def _without(items: tuple[Item, ...], item: Item) -> tuple[Item, ...]:
-    return tuple(other for other in items if other["id"] != item["id"])
-
-
 def _shown(item: Item, query: IncludeQuery) -> Item:
     return item if query.has_logprobs else without_logprobs(item)
 
 
 def _conversation_object(conversation: Conversation) -> dict[str, Any]:
-    return {
+    shown = {
         "id": conversation.conversation_id,
         "object": "conversation",
         "created_at": conversation.created_at,
         "metadata": dict(conversation.metadata),
     }
+    return shown | {"pinned": True} if conversation.is_pinned else shown
 
 
 def _turn_object(turn: TurnSummary, said: StoredTurn | None) -> dict[str, Any]:

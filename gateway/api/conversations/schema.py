@@ -6,13 +6,29 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.gateway.api.items import Query
 from penstock.gateway.api.schema.fields import Metadata
 from penstock.gateway.api.schema.messages import InputItem
 from penstock.gateway.api.schema.model import Model
+from penstock.gateway.api.shared.items import MAX_LISTED, PageQuery, Query
 
 _MAX_ADDED = 20  # OpenAI's limit
 _MAX_ID_CHARS = 128
+_MAX_QUERY_CHARS = 1000
+_MAX_OFFSET = 1_000_000
+
+
+class ListQuery(PageQuery):
+    """A page of conversations; `pinned`: only those that are pinned, or that are not."""
+
+    pinned: bool | None = None
+
+
+class SearchQuery(Query):
+    """A page of what a search finds."""
+
+    query: Annotated[str, Field(min_length=1, max_length=_MAX_QUERY_CHARS)]
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 20
+    offset: Annotated[int, Field(ge=0, le=_MAX_OFFSET)] = 0
 
 
 class TreeQuery(Query):
@@ -31,7 +47,10 @@ class NewConversation(Model):
 
 
 class ConversationUpdate(Model):
-    metadata: Metadata | None
+    """`metadata` may be left out with `pinned`, and stays as it is then."""
+
+    metadata: Metadata | None = None
+    pinned: bool | None = None
 
 
 class NewItems(Model):

@@ -10,12 +10,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.pooling import bytes_of, numbers_of, shortened
+from penstock.engine.pooling.settings import bytes_of, numbers_of, shortened
 from penstock.gateway.api.embeddings.prompts import PooledPrompts
 from penstock.gateway.api.embeddings.schema import EmbeddingChatRequest, EmbeddingRequest
-from penstock.gateway.api.json_api import CLIENT_GONE, read_fields, unless_gone
-from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.json_api import CLIENT_GONE, read_fields, unless_gone
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.pooled import MANY_NUMBERS, Embedder
 

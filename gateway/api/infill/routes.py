@@ -13,15 +13,15 @@ from starlette.responses import Response
 
 from penstock.engine.request import FinishReason
 from penstock.gateway.api.infill.schema import InfillRequest
-from penstock.gateway.api.json_api import (
+from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.json_api import (
     CLIENT_GONE,
     json_response,
     parsed,
     read_json,
     unless_gone,
 )
-from penstock.gateway.api.operations import operation
-from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta

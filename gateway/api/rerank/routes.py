@@ -13,9 +13,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.pooling import cosine, numbers_of
-from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_fields, unless_gone
-from penstock.gateway.api.operations import operation
+from penstock.engine.pooling.settings import cosine, numbers_of
 from penstock.gateway.api.rerank.schema import (
     RerankRequest,
     RerankTextsRequest,
@@ -24,6 +22,13 @@ from penstock.gateway.api.rerank.schema import (
 )
 from penstock.gateway.api.schema.model import invalid
 from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.json_api import (
+    CLIENT_GONE,
+    json_response,
+    read_fields,
+    unless_gone,
+)
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.pooled import MANY_NUMBERS, Embedder
 
@@ -146,7 +151,7 @@ class Rerank:
         caller = caller_of(request.scope)
         task: Literal["embed", "score"] = "score" if is_reranker else "embed"
         await embedder.adapters.require(asked.model, caller, task=task)
-        if asked.instruction is not None and model.pooling.pair_format != "judge":
+        if asked.instruction is not None and model.pooling.pair_format != "yes_no":
             raise invalid("instruction", "needs a reranker that judges by one")
         if is_reranker:
             prompts = await embedder.tokenise_pairs(

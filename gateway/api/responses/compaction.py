@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.gateway.api.items import new_item_id, shown_item
 from penstock.gateway.api.responses.events import usage_object
+from penstock.gateway.api.shared.items import new_item_id, shown_item
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.generation.generation import DeltaSource, collected
 from penstock.gateway.storage.conversations.records import Item

@@ -25,6 +25,7 @@ from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemConten
 from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import (
+    INTERRUPTED,
     DeltaEntry,
     EndEntry,
     Entry,
@@ -37,6 +38,7 @@ _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
     FinishReason.LENGTH: ("incomplete", "response.incomplete", "max_output_tokens"),
     FinishReason.GRAMMAR: ("incomplete", "response.incomplete", "grammar"),
     FinishReason.ABORT: ("cancelled", "response.incomplete", None),
+    INTERRUPTED: ("incomplete", "response.incomplete", "interrupted"),
 }
 # In a Response object, and once in a stream: storing it failed, so its events are kept no longer.
 NOT_RESUMABLE: _Object = {"resumable": False}

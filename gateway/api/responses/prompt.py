@@ -19,21 +19,27 @@ from penstock.engine.chat_formats import OutputFormat, tool_format_of
 from penstock.engine.errors import PromptTooLongError
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
-from penstock.gateway.api.items import item_object, messages_of, shown_items, stored_images
 from penstock.gateway.api.responses.schema import ResponsesRequest
 from penstock.gateway.api.responses.truncation import droppable, room_for_output, without
 from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
+from penstock.gateway.api.shared.items import item_object, messages_of, shown_items, stored_images
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
-from penstock.gateway.generation.images import ImageSource
+from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,
     new_conversation_id,
     turn_of_item,
 )
-from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse
+from penstock.gateway.storage.conversations.prompt_ids import (
+    Reused,
+    origin_of,
+    rendering_of,
+    reuse,
+    unknown_text,
+)
 from penstock.gateway.storage.conversations.records import Item, Rendering, StoredTurn
 from penstock.gateway.storage.conversations.store import ConversationStore, NotFoundError
 
@@ -73,6 +79,7 @@ class Prompt:
     Attributes:
         items: the request's items; where the turn must stand alone, preceded by all earlier ones.
         text: the text of the ids; None if they do not come from one rendering.
+        origin: by what the ids were made (`Rendering`).
         output_format: how thoughts and tool calls are found in the output.
         images: in the ids.
         files: the images of all items, by digest.
@@ -82,6 +89,7 @@ class Prompt:
     items: tuple[Item, ...]
     token_ids: Sequence[int]
     text: str | None
+    origin: bytes
     output_format: OutputFormat | None = None
     images: tuple[ImageInput, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
@@ -93,8 +101,10 @@ class Prompt:
         return self.items if position.is_new else (*all_items(position.path), *self.items)
 
     @property
-    def rendering(self) -> Rendering | None:
-        return None if self.text is None else rendering_of(self.text)
+    def rendering(self) -> Rendering:
+        if self.text is None:
+            return unknown_text(self.origin)
+        return rendering_of(self.text, self.origin)
 
 
 class _Rendered(NamedTuple):
@@ -135,11 +145,12 @@ class PromptBuilder:
         loaded = await self._generator.images.load(_image_sources(request.items))
         new = items = await self._items(request, caller, iter(loaded))
         _check_outputs(position.path, new)
+        origin = self._origin(request)
         if position.is_new or (memory is not None and not request.store):
             items = (*all_items(position.path), *new)
         if request.penstock.continues:
             model = self._generator.model
-            token_ids = _token_ids_to_continue(position, model)
+            token_ids = _token_ids_to_continue(position, model, origin)
             images = stored_images([*all_items(position.path), *new], _files(position, loaded))
             self._generator.images.check_number(len(images), param="input")
             return Prompt(
@@ -148,6 +159,7 @@ class PromptBuilder:
                 items=items,
                 token_ids=token_ids,
                 text=None,
+                origin=origin,
                 output_format=request.offered.format_within_message(model.formats),
             )
         shown = [*all_items(position.path), *new]
@@ -166,6 +178,7 @@ class PromptBuilder:
             items=items,
             token_ids=rendered.token_ids,
             text=rendered.text,
+            origin=origin,
             output_format=output_format,
             images=located,
             files=files,
@@ -244,7 +257,13 @@ class PromptBuilder:
             )
         )
         reused: Reused = await self._generator.long_work.run(
-            partial(reuse, text, position.path, self._generator.model.tokenizer),
+            partial(
+                reuse,
+                text,
+                position.path,
+                self._generator.model.tokenizer,
+                origin=self._origin(request),
+            ),
             is_long=len(text) >= LONG_TEXT_CHARS,
         )
         rest = await self._generator.tokenise(
@@ -255,6 +274,10 @@ class PromptBuilder:
             num_known_tokens=len(reused.token_ids),
         )
         return _Rendered(text, [*reused.token_ids, *rest], images)
+
+    def _origin(self, request: ResponsesRequest) -> bytes:
+        adapter = self._generator.adapters.known(request.model)
+        return self._generator.model.origin(None if adapter is None else adapter.digest)
 
     async def _items(
         self, request: ResponsesRequest, caller: Caller, images: Iterator[LoadedImage]
@@ -369,13 +392,18 @@ def _check_outputs(path: Sequence[StoredTurn], new: Sequence[Item]) -> None:
             )
 
 
-def _token_ids_to_continue(position: TurnPosition, model: ServedModel) -> list[int]:
-    """The ids of a turn that continues as if it had never ended."""
+def _token_ids_to_continue(position: TurnPosition, model: ServedModel, origin: bytes) -> list[int]:
+    """The ids of a turn that continues as if it had never ended.
+
+    Raises:
+        RequestRefusedError: it cannot, or its ids were made by something else than `origin`.
+    """
     previous = position.previous
     if (
         previous is None
         or previous.status not in _CONTINUABLE
         or not previous.output
+        or not previous.prompt_token_ids  # an item before it was deleted
         or previous.output[-1]["type"] != "message"
         or _has_begun_call(previous, model)
     ):
@@ -384,6 +412,14 @@ def _token_ids_to_continue(position: TurnPosition, model: ServedModel) -> list[i
             "and ends within a message",
             code="invalid_value",
             param="penstock.continue",
+        )
+    if origin_of(previous) not in (b"", origin):
+        raise RequestRefusedError(
+            "the previous response is of another model, adapter or chat template, and only the one "
+            "that began a message can continue it: send a message instead",
+            code="response_of_another_model",
+            param="penstock.continue",
+            status=409,
         )
     return [*previous.prompt_token_ids, *previous.output_token_ids]
 

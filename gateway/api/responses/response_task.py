@@ -23,9 +23,9 @@ from msgspec import structs
 from penstock.engine.chat_formats import Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.logprobs import TokenObjects
 from penstock.gateway.api.responses.events import num_closing_events, response_object
 from penstock.gateway.api.responses.logged_generation import packed
+from penstock.gateway.api.shared.logprobs import TokenObjects
 from penstock.gateway.errors import (
     Failure,
     GenerationFailedError,
@@ -36,7 +36,7 @@ from penstock.gateway.errors import (
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.sources import consume
-from penstock.gateway.storage.conversations.prompt_ids import rendering_of
+from penstock.gateway.storage.conversations.prompt_ids import origin_of, rendering_of
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
@@ -45,7 +45,7 @@ from penstock.gateway.storage.conversations.store import (
 )
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, ResponseHeader
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
@@ -55,7 +55,9 @@ _STATUS: dict[FinishReason, TurnStatus] = {
     FinishReason.LENGTH: "incomplete",
     FinishReason.GRAMMAR: "incomplete",
     FinishReason.ABORT: "cancelled",
+    INTERRUPTED: "incomplete",
 }
+_NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.GRAMMAR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,10 @@ class ResponseTaskSettings:
     grace_s: float = 60.0
     interval_s: float = 0.0
     store_patience_s: float = 0.25
+
+
+class ResponseInterruptedError(GenerationFailedError):
+    """The server was stopped while the response ran, and cannot go on with it."""
 
 
 class Phase(enum.Enum):
@@ -168,7 +174,10 @@ class ResponseTask:
         """Begin once `after` has returned. In every case the log gets its end."""
         self.log.owner = self
         self.readers_changed()
-        self._touch_later()
+        if self._turn is not None and self.log.outage is not None:
+            self._touch_now(self._turn)  # who tells which turns run has forgotten it
+        else:
+            self._touch_later()
         self._task = asyncio.create_task(self._run(after))
         return self._task
 
@@ -182,7 +191,7 @@ class ResponseTask:
                 self._checking_readers.cancel()
             if self._touch is not None:
                 self._touch.cancel()
-        is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.GRAMMAR)
+        is_natural = end.reason in _NATURAL
         is_superseded = self._phase is Phase.SUPERSEDED
         if not (is_natural or await self.log.verify(is_superseded=is_superseded)):
             self._move_to(Phase.LOST)
@@ -224,6 +233,11 @@ class ResponseTask:
                     self._newest = _Newest(0, MESSAGE.type)
                 self._append("")  # `return_token_ids` needs them all
             return self._end(reason)
+        except ResponseInterruptedError as error:
+            if self.log.header.is_turn:
+                return self._end(INTERRUPTED)
+            self.failure = failure_of(error)  # who asks again with its key gets another attempt
+            return self._end(None, error=("server_error", self.failure.message))
         except Exception as error:  # whatever it is, the response must end with a terminal event
             if isinstance(error, SupersededError):
                 self._move_to(Phase.SUPERSEDED)
@@ -308,6 +322,8 @@ class ResponseTask:
         self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
     ) -> EndEntry:
         usage = self._generation.usage
+        if not usage.output_tokens:  # perhaps it was to go on, and has not
+            usage = dataclasses.replace(usage, output_tokens=len(self._token_ids))
         return EndEntry(
             number=self.log.next_number,
             num_events=num_closing_events(self.log, reason),
@@ -317,6 +333,11 @@ class ResponseTask:
             error=error,
             prefix_id=self._generation.prefix_id,
         )
+
+    @property
+    def _token_ids(self) -> Sequence[int]:
+        """The output's, also if it ends before it could go on."""
+        return self._generation.branches[0].token_ids or self.log.token_ids
 
     # -- the stored turn ---------------------------------------------------------------------
 
@@ -342,7 +363,7 @@ class ResponseTask:
             return True
 
     def _finished(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
-        header, branch = self.log.header, self._generation.branches[0]
+        header, token_ids = self.log.header, self._token_ids
         status = "failed" if end.reason is None else _STATUS[end.reason]
         if not header.generates and status == "incomplete":
             status = "completed"
@@ -351,17 +372,17 @@ class ResponseTask:
             turn,
             status=status,
             output=tuple(response["output"]),
-            output_token_ids=array("I", branch.token_ids),
-            whole=self._whole(branch.token_ids),
+            output_token_ids=array("I", token_ids),
+            whole=self._whole(token_ids, origin_of(turn)),
             prefix_id=end.prefix_id,
             response=orjson.dumps(response),
         )
 
-    def _whole(self, output_token_ids: Sequence[int]) -> Rendering | None:
+    def _whole(self, output_token_ids: Sequence[int], origin: bytes) -> Rendering | None:
         if self._prompt_text is None:
             return None
         text = self._tokenizer.decode(output_token_ids, skip_special_tokens=False)
-        return rendering_of(self._prompt_text + text)
+        return rendering_of(self._prompt_text + text, origin)
 
     def _touch_later(self) -> None:
         if self._turn is not None:
@@ -450,7 +471,11 @@ def turn_of(header: ResponseHeader) -> StoredTurn:
         prompt=(
             None
             if header.rendering is None
-            else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
+            else Rendering(
+                num_chars=header.rendering[0],
+                digest=header.rendering[1],
+                origin=b"".join(header.rendering[2:]),
+            )
         ),
         cache_salt=request.cache_salt,
         images={image.digest: image.data for image in request.images},

@@ -15,21 +15,6 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.api.idempotency import (
-    IdempotencyKey,
-    IdempotentAnswers,
-    idempotency_key,
-    refuse_with_key,
-)
-from penstock.gateway.api.items import ItemsQuery, item_page
-from penstock.gateway.api.json_api import (
-    CLIENT_GONE,
-    json_response,
-    parsed,
-    read_json,
-    unless_gone,
-)
-from penstock.gateway.api.operations import operation
 from penstock.gateway.api.responses.compaction import compacted
 from penstock.gateway.api.responses.events import Event, response_object
 from penstock.gateway.api.responses.logged_generation import as_exception
@@ -39,6 +24,21 @@ from penstock.gateway.api.responses.schema import CompactRequest, ResponsesReque
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.api.shared.idempotency import (
+    IdempotencyKey,
+    IdempotentAnswers,
+    idempotency_key,
+    refuse_with_key,
+)
+from penstock.gateway.api.shared.items import ItemsQuery, item_page
+from penstock.gateway.api.shared.json_api import (
+    CLIENT_GONE,
+    json_response,
+    parsed,
+    read_json,
+    unless_gone,
+)
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.generation.generation import DeltaSource

@@ -21,9 +21,15 @@ import orjson
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import FinishReason, Retention, SamplingParams
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
-from penstock.gateway.api.responses.response_task import ResponseTask, ResponseTaskSettings, turn_of
+from penstock.gateway.api.responses.response_task import (
+    ResponseInterruptedError,
+    ResponseTask,
+    ResponseTaskSettings,
+    turn_of,
+)
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
+from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
@@ -38,7 +44,7 @@ from penstock.gateway.storage.conversations.store import (
     NotFoundError,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.log import Outage, ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogStore, response_expired
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 from penstock.gateway.telemetry.metrics import Metrics
@@ -59,7 +65,7 @@ class ResponseServiceSettings:
 
     task: ResponseTaskSettings = field(default_factory=ResponseTaskSettings)
     retention_s: float = 0.0
-    engine_wait_s: float = 60.0
+    engine_wait_s: float
     needs_storage: bool = True
 
 
@@ -88,7 +94,11 @@ class ResponseService:
 
     async def start(self) -> None:
         """From now on this gateway takes over responses of gateways that died."""
-        await self._logs.start(self._take_over, can_run=lambda: self._engine.info is not None)
+        await self._logs.start(
+            self._take_over,
+            can_run=lambda: self._engine.info is not None,
+            pool=lambda: self._engine.pool,
+        )
 
     async def close(self) -> None:
         """Stop the running responses; another gateway, if there is one, takes them over."""
@@ -271,10 +281,13 @@ class ResponseService:
             settings=self._settings.task,
         )
 
-    # -- responses of other gateways ---------------------------------------------------------
+    # -- responses of gateways that ended ----------------------------------------------------
 
     def _take_over(self, log: ResponseLog) -> None:
         """Continue a response whose gateway has died, from the last entry it stored."""
+        after = self._wait_for_engine
+        if log.outage is not None:
+            after = partial(self._wait_to_go_on, log, log.outage)
         generation = self._generator.resume(
             log.header.request,
             output_token_ids=log.token_ids,
@@ -285,7 +298,23 @@ class ResponseService:
         )
         turn = turn_of(log.header) if log.header.is_turn else None
         task = self._task(generation, log, turn=turn, text=None)
-        self._keep(task.start(after=self._wait_for_engine))
+        self._keep(task.start(after=after))
+
+    async def _wait_to_go_on(self, log: ResponseLog, outage: Outage) -> None:
+        """Wait for the engine, however long it takes to start.
+
+        Raises:
+            ResponseInterruptedError: nobody can have waited for the response, or it would become
+                another one.
+        """
+        grace_s = self._settings.task.grace_s
+        if outage.silent_s >= grace_s and not log.header.is_background:
+            raise ResponseInterruptedError(f"the server was stopped for more than {grace_s:.0f} s")
+        if not outage.is_complete:
+            raise ResponseInterruptedError("what was stored of this response is damaged")
+        await self._engine.wait_ready()
+        if outage.pool != self._engine.pool:
+            raise ResponseInterruptedError("the server was started again with another model")
 
     async def _wait_for_engine(self) -> None:
         try:
@@ -375,6 +404,25 @@ class ResponseService:
         for turn in turns:
             await self._delete_log(caller, turn.turn_id, is_running=turn.status == "in_progress")
 
+    async def delete_item(self, caller: Caller, turn: StoredTurn, item_id: str) -> None:
+        """Delete an item of a turn, and what else tells of it: the KV, the token ids of this turn
+        and of those after it, and their logs, which are only for resuming. Raises: NotFoundError.
+        """
+        turns = await self._conversations.tree(caller.tenant, turn.conversation_id)
+        after = {turn.turn_id}
+        for each in turns:  # parents before children
+            if each.parent_id in after:
+                after.add(each.turn_id)
+        self._drop_prefix_of(turn)
+        await self._conversations.replace_items(without_ids(without_item(turn, item_id)))
+        for each in turns:
+            if each.turn_id not in after or each.status == "in_progress":
+                continue
+            if each.turn_id != turn.turn_id:
+                later = await self._conversations.turn(caller.tenant, each.turn_id)
+                await self._conversations.replace_items(without_ids(later))
+            await self._logs.delete(caller.tenant, each.turn_id)
+
     async def _delete_log(self, caller: Caller, response_id: str, *, is_running: bool) -> None:
         """Delete a response's log: at once if it has ended, otherwise once it has been stopped, so
         that its readers see the end."""
@@ -446,7 +494,7 @@ def _header(
         is_background=request.background,
         continues=request.penstock.continues,
         input_items=prompt.items,
-        rendering=None if rendering is None else (rendering.num_chars, rendering.digest),
+        rendering=(rendering.num_chars, rendering.digest, rendering.origin),
         output_format=generation.output_format,
     )
 

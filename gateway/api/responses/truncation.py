@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.gateway.api.items import CALLS, OUTPUTS
+from penstock.gateway.api.shared.items import CALLS, OUTPUTS
 from penstock.gateway.storage.conversations.records import Item
 
 _ROOM = 8  # an eighth of the context is left for the output, or less if it may have less

@@ -25,13 +25,13 @@ from typing import Any
 import orjson
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from penstock.gateway.api.json_api import parsed
 from penstock.gateway.api.responses.events import Event
 from penstock.gateway.api.responses.prompt import LaneMemory
 from penstock.gateway.api.responses.schema import SocketRequest
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_json, parse_request
+from penstock.gateway.api.shared.json_api import parsed
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.auth.guard import KEY_SUBPROTOCOL
 from penstock.gateway.errors import RequestRefusedError, failure_of

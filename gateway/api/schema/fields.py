@@ -29,6 +29,7 @@ from penstock.gateway.api.schema.messages import MAX_ITEMS
 from penstock.gateway.api.schema.model import Model, bounded, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.structured_outputs import (
+    UNCONSTRAINED,
     Asked,
     Constraint,
     ResponseFormat,
@@ -292,7 +293,8 @@ class SamplingRequest(_Common):
         Raises:
             RequestRefusedError: it is invalid on its face.
         """
-        return constraint_of(self.formats)
+        asked = list(self.formats)
+        return constraint_of(asked) if asked else UNCONSTRAINED
 
     @property
     def formats(self) -> Iterator[Asked]:
@@ -422,7 +424,6 @@ class ChoicesRequest(SamplingRequest):
             "grammar": self.guided_grammar,
             "whitespace_pattern": self.guided_whitespace_pattern,
         }
-        yield from given("guided_", guided)
         # An empty text is llama.cpp's default.
         others = {
             "json_schema": self.json_schema,
@@ -430,7 +431,9 @@ class ChoicesRequest(SamplingRequest):
             "regex": self.regex or None,
             "ebnf": self.ebnf or None,
         }
-        yield from given("", others)
+        for prefix, values in (("guided_", guided), ("", others)):
+            if any(value is not None for value in values.values()):
+                yield from given(prefix, values)
 
     @property
     def has_end_logprobs(self) -> bool:

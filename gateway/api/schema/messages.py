@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import orjson
 from pydantic import (
@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.engine.chat_formats import CUSTOM_INPUT
-from penstock.gateway.api.schema.model import Model
+from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.storage.sealed_text import is_sealed
 
 MAX_ITEMS = 4096  # messages or input items of a request
@@ -544,3 +544,24 @@ InputItem = Annotated[
     | Annotated[ItemReference, Tag("<reference>")],
     Discriminator(_kind_of),
 ]
+
+
+class _Continuable(Protocol):
+    """A conversation to render."""
+
+    @property
+    def continue_final_message(self) -> bool: ...
+    @property
+    def add_generation_prompt(self) -> bool: ...
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+def check_continuation(asked: _Continuable) -> None:
+    """
+    Raises:
+        RequestRefusedError: the prompt is to end both inside the last message and after it.
+    """
+    is_sent = "add_generation_prompt" in asked.model_fields_set
+    if asked.continue_final_message and is_sent and asked.add_generation_prompt:
+        raise invalid("continue_final_message", "needs add_generation_prompt to be false")

@@ -8,7 +8,7 @@ Only shapes and sizes are checked here; `generation.grammar_check` compiles what
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -76,7 +76,7 @@ class Constraint:
     grammars: Sequence[tuple[str, StructuredOutputs]] = ()
 
 
-_UNCONSTRAINED = Constraint()
+UNCONSTRAINED = Constraint()
 
 
 class NamedSchema(Model):
@@ -282,18 +282,18 @@ def given(prefix: str, values: Mapping[str, Any]) -> Iterator[Asked]:
             yield Asked(param=prefix + name, keyword=keyword, value=value)
 
 
-def constraint_of(asked: Iterable[Asked]) -> Constraint:
+def constraint_of(asked: Sequence[Asked]) -> Constraint:
     """
     Several that ask for the same are no contradiction: clients send a newer and an older name.
+
+    Args:
+        asked: one at least.
 
     Raises:
         RequestRefusedError: they contradict each other, or one is invalid on its face.
     """
-    all_asked = list(asked)
-    if not all_asked:
-        return _UNCONSTRAINED
-    what = [each for each in all_asked if each.keyword not in _HOW]
-    how = [each for each in all_asked if each.keyword in _HOW]
+    what = [each for each in asked if each.keyword not in _HOW]
+    how = [each for each in asked if each.keyword in _HOW]
     for several in (what, [each for each in how if each.keyword in _WHITESPACE]):
         if any(each.asks != several[0].asks for each in several):
             first, *_, last = [each.param for each in several]

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.gateway import installed_version
-from penstock.gateway.api.json_api import json_response
-from penstock.gateway.api.operations import operation, operations_of
+from penstock.gateway.api.shared.json_api import json_response
+from penstock.gateway.api.shared.operations import operation, operations_of
 from penstock.gateway.auth.callers import Caller, caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import EngineLink
@@ -22,8 +22,8 @@ class Status:
     """The endpoints.
 
     Args:
-        redis: tells what is wrong with Redis: a word, and a message; None while nothing is. Without
-            Redis, None.
+        kind: of the storage, as `redis`.
+        trouble: tells what is wrong with it: a word, and a message; None while nothing is.
     """
 
     def __init__(
@@ -31,25 +31,26 @@ class Status:
         engine: EngineClient,
         metrics: Metrics,
         *,
-        redis: Callable[[], tuple[str, str] | None] | None,
+        kind: str,
+        trouble: Callable[[], tuple[str, str] | None],
     ) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._redis = redis
+        self._kind = kind
+        self._trouble = trouble
 
     @operation("GET /health", "Check whether the engine is up.", "Status", needs_key=False)
     async def health(self, _: Request) -> Response:
-        """200 once there was an engine, unless it is lost. A server whose Redis is not well is
-        healthy, because it serves what needs no Redis, and so is one with several engines of which
-        one is left; the answer names what is wrong.
+        """200 once there was an engine, unless it is lost. A server whose disk or Redis is not well
+        is healthy, because it serves what needs neither, and so is one with several engines of
+        which one is left; the answer names what is wrong.
         """
         if self._engine.info is None:
             state = "the engine died" if self._engine.is_lost else "the engine is starting"
             return refusal(503, code="engine_unavailable", message=state).response()
-        if self._redis is not None and (trouble := self._redis()) is not None:
-            state, message = trouble
-            redis = {"state": state, "message": message}
-            return json_response({"status": "degraded", "redis": redis, **self._engines()})
+        if (trouble := self._trouble()) is not None:
+            about = dict(zip(("state", "message"), trouble, strict=True))
+            return json_response({"status": "degraded", self._kind: about, **self._engines()})
         is_whole = len(self._engine.links) < 2 or all(each.is_usable for each in self._engine.links)
         return json_response({"status": "ok" if is_whole else "degraded", **self._engines()})
 

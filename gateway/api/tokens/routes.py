@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.json_file import is_present, read_json
+from penstock.engine.model_files.json_file import is_present, read_json
 from penstock.gateway.api.chat.schema import chat_prompt, image_sources
-from penstock.gateway.api.json_api import json_response, parsed, read_fields
-from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.json_api import json_response, parsed, read_fields
+from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient

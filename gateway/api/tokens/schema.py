@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.api.schema.fields import TokenId
-from penstock.gateway.api.schema.messages import ChatMessage
-from penstock.gateway.api.schema.model import Model, invalid
+from penstock.gateway.api.schema.messages import ChatMessage, check_continuation
+from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.tools import ChatTool, offered
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 1 << 20
-
-
-class _Continuable(Protocol):
-    """A conversation to render."""
-
-    @property
-    def continue_final_message(self) -> bool: ...
-    @property
-    def add_generation_prompt(self) -> bool: ...
-    @property
-    def model_fields_set(self) -> set[str]: ...
-
-
-def check_continuation(asked: _Continuable) -> None:
-    """
-    Raises:
-        RequestRefusedError: the prompt is to end both inside the last message and after it.
-    """
-    is_sent = "add_generation_prompt" in asked.model_fields_set
-    if asked.continue_final_message and is_sent and asked.add_generation_prompt:
-        raise invalid("continue_final_message", "needs add_generation_prompt to be false")
 
 
 class TokenizePrompt(Model):

@@ -1,6 +1,6 @@
 -- The listed conversations of one tenant, by the time of their last turn, then by id.
 --
--- KEYS: the index. ARGV: operation, time to live (ms), then the operation's arguments.
+-- KEYS: the index, of all or of those that are pinned. ARGV: operation, time to live (ms), then the operation's arguments.
 
 local INDEX = KEYS[1]
 local operation, ttl_ms = ARGV[1], ARGV[2]
@@ -34,7 +34,7 @@ function operations.page(after, count, newest_first)
     end
     start = rank + 1
   end
-  return {'ok', unpack(redis.call(range, INDEX, start, start + count - 1))}
+  return {'ok', unpack(redis.call(range, INDEX, start, start + count - 1, 'WITHSCORES'))}
 end
 
 local reply = operations[operation](unpack(ARGV, 3))

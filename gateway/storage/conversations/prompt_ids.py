@@ -34,18 +34,31 @@ class Reused:
     rest: str
 
 
-def rendering_of(text: str) -> Rendering:
-    return Rendering(num_chars=len(text), digest=hashlib.sha256(_utf8(text)).digest())
+def rendering_of(text: str, origin: bytes = b"") -> Rendering:
+    digest = hashlib.sha256(_utf8(text)).digest()
+    return Rendering(num_chars=len(text), digest=digest, origin=origin)
 
 
-def reuse(text: str, turns: Sequence[StoredTurn], tokenizer: Tokenizer) -> Reused:
+def unknown_text(origin: bytes) -> Rendering:
+    """Of ids that do not come from one text."""
+    return Rendering(num_chars=0, digest=b"", origin=origin)
+
+
+def origin_of(turn: StoredTurn) -> bytes:
+    """By what its ids were made; empty: unknown."""
+    return b"" if turn.prompt is None else turn.prompt.origin
+
+
+def reuse(text: str, turns: Sequence[StoredTurn], tokenizer: Tokenizer, *, origin: bytes) -> Reused:
     """The longest beginning of a rendered prompt that is stored as token ids.
 
     Args:
         text: the whole prompt, special tokens included.
         turns: turns of one path, in any order.
+        origin: only ids that were made by the same are reused.
     """
-    return reuse_any(text, [known for turn in turns for known in _known_of(turn)], tokenizer)
+    found = [known for turn in turns for known in _known_of(turn) if known[0].origin == origin]
+    return reuse_any(text, found, tokenizer)
 
 
 # A text and its ids in parts, which are joined only if the text is found.

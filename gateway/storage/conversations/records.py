@@ -22,6 +22,8 @@ class Conversation:
         running: the turn that holds the head until it ends.
         is_listed: whether it was created as a conversation; False for a tree of responses that only
             continue each other.
+        is_pinned: the user wants it above the others.
+        used_at: of the last turn that has ended; without turns, of its creation.
     """
 
     conversation_id: str
@@ -31,14 +33,58 @@ class Conversation:
     head: str | None = None
     running: str | None = None
     is_listed: bool = True
+    is_pinned: bool = False
+    used_at: int = 0
+
+    @property
+    def title(self) -> str:
+        """As the page shows and searches it; clients set it by the metadata."""
+        return self.metadata.get("title", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchHit:
+    """A conversation in which all words of a search were found.
+
+    Attributes:
+        turn_id: its newest turn that has them; None: the title has them.
+        excerpt: the text around them.
+    """
+
+    conversation: Conversation
+    turn_id: str | None
+    excerpt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What a store has of one tenant. None: it does not count that.
+
+    Attributes:
+        num_conversations: listed ones.
+        num_bytes: of all its conversations.
+        num_dropped: conversations that were dropped to make room, since the store is there.
+        dropped_at: when the last of them was dropped (seconds of the epoch).
+    """
+
+    num_conversations: int
+    num_bytes: int | None = None
+    num_dropped: int | None = None
+    dropped_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """A text's length and digest, which are enough to see whether a longer text begins with it."""
+    """A text's length and digest, which are enough to see whether a longer text begins with it.
+
+    Attributes:
+        digest: SHA-256 of its UTF-8; empty: the text is not known.
+        origin: names the model, adapter and template by which its ids were made; empty: unknown.
+    """
 
     num_chars: int
-    digest: bytes  # SHA-256 of its UTF-8
+    digest: bytes
+    origin: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The contract of a conversation store, implemented by `memory_store` and `redis_store`.
+"""The contract of a conversation store, implemented by `memory_store`, `disk_store` and
+`redis_store`. What an operation makes of a conversation is in `tree`.
 
 Every method takes the caller's tenant; another tenant's data is not found. Ids are those of `ids`;
 a malformed id is not found.
@@ -13,12 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Literal, Protocol
 
+from penstock.engine.settings.declaration import default_of
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.storage.conversations.records import Conversation, StoredTurn, TurnSummary
+from penstock.gateway.storage.conversations.records import (
+    Conversation,
+    Holdings,
+    SearchHit,
+    StoredTurn,
+    TurnSummary,
+)
 
-DEFAULT_TTL_S = 7 * 24 * 3600.0
+StoreKind = Literal["memory", "disk", "redis"]
+DEFAULT_TTL_S: float = default_of(GatewayConfig, "session_ttl_s")
 DEFAULT_LEASE_S = 30.0
 # Of what a conversation has of items without a response, which no engine's context bounds: whoever
 # reads the conversation decodes them all, and 8 MiB of small parts take 0.2 s and 80 MB.
@@ -70,9 +80,11 @@ class ConversationStore(Protocol):
     """Conversations and their turns.
 
     Attributes:
+        kind: where they are.
         is_durable: whether they are there after the server was restarted.
     """
 
+    kind: StoreKind
     is_durable: bool
 
     async def create(self, conversation: Conversation) -> None:
@@ -84,20 +96,49 @@ class ConversationStore(Protocol):
         ...
 
     async def list_page(
-        self, tenant: str, *, limit: int, after: str | None = None, newest_first: bool = True
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        newest_first: bool = True,
+        pinned: bool | None = None,
     ) -> tuple[list[Conversation], bool]:
         """The tenant's listed conversations, by the time of the last turn that has ended (without
         turns, of creation), then by id; and whether there are more.
+
+        Args:
+            pinned: only those that are pinned, or that are not.
 
         Raises:
             NotFoundError: `after` is not one of them.
         """
         ...
 
-    async def set_metadata(
-        self, tenant: str, conversation_id: str, metadata: Mapping[str, str]
+    async def search(
+        self, tenant: str, query: str, *, limit: int, offset: int = 0
+    ) -> tuple[list[SearchHit], bool]:
+        """The tenant's listed conversations that have all words of a query in their title or in the
+        messages of one turn, those with the newest such turn first; and whether there are more.
+        What a word is, and matches, is in `texts`. A turn is found when it has ended.
+
+        Raises:
+            RequestRefusedError: 501 `search_not_supported`: this store has no index.
+        """
+        ...
+
+    async def holdings(self, tenant: str) -> Holdings: ...
+
+    async def update(
+        self,
+        tenant: str,
+        conversation_id: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        is_pinned: bool | None = None,
     ) -> Conversation:
-        """Replace the metadata. Raises: NotFoundError."""
+        """Replace the metadata, pin or unpin; None: as it is. This is no use: the place in the list
+        stays. Raises: NotFoundError."""
         ...
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
@@ -142,7 +183,8 @@ class ConversationStore(Protocol):
         ...
 
     async def replace_items(self, turn: StoredTurn) -> None:
-        """Replace a turn's items and output (an item was deleted). Raises: NotFoundError."""
+        """Replace a turn's content (an item was deleted); what only the old one used is deleted.
+        Raises: NotFoundError."""
         ...
 
     async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
@@ -178,6 +220,15 @@ class ConversationStore(Protocol):
         the head, its parent becomes the head, or no turn if one before that was deleted too. An
         unlisted tree is deleted with its last turn. Raises: NotFoundError."""
         ...
+
+
+def search_not_supported() -> RequestRefusedError:
+    return RequestRefusedError(
+        "conversations in Redis cannot be searched; those that one gateway keeps on disk "
+        "(--data-dir) or in memory can",
+        code="search_not_supported",
+        status=501,
+    )
 
 
 def no_conversation(conversation_id: str, *, param: str = "conversation") -> NotFoundError:

@@ -64,6 +64,10 @@ class Packed:
     body: bytes
     chunks: dict[bytes, bytes]
 
+    @property
+    def names(self) -> list[bytes]:
+        return list(self.chunks)
+
 
 def pack(turn: StoredTurn) -> Packed:
     """Encode a turn's content, without its tree node."""
@@ -165,9 +169,16 @@ def unpack(node: TreeNode, body: bytes, chunks: Mapping[bytes, bytes]) -> Stored
     )
 
 
-def _pack_rendering(rendering: Rendering | None) -> tuple[int, bytes] | None:
-    return None if rendering is None else (rendering.num_chars, rendering.digest)
+def _pack_rendering(rendering: Rendering | None) -> tuple[int | bytes, ...] | None:
+    """Gateways that know of no origin read the first two."""
+    if rendering is None:
+        return None
+    named = (rendering.origin,) if rendering.origin else ()
+    return rendering.num_chars, rendering.digest, *named
 
 
 def _unpack_rendering(packed: Any) -> Rendering | None:
-    return None if packed is None else Rendering(num_chars=packed[0], digest=packed[1])
+    if packed is None:
+        return None
+    num_chars, digest, *origin = packed
+    return Rendering(num_chars=num_chars, digest=digest, origin=origin[0] if origin else b"")

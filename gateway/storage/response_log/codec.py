@@ -1,4 +1,4 @@
-"""Encodes and decodes a response's header and entries, or the whole log of an ended response.
+"""Encodes and decodes a response's header and entries, a whole log, or what was added to several.
 
 Each is one msgpack array that begins with the format's version. A header in it is a map by field
 name, so that a field with a default can be added and old headers still be read. Entries, of which
@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgpack
+import msgspec
 from msgspec import Struct, structs
 
 from penstock.engine.chat_formats import OutputFormat
@@ -59,6 +60,7 @@ _ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
 _HEADER_FIELDS = {field.name: field.name for field in fields(ResponseHeader)} | {"nonce": _ITEM_ID}
 _text_fields = attrgetter("text", "token_ids", "logprobs")
 _item_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
+_ENCODER = msgspec.msgpack.Encoder()
 _T = TypeVar("_T")
 
 
@@ -103,19 +105,31 @@ def decode_end(data: bytes) -> EndEntry:
 
 
 def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
-    """Encode an ended response: deltas, and the end."""
-    *deltas, end = entries
-    assert isinstance(end, EndEntry)
+    """Encode a response: deltas, and the end if it has ended."""
+    end = entries[-1] if entries else None
     row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
     if not header.is_text_only:
         row_of = _delta_fields
-    rows = [row_of(entry) for entry in deltas]
-    return _pack(_version_of(header), _header_fields(header), rows, _end_fields(end))
+    rows = [row_of(entry) for entry in entries if isinstance(entry, DeltaEntry)]
+    last = _end_fields(end) if isinstance(end, EndEntry) else None
+    return _pack(_version_of(header), _header_fields(header), rows, last)
 
 
 def decode_log(data: bytes) -> tuple[ResponseHeader, list[Entry]]:
     """Raises: UnreadableEntryError."""
     return _decode(data, _read_log)
+
+
+def encode_appended(appended: Sequence[tuple[int, Sequence[Entry]]]) -> bytes:
+    """Encode deltas that were appended to several logs, each under a key of its own."""
+    return _ENCODER.encode((VERSION, appended))
+
+
+def decode_appended(data: bytes) -> list[tuple[int, list[DeltaEntry]]]:
+    """Raises: UnreadableEntryError."""
+    return _decode(
+        data, lambda logs: [(key, [_read_delta(*row) for row in rows]) for key, rows in logs]
+    )
 
 
 def _pack(*values: Any) -> bytes:
@@ -163,14 +177,14 @@ def _read_delta(
 
 
 def _read_log(
-    named: dict[str, Any], rows: list[Any], end: list[Any]
+    named: dict[str, Any], rows: list[Any], end: list[Any] | None
 ) -> tuple[ResponseHeader, list[Entry]]:
     header = _read_header(named)
     number, entries = header.num_opening_events, list[Entry]()
     for row in rows:
         entries.append(_read_delta(number, *row))
         number = entries[-1].last_number + 1
-    return header, [*entries, _read_end(*end)]
+    return header, [*entries, *([] if end is None else [_read_end(*end)])]
 
 
 def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
@@ -248,7 +262,7 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
             "nonce": nonce,
             "request": _read_request(named["request"]),
             "input_items": tuple(named["input_items"]),
-            "rendering": None if rendering is None else (rendering[0], rendering[1]),
+            "rendering": None if rendering is None else tuple(rendering),
             "output_format": (
                 None if output_format is None else OutputFormat.from_fields(output_format)
             ),

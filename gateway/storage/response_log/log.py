@@ -91,6 +91,21 @@ class LogNotice:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """What a store that was started again knows of a response that ran when it was stopped.
+
+    Attributes:
+        pool: the engines that computed it (`EngineClient.pool`).
+        silent_s: since anything was last stored.
+        is_complete: whether its log has all that readers may have seen.
+    """
+
+    pool: bytes
+    silent_s: float
+    is_complete: bool = True
+
+
 class LogOwner(Protocol):
     """Runs a response and appends to its log."""
 
@@ -118,6 +133,7 @@ class ResponseLog:
         is_resumable: False once an entry was sent to a client without being stored.
         readers: open cursors.
         owner: runs the response in this gateway; None if none does, or not any longer.
+        outage: after which it is to go on; None: none, or another gateway ran it.
     """
 
     def __init__(self, header: ResponseHeader, *, storage: Storage = IN_MEMORY) -> None:
@@ -130,6 +146,7 @@ class ResponseLog:
         self.is_resumable = True
         self.readers: set[LogReader] = set()
         self.owner: LogOwner | None = None
+        self.outage: Outage | None = None
         self.notices: list[tuple[int, LogNotice]] = []  # with the number of entries before each
         self.failure: Exception | None = None
         self._storage = storage

@@ -1,26 +1,26 @@
 """The contract of a store of response logs, and its implementation in this process's memory.
 
-`redis_store` implements it for many gateways: there a response has an owner, the gateway that runs
-it, and another gateway takes it over if the owner dies.
+`disk_store` keeps them on this machine's disk. `redis_store` implements the contract for many
+gateways: there a response has an owner, the gateway that runs it, and another gateway takes it over
+if the owner dies.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakValueDictionary
 
+from penstock.engine.settings.declaration import default_of
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.response_log.codec import decode_log, encode_log
-from penstock.gateway.storage.response_log.log import InMemory, ResponseLog
+from penstock.gateway.storage.response_log.ended_logs import EndedLogs
+from penstock.gateway.storage.response_log.log import IN_MEMORY, InMemory, ResponseLog, Storage
 from penstock.gateway.storage.response_log.record import ResponseHeader
 from penstock.gateway.storage.tenant_shares import TenantShares
 
-DEFAULT_TTL_S = 3600.0
-_LOG_BYTES = 512  # an ended log's objects and dictionary slots, without its content
+DEFAULT_TTL_S: float = default_of(GatewayConfig, "response_log_ttl_s")
 TakeOver = Callable[[ResponseLog], None]
 
 
@@ -32,7 +32,11 @@ class LogStore(Protocol):
     """Response logs by id."""
 
     async def start(
-        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
+        self,
+        take_over: TakeOver,
+        *,
+        can_run: Callable[[], bool] = lambda: True,
+        pool: Callable[[], bytes] = bytes,
     ) -> None:
         """Start the store.
 
@@ -41,6 +45,7 @@ class LogStore(Protocol):
                 owns from now on; it has all entries stored so far, and no end.
             can_run: whether this gateway could run a response now. If not, it leaves responses to
                 other gateways unless none takes them over.
+            pool: the engines that run this gateway's responses (`Outage.pool`).
         """
         ...
 
@@ -84,29 +89,13 @@ class LogStore(Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _EndedLog:
-    tenant: str
-    ended_s: float
-    data: bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return _LOG_BYTES + len(self.data)
-
-
 class MemoryLogStore(InMemory):
-    """Logs of this process, bounded in bytes and age: the oldest ended logs are dropped first, of
-    the tenant that `tenant_shares` names.
+    """Logs of this process.
 
     An ended log is kept as bytes (`codec`), a tenth of the size of its objects, and is decoded
     while it is read.
 
-    Args:
-        max_bytes: of ended logs.
-        ttl_s: how long after its end a log can be read.
-        shares: of the tenants in all stores of this process; None: there is only this store.
-        clock: monotonic seconds.
+    Args: see `EndedLogs`.
     """
 
     def __init__(
@@ -117,56 +106,55 @@ class MemoryLogStore(InMemory):
         shares: TenantShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shelf = (shares or TenantShares()).shelf(max_bytes, drop=self._drop)
-        self._ttl_s = ttl_s
-        self._clock = clock
         self._running: dict[str, ResponseLog] = {}
-        self._ended: OrderedDict[str, _EndedLog] = OrderedDict()
-        self._being_read: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
+        self._data: dict[str, bytes] = {}  # of ended logs
+        self._ended = EndedLogs(
+            max_bytes, ttl_s=ttl_s, shares=shares, clock=clock, forget=self._data.__delitem__
+        )
 
     @property
     def num_bytes(self) -> int:
-        return self._shelf.num_bytes
+        return self._ended.num_bytes
 
     async def start(
-        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
+        self,
+        take_over: TakeOver,
+        *,
+        can_run: Callable[[], bool] = lambda: True,
+        pool: Callable[[], bytes] = bytes,
     ) -> None:
         """There are no other gateways to take responses over from."""
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
-        self._drop_old()
+        self._ended.drop_old()
         if header.response_id in self._running or header.response_id in self._ended:
             raise LogExistsError(header.response_id)
         log = self._running[header.response_id] = ResponseLog(header, storage=self)
         return log
 
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
-        self._drop_old()
+        self._ended.drop_old()
         running = self._running.get(response_id)
         if running is not None and running.header.tenant == tenant:
             return running
-        ended = self._ended.get(response_id)
-        if ended is not None and ended.tenant == tenant:
-            return self._unpacked(response_id, ended)
+        if self._ended.has(tenant, response_id):
+            return self._unpacked(response_id)
         raise response_expired(response_id)
 
-    def _unpacked(self, response_id: str, ended: _EndedLog) -> ResponseLog:
+    def _unpacked(self, response_id: str) -> ResponseLog:
         """The decoded log, shared by all of its current readers."""
-        log = self._being_read.get(response_id)
+        log = self._ended.being_read.get(response_id)
         if log is None:
-            header, entries = decode_log(ended.data)
-            log = self._being_read[response_id] = ResponseLog(header)
-            log.entries = entries
-            log.publish(len(entries))
+            log = self._ended.being_read[response_id] = unpacked(self._data[response_id])
         return log
 
     async def cancel(self, tenant: str, response_id: str) -> None:
         (await self.find(tenant, response_id)).cancel()
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        ended = self._ended.get(response_id)
-        if ended is not None and ended.tenant == tenant:
-            self._drop(response_id)
+        if self._ended.has(tenant, response_id):
+            self._ended.remove(response_id)
+            del self._data[response_id]
 
     async def hand_over(self) -> None:
         """There are no other gateways."""
@@ -184,24 +172,20 @@ class MemoryLogStore(InMemory):
 
     def _keep(self, log: ResponseLog) -> None:
         header = log.header
-        ended = _EndedLog(header.tenant, self._clock(), encode_log(header, log.entries))
-        del self._running[header.response_id]
-        self._ended[header.response_id] = ended
-        self._being_read[header.response_id] = log
-        self._shelf.put(header.tenant, header.response_id, ended.num_bytes)
-        self._drop_old()
+        response_id = header.response_id
+        data = self._data[response_id] = encode_log(header, log.entries)
+        del self._running[response_id]
+        self._ended.being_read[response_id] = log
+        self._ended.add(header.tenant, response_id, len(data))
 
-    def _drop_old(self) -> None:
-        horizon = self._clock() - self._ttl_s
-        while self._ended:
-            response_id, oldest = next(iter(self._ended.items()))
-            if oldest.ended_s > horizon:
-                return
-            self._drop(response_id)
 
-    def _drop(self, response_id: str) -> None:
-        self._shelf.remove(self._ended.pop(response_id).tenant, response_id)
-        self._being_read.pop(response_id, None)
+def unpacked(data: bytes, *, storage: Storage = IN_MEMORY) -> ResponseLog:
+    """The log that `encode_log` encoded. Raises: UnreadableEntryError."""
+    header, entries = decode_log(data)
+    log = ResponseLog(header, storage=storage)
+    log.entries = entries
+    log.publish(len(entries))
+    return log
 
 
 def response_expired(response_id: str) -> RequestRefusedError:

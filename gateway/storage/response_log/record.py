@@ -27,6 +27,8 @@ from penstock.gateway.storage.response_log.item_kinds import (
     ItemKind,
 )
 
+INTERRUPTED = FinishReason.ERROR  # the server was stopped, and could not go on with it afterwards
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHeader:
@@ -48,7 +50,8 @@ class ResponseHeader:
         is_turn: False for the answer to a request with an `Idempotency-Key`, which belongs to no
             conversation; its logprobs are in the format of `logged_generation.packed`.
         continues_prompt: its text continues the prompt's.
-        rendering: length and digest of the text that the prompt was tokenised from, if known.
+        rendering: length and digest of the text that the prompt was tokenised from, if known, and
+            by what that was done (`Rendering`).
     """
 
     response_id: str
@@ -66,7 +69,7 @@ class ResponseHeader:
     is_turn: bool = True
     continues_prompt: bool = False
     input_items: tuple[Mapping[str, Any], ...] = ()
-    rendering: tuple[int, bytes] | None = None
+    rendering: tuple[int, bytes] | tuple[int, bytes, bytes] | None = None
     output_format: OutputFormat | None = None
 
     @property
@@ -108,7 +111,7 @@ class ResponseHeader:
         return kind.id_prefix + self.item_number(output_index)
 
 
-class DeltaEntry(Struct, gc=False):
+class DeltaEntry(Struct, gc=False, array_like=True):
     """A delta event, and before it, if it begins an item, the events that close the item before
     and open its own.
 
@@ -142,7 +145,7 @@ class EndEntry:
 
     Attributes:
         number: the first event's sequence number.
-        reason: None if it failed.
+        reason: None if it failed; else as the engine told it, or `INTERRUPTED`.
         usage: prompt tokens, how many of them were cached, output tokens; where thoughts are
             found, how many of those were thoughts; and where there were drafts, how many, and how
             many of them were right.

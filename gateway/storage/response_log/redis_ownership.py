@@ -29,14 +29,14 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from penstock.gateway.storage.redis_errors import (
+from penstock.gateway.storage.redis.errors import (
     SLOW,
     STATES,
     RedisAwayError,
     detail_of,
     is_foreign,
 )
-from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.redis.health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_stream import (
     FENCE,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from penstock.gateway.storage.conversations.store import store_unavailable
-from penstock.gateway.storage.redis_cluster import ClusterClient, node_name
-from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
-from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.redis.cluster import ClusterClient, node_name
+from penstock.gateway.storage.redis.errors import RedisAwayError, detail_of, is_foreign
+from penstock.gateway.storage.redis.health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import response_expired
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings

@@ -19,9 +19,9 @@ from penstock.gateway.storage.conversations.store import (
     StoreUnavailableError,
     store_unavailable,
 )
-from penstock.gateway.storage.redis_errors import RedisAwayError
-from penstock.gateway.storage.redis_health import RedisHealth
-from penstock.gateway.storage.redis_shares import RedisShares
+from penstock.gateway.storage.redis.errors import RedisAwayError
+from penstock.gateway.storage.redis.health import RedisHealth
+from penstock.gateway.storage.redis.shares import RedisShares
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import TakeOver, response_expired
 from penstock.gateway.storage.response_log.record import ResponseHeader
@@ -127,7 +127,11 @@ class RedisLogStore:
         return self._ownership.gateway_id
 
     async def start(
-        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
+        self,
+        take_over: TakeOver,
+        *,
+        can_run: Callable[[], bool] = lambda: True,
+        pool: Callable[[], bytes] = bytes,  # noqa: ARG002  (the gateways of a Redis have one)
     ) -> None:
         """Start taking over responses (`LogStore.start`). `take_over` must have set
         `ResponseLog.owner` when it returns."""

@@ -29,8 +29,8 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
 from penstock.gateway.storage.conversations.ids import tree_of
-from penstock.gateway.storage.redis_cluster import ClusterClient
-from penstock.gateway.storage.redis_errors import (
+from penstock.gateway.storage.redis.cluster import ClusterClient
+from penstock.gateway.storage.redis.errors import (
     RedisAwayError,
     away_error,
     away_told_apart,

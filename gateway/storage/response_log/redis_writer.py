@@ -24,9 +24,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from penstock.gateway.storage.conversations.store import UnreadableDataError, store_unavailable
-from penstock.gateway.storage.redis_cluster import node_name
-from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
-from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.redis.cluster import node_name
+from penstock.gateway.storage.redis.errors import RedisAwayError, detail_of, is_foreign
+from penstock.gateway.storage.redis.health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
 from penstock.gateway.storage.response_log.log_store import LogExistsError, response_expired
 from penstock.gateway.storage.response_log.redis_ownership import Ownership

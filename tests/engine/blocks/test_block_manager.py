@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks import BlockManager
-from penstock.engine.blocks.prefix_cache import (
-    CachedBlock,
-    PrefixCache,
-    block_key,
-    pack,
-    root_key,
-)
+from penstock.engine.blocks.block_keys import block_key, pack, root_key
+from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache
 from penstock.engine.blocks.prefixes import BlockTable
 from penstock.engine.blocks.tiers import MovePlan
 from penstock.engine.request import Sequence

@@ -28,7 +28,7 @@ def test_the_pool_notices_misuse() -> None:
     with pytest.raises(AssertionError, match="more blocks than"):
         blocks.allocate(4)
     with pytest.raises(KeyError):
-        blocks.hold(0)  # empty: there is nothing to share
+        blocks.incref(0)  # empty: there is nothing to share
     held = blocks.allocate(1)
     with pytest.raises(AssertionError, match="differ from the tables"):
         blocks.check_integrity([])
@@ -45,7 +45,7 @@ def test_cached_blocks_go_only_when_no_empty_one_is_left() -> None:
     assert (blocks.num_available, blocks.num_cached, blocks.num_held) == (3, 2, 1)
     assert blocks.allocate(1) == [3]
     assert evicted == []
-    blocks.hold(second)  # somebody shares it: the other one is now the oldest
+    blocks.incref(second)  # somebody shares it: the other one is now the oldest
     blocks.release(second)
     assert blocks.allocate(2) == [first, second]
     assert evicted == [first, second]

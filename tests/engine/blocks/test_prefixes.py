@@ -100,7 +100,7 @@ def test_salts_and_lengths_keep_requests_apart() -> None:
         stack.add(name, SYSTEM[:33], max_tokens=1, cache_salt=salt)
         stack.run()
     assert [stack.num_cached(name) for name in "abcd"] == [0, 0, 32, 32]
-    bound = cached_stack(is_length_bound=True)
+    bound = cached_stack(kv_depends_on_prompt_len=True)
     for name, length in (("a", 33), ("b", 40), ("c", 40)):
         bound.add(name, SYSTEM[:length], max_tokens=1)
         bound.run()

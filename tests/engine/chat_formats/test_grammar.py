@@ -6,14 +6,12 @@ import json
 import random
 import re
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 
-from penstock.engine import demo
 from penstock.engine.chat_formats import (
     TOOL_FORMATS,
     ModelFormats,
@@ -28,6 +26,7 @@ from penstock.engine.chat_formats import (
 from penstock.engine.chat_formats.grammar import is_marked
 from penstock.engine.chat_formats.tool_format import NUMBER
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.lazy_matcher import LazyMatcher
@@ -35,7 +34,7 @@ from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.text.tokenizer import Tokenizer
 
-DIRECTORY = Path(demo.__file__).parent / "model"
+DIRECTORY = DEMO_MODEL_PATH
 END = 4
 MAX_TOKENS = 500
 NUM_WALKS = 12

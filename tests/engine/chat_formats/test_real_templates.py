@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine import demo
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support.real_models import published_templates
 from tests.support.template_loop import Loop, faults_of
 
-DIRECTORY = Path(demo.__file__).parent / "model"
+DIRECTORY = DEMO_MODEL_PATH
 TABLE = Path(__file__).parents[3] / "engine" / "chat_formats" / "TEMPLATES.md"
 # What is wrong with a template itself, or with how it is read.
 WRONG = {

@@ -17,7 +17,7 @@ from penstock.engine.chat_formats import (
     ReasoningFormat,
     TemplateFacts,
     template_messages,
-    template_variables,
+    with_known_effort,
 )
 from penstock.engine.chat_formats.template_facts import MAX_CPU_S, facts_of
 from penstock.engine.text.chat_template import ChatTemplate
@@ -151,8 +151,8 @@ def test_a_text_beside_thoughts_is_a_thought_where_a_template_refuses_both() -> 
 )
 def test_efforts(effort: Any, shown: Any) -> None:
     variables = {"reasoning_effort": effort, "enable_thinking": True}
-    assert template_variables(variables, "hermes") == variables
-    known = template_variables(variables, "openai")
+    assert with_known_effort(variables, "hermes") == variables
+    known = with_known_effort(variables, "openai")
     assert known == {**variables, "reasoning_effort": shown}
 
 

@@ -26,7 +26,7 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.lora.files import find_adapter
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.models import backends
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder

@@ -22,8 +22,8 @@ from tests.support.tiers import tiered
 
 from penstock.engine import LLM
 from penstock.engine.errors import ConfigError, InvalidRequestError
-from penstock.engine.llm_prompts import engine_config
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
+from penstock.engine.offline.prompts import engine_config
 from penstock.engine.text import ChatTemplate
 from penstock.engine.text.chat_template import SlowTemplateError
 

@@ -12,11 +12,16 @@ import torch
 
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.llm_prompts import engine_config as llm_config
+from penstock.engine.offline.prompts import engine_config as llm_config
 from penstock.engine.runner.device import resolve_cudagraph_mode, resolve_kv_dtype, select_device
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
-from penstock.gateway.launch.flags import ENGINE_FLAGS, FLAGS
+from penstock.gateway.launch.cli import _parser
+from penstock.gateway.launch.settings import (
+    ENGINE_SETTINGS,
+    SERVE_SETTINGS,
+    engine_config,
+    resolve_settings,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -76,10 +81,10 @@ def _served(line: str, **variables: str) -> EngineConfig:
 @pytest.mark.parametrize("command", ["serve", "engine"])
 def test_enforce_eager_is_a_mode_of_graphs(command: str) -> None:
     """Not a second setting beside it, which could say something else."""
-    flags = FLAGS if command == "serve" else ENGINE_FLAGS
+    flags = SERVE_SETTINGS if command == "serve" else ENGINE_SETTINGS
     for words in (["--enforce-eager"], ["--enforce-eager", "--cudagraph-mode", "none"]):
         given = vars(_parser().parse_args([command, *words]))
-        config = engine_config(resolve_settings(given, {}, flags=flags))
+        config = engine_config(resolve_settings(given, {}, settings=flags))
         assert config.device.cudagraph_mode == "none"
     assert _served("", PENSTOCK_ENFORCE_EAGER="true") == _served("--cudagraph-mode none")
     assert _served("--no-enforce-eager") == _served("") == EngineConfig()
@@ -94,5 +99,5 @@ def test_enforce_eager_is_refused_with_graphs(mode: str) -> None:
         _served(f"--enforce-eager --cudagraph-mode {mode}")
     with pytest.raises(ConfigError, match=said):
         llm_config("demo", {"enforce_eager": True, "cudagraph_mode": mode})
-    with pytest.raises(ConfigError, match="enforce_eager must be bool, not 'yes'"):
+    with pytest.raises(ConfigError, match="--enforce-eager must be true or false, not 'yes'"):
         llm_config("demo", {"enforce_eager": "yes"})

@@ -15,7 +15,7 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError
-from penstock.engine.free_memory import free_cpu_bytes
+from penstock.engine.model_files.free_memory import free_cpu_bytes
 from penstock.engine.models.language_model import LayerKV
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks, choose_num_host_blocks

@@ -269,7 +269,7 @@ def test_context_of_scaled_rotary_positions(rope, context, tiny_checkpoint):
 
 
 def test_settings_that_cannot_work(tiny_checkpoint):
-    with pytest.raises(ConfigError, match="--num-threads must be at least 1"):
+    with pytest.raises(ConfigError, match="--num-threads must be a whole number from 1 to"):
         ModelRunner(EngineConfig(device=DeviceConfig(num_threads=0)), tiny_checkpoint())
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="--device cuda"):

@@ -42,7 +42,7 @@ class World:
     def __init__(self, seed: int, streams: SimulatedStreams, monkeypatch: Any) -> None:
         self.rng = random.Random(seed)
         self._streams = streams
-        monkeypatch.setattr(sampled_tokens, "runs_beside_the_host", lambda device: True)
+        monkeypatch.setattr(sampled_tokens, "can_schedule_async", lambda device: True)
         config = SchedulerConfig(max_num_seqs=NUM_SEQS, max_num_batched_tokens=MAX_TOKENS)
         self.batch, self.tokens = make_token_path(
             config,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.request import FinishReason, StructuredOutputs
 from penstock.engine.sampling.grammars import GrammarMasks, SequenceGrammar
 from penstock.engine.structured_outputs.compiler import GrammarCompiler

@@ -24,7 +24,7 @@ from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.sampling_table import SamplingRow
 from penstock.engine.sampling.token_limits import limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
-from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
+from penstock.kernels.reference.draw_uniforms import as_draws, draw_uniforms_reference
 
 EOS = (2,)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

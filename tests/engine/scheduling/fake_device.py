@@ -71,6 +71,10 @@ class FakeGrammars(set[StructuredOutputs]):
         self.may_compile = threading.Event()
         self.may_compile.set()
 
+    @property
+    def num_kept(self) -> int:
+        return len(self)
+
     def compile(
         self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
     ) -> None:

@@ -46,8 +46,8 @@ class Stack:
         config: SchedulerConfig | None = None,
         eos_token_ids: tuple[int, ...] = (),
         max_model_len: int = MAX_MODEL_LEN,
-        is_length_bound: bool = False,
-        keeps_images_whole: bool = False,
+        kv_depends_on_prompt_len: bool = False,
+        has_bidirectional_images: bool = False,
         num_microbatches: int = 1,
     ) -> None:
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
@@ -57,7 +57,7 @@ class Stack:
             block_size=block_size,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=enable_prefix_caching,
-            is_length_bound=is_length_bound,
+            kv_depends_on_prompt_len=kv_depends_on_prompt_len,
             clock=self.clock,
         )
         self.scheduler = Scheduler(
@@ -65,7 +65,7 @@ class Stack:
             self.blocks,
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
-            keeps_images_whole=keeps_images_whole,
+            has_bidirectional_images=has_bidirectional_images,
             num_microbatches=num_microbatches,
             clock=self.clock,
         )

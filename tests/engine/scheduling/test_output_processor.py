@@ -149,7 +149,7 @@ def test_the_longest_need_counts_shared_blocks_once() -> None:
     assert num_blocks_needed(alone, 40, 16) == 3
 
 
-def test_a_borrowed_block_its_owner_filled_is_left_to_those_who_look_for_it() -> None:
+def test_a_shared_block_its_owner_filled_is_left_to_those_who_look_for_it() -> None:
     """The first sample fills the block it shares and ends; the second must not write over it."""
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=1)  # one after the other
     stack = Stack(enable_prefix_caching=True, config=config)

@@ -252,7 +252,9 @@ def test_settings_that_cannot_work_say_so() -> None:
 def test_no_step_ends_in_an_image_that_is_seen_whole() -> None:
     """Nor exceeds its budget, beside decodes, other tenants, prefix hits and preemptions."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12)
-    stack = Stack(num_blocks=16, config=config, enable_prefix_caching=True, keeps_images_whole=True)
+    stack = Stack(
+        num_blocks=16, config=config, enable_prefix_caching=True, has_bidirectional_images=True
+    )
     given = {}
     for index in range(24):
         offset = 5 * (index % 3)

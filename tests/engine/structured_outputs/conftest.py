@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.text import Tokenizer

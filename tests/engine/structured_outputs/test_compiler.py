@@ -21,7 +21,7 @@ def regex(text: str) -> StructuredOutputs:
 
 def test_a_grammar_is_compiled_once_and_its_matchers_are_apart(compiler: GrammarCompiler) -> None:
     first, second = compiler.matcher(regex("ab")), compiler.matcher(regex("ab"))
-    assert len(compiler) == 1
+    assert compiler.num_kept == 1
     assert regex("ab") in compiler
     token_id = next(each for each in range(1024) if first.validate_tokens([each]))
     assert first.consume_token(token_id)

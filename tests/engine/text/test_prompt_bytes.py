@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.text import Tokenizer
 
 from .conftest import byte_fallback, byte_level

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import SamplingParams, TokenLogprobs
 from penstock.engine.text import OutputText, Tokenizer
-from penstock.gateway.api.logprobs import TokenLists, TokenObjects
+from penstock.gateway.api.shared.logprobs import TokenLists, TokenObjects
 
 from .conftest import byte_fallback, byte_level
 

@@ -18,7 +18,7 @@ from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats import FORMATS
 from penstock.engine.weights.formats.dense import read_dense
 from penstock.engine.weights.matrix import Matrix, QuantizedMatrix, rows_of
-from penstock.kernels.linear_quantized_reference import quantize_rows_reference
+from penstock.kernels.reference.linear_quantized import quantize_rows_reference
 
 from ..greedy_parity import requests, run
 from ..quantized_models import linears

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from penstock.engine.protocol.messages import EngineStats
 from penstock.engine.request import SamplingParams
-from penstock.engine.transport.messages import EngineStats
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas

@@ -31,7 +31,7 @@ from penstock.gateway.storage.sealed_text import sealed, unsealed
 
 from ..conftest import ANSWER, IMAGE, Serve, Served, until
 from ..fake_engine import NUM_CACHED
-from ..generation.test_images import file_of, small
+from ..generation.images.test_images import file_of, small
 from .keyed import KEY
 from .test_parameters import known
 from .test_tools import ARGUMENTS, CALL, PARSERS, SCHEMA, says, written

@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from penstock.engine.config import ModelConfig
-from penstock.gateway.api.items import INSTRUCTION
+from penstock.gateway.api.shared.items import INSTRUCTION
 from penstock.gateway.storage.sealed_text import unsealed
 
 from ..conftest import ANSWER, Serve, Served
-from ..generation.test_images import data_url, file_of, small
+from ..generation.images.test_images import data_url, file_of, small
 from .keyed import KEY
 from .test_tools import CALL, EVENTS, PARSERS, TOOLS, says
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.logprobs import TokenLists
+from penstock.gateway.api.shared.logprobs import TokenLists
 
 from ..conftest import ANSWER, Serve, Served
 

@@ -27,7 +27,7 @@ from penstock.gateway.storage.conversations.ids import tree_of
 
 from ...redis_server import RedisServer
 from ..conftest import ANSWER, SIDE, Serve, Served
-from ..generation.test_images import data_url, file_of, small
+from ..generation.images.test_images import data_url, file_of, small
 from ..sockets import send, until_end
 from .keyed import CHAT, COMPLETIONS
 from .test_idempotency_redis import another

@@ -23,12 +23,12 @@ ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
 URL = "/v1/conversations"
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "disk", pytest.param("redis", marks=pytest.mark.redis)])
 async def served(
-    serve: Serve, request: pytest.FixtureRequest, patient_logs: None
+    serve: Serve, request: pytest.FixtureRequest, patient_logs: None, tmp_path: Path
 ) -> AsyncIterator[Served]:
     """A gateway with each of the stores, empty."""
-    settings = {}
+    settings = {"data_dir": f"{tmp_path}/data" if request.param == "disk" else "none"}
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
         settings["redis_url"] = server.patient_url
@@ -165,11 +165,66 @@ async def test_the_list_of_conversations(served: Served) -> None:
     assert (await served.http.get(URL, params={"after": "conv_0"})).status_code == 404
 
 
-async def test_the_list_tells_whether_a_restart_is_survived(
+async def test_the_list_tells_where_conversations_are(
     served: Served, request: pytest.FixtureRequest
 ) -> None:
     listed = (await served.http.get(URL)).json()
-    assert listed["penstock"] == {"durable": "redis" in request.node.name}
+    store = request.node.callspec.params["served"]
+    assert listed["penstock"] == {"store": store, "durable": store != "memory"}
+
+
+async def test_what_was_dropped_is_told(serve: Serve, tmp_path: Path) -> None:
+    async with serve(data_dir=str(tmp_path), session_store_bytes=20_000) as served:
+        for _ in range(5):
+            await make(served, "x" * 5000)
+        await served.app.state.conversations.erased()
+        listed = (await served.http.get(URL)).json()
+        assert listed["penstock"]["num_dropped"] == 5 - len(listed["data"]) > 0
+        assert listed["penstock"]["dropped_at"] >= listed["data"][-1]["created_at"]
+
+
+async def test_pins(served: Served) -> None:
+    made = [await make(served, text) for text in "abc"]
+    one = f"{URL}/{made[1]}"
+    pinned = (await served.http.post(one, json={"pinned": True})).json()
+    assert pinned["pinned"] is True
+    assert pinned["metadata"] == {"title": "t"}  # as it was
+    for filtered, ids in (("true", [made[1]]), ("false", [made[2], made[0]])):
+        listed = (await served.http.get(URL, params={"pinned": filtered})).json()
+        assert {item["id"] for item in listed["data"]} == set(ids)
+    renamed = (await served.http.post(one, json={"metadata": {"title": "new"}})).json()
+    assert renamed["pinned"] is True
+    unpinned = (await served.http.post(one, json={"pinned": False, "metadata": {}})).json()
+    assert "pinned" not in unpinned
+    assert unpinned["metadata"] == {}
+    nothing = await served.http.post(one, json={})
+    assert nothing.status_code == 400
+    assert nothing.json()["error"]["param"] == "metadata"
+
+
+async def test_search(served: Served, request: pytest.FixtureRequest) -> None:
+    first = await make(served, "a gooseberry fool", "and more")
+    second = await make(served, "Gooseberries, please")
+    await make(served, "something else")
+    found = await served.http.get(f"{URL}/search", params={"query": "gooseb"})
+    if request.node.callspec.params["served"] == "redis":
+        assert found.status_code == 501
+        assert found.json()["error"]["code"] == "search_not_supported"
+        return
+    assert found.status_code == 200, found.text
+    hits = found.json()["data"]
+    assert {hit["conversation"]["id"] for hit in hits} == {first, second}
+    turns = {
+        turn["turn"] for each in (first, second) for turn in (await tree(served, each))["data"]
+    }
+    assert all(hit["turn"] in turns and "gooseb" in hit["excerpt"].lower() for hit in hits)
+    page = {"query": "gooseb", "limit": 1, "offset": 1}
+    rest = (await served.http.get(f"{URL}/search", params=page)).json()
+    assert rest["data"] == hits[1:]
+    assert rest["has_more"] is False
+    for query in ({}, {"query": ""}, {"query": "a", "offset": -1}, {"query": "x" * 1001}):
+        refused = await served.http.get(f"{URL}/search", params=query)
+        assert refused.status_code == 400
 
 
 async def test_the_tree_and_its_head(served: Served) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.protocol.messages import EngineStats
 from penstock.engine.request import NO_OUTPUT
-from penstock.engine.transport.messages import EngineStats
 
 from ..conftest import Serve, Served, until
 from ..fake_engine import VECTOR
-from ..generation.test_images import data_url, file_of, small
+from ..generation.images.test_images import data_url, file_of, small
 from .bad_requests import CHAT, COMPLETIONS, RESPONSES, USER
 
 EMBEDDINGS = "/v1/embeddings"

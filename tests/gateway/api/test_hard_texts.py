@@ -17,7 +17,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.llm_prompts import tokenise
+from penstock.engine.offline.prompts import tokenise
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig

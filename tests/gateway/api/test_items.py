@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.conversations import Message as StoredMessage
 
-from penstock.gateway.api.items import item_objects, messages_of
 from penstock.gateway.api.schema.messages import Message, template_message
+from penstock.gateway.api.shared.items import item_objects, messages_of
 
 _PARTS = st.lists(
     st.fixed_dictionaries({"type": st.just("input_text"), "text": st.text()}), min_size=1

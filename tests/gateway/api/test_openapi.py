@@ -16,8 +16,8 @@ from penstock import gateway
 from penstock.engine.config import ModelConfig
 from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.openapi import ANSWERS, document
-from penstock.gateway.api.operations import operations_of
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Endpoint
+from penstock.gateway.api.shared.operations import operations_of
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 

@@ -21,9 +21,9 @@ from pydantic import TypeAdapter
 from penstock.clients import Client, output_text
 from penstock.engine.chat_formats import OutputFormat, OutputSyntax
 from penstock.engine.request import FinishReason
-from penstock.gateway.api.items import messages_of
 from penstock.gateway.api.responses.events import response_object
 from penstock.gateway.api.responses.prompt import all_items
+from penstock.gateway.api.shared.items import messages_of
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.turn_codec import node_of, pack, unpack
 from penstock.gateway.storage.response_log.codec import (

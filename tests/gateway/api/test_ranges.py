@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.llm_prompts import params_for
+from penstock.engine.offline.prompts import params_for
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.schema.parsing import parse_request

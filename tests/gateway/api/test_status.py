@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.transport.messages import EngineStats
+from penstock.engine.protocol.messages import EngineStats
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines import engine_client

@@ -7,6 +7,7 @@ import websockets
 
 from penstock.engine.errors import ConfigError
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.launch.settings import resolve_settings
 
 from ..conftest import PATIENCE_S, Serve, Served
 
@@ -150,12 +151,13 @@ def test_which_addresses_are_loopback(host: str, is_loopback: bool) -> None:
 
 def test_allowed_origins_are_read_as_browsers_write_them() -> None:
     def read(text: str) -> tuple[str, ...]:
-        settings = {"engine_address": "", "model": {}, "allowed_origins": [text]}
-        return GatewayConfig.from_settings(settings).allowed_origins
+        settings = resolve_settings({}, {"PENSTOCK_ALLOWED_ORIGINS": text})
+        others = {"engine_address": "", "model": {}}
+        return GatewayConfig.from_settings({**settings, **others}).allowed_origins
 
     assert read("HTTPS://Chat.Example/") == ("https://chat.example",)
     assert read("http://localhost:3000") == ("http://localhost:3000",)
     assert read("*") == ("*",)
     for wrong in ("chat.example", "http://[", "https://chat.example/path", ""):
-        with pytest.raises(ConfigError, match="allowed-origins"):
+        with pytest.raises(ConfigError, match="PENSTOCK_ALLOWED_ORIGINS must be an origin"):
             read(wrong)

@@ -12,7 +12,7 @@ import pytest
 import websockets
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.transport.messages import EngineStats
+from penstock.engine.protocol.messages import EngineStats
 from penstock.gateway.auth.callers import ANYBODY, Caller, TenantLimits
 from penstock.gateway.auth.keys import KeyRing, read_key_file
 from penstock.gateway.auth.tickets import TICKET_TTL_S, MemoryTickets

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.gateway.auth.redis_tickets import RedisTickets
 from penstock.gateway.auth.tickets import TICKET_TTL_S
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ...redis_server import RedisServer
 from ..conftest import PATIENCE_S, RedisPath

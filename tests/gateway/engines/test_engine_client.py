@@ -12,6 +12,7 @@ import pytest
 import uvloop
 
 from penstock.engine.errors import EngineDeadError
+from penstock.engine.protocol.messages import DropPrefix, EngineStats, Step
 from penstock.engine.request import (
     FinishReason,
     Notice,
@@ -20,7 +21,6 @@ from penstock.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from penstock.engine.transport.messages import DropPrefix, EngineStats, Step
 from penstock.gateway.engines import engine_link
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_stream import EngineStream

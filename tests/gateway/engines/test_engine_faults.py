@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     CachedKeys,
     EngineStats,
     Heartbeat,
     Message,
     Step,
 )
+from penstock.engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
 from penstock.gateway.engines import engine_link
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_stream import EngineStream

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.engine.request import Request, SamplingParams
-from penstock.engine.transport.messages import (
+from penstock.engine.protocol.messages import (
     BlocksStored,
     CachedKeys,
     Draining,
@@ -22,6 +21,7 @@ from penstock.engine.transport.messages import (
     KVBlocks,
     WantKeys,
 )
+from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.engines import engine_link, kv_transfer
 from penstock.gateway.engines.engine_client import EngineClient, total_stats
 from penstock.gateway.engines.engine_stream import EngineStream

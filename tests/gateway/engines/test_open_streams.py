@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.engine.protocol.messages import Message, Submit
 from penstock.engine.request import Request, RequestOutput, SamplingParams
-from penstock.engine.transport.messages import Message, Submit
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.engines.routing import EngineLoad

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache, block_key, pack
+from penstock.engine.blocks.block_keys import block_key, pack
+from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache
+from penstock.engine.protocol.messages import EngineInfo, EngineStats
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.transport.messages import EngineInfo, EngineStats
 from penstock.gateway.config import Routing
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.routing import BlockKeys, EngineLoad, KeySet, Router, short_key

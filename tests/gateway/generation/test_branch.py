@@ -18,7 +18,7 @@ from penstock.engine.chat_formats import (
     Tool,
     items_of,
 )
-from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import FinishReason, RequestOutput, SamplingParams
 from penstock.engine.text import OutputText, Tokenizer
 from penstock.gateway.generation.branch import Branch

@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api import json_api
 from penstock.gateway.api.schema import parsing
+from penstock.gateway.api.shared import json_api
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation import generator
 from penstock.gateway.generation.generator import LongWork

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.gateway.generation import prompt_memory
 from penstock.gateway.generation.prompt_memory import PromptMemory

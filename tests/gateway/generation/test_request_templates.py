@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.engine.chat_formats import template_sandbox as budget
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.text import template_sandbox as budget
 from penstock.engine.text.chat_template import MAX_CPU_S, TemplateFiles
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation import template_process

@@ -7,7 +7,7 @@ import os
 import sys
 from functools import partial
 
-from penstock.engine.process import run_child
+from penstock.engine.process.launch import run_child
 from penstock.gateway.http import websocket_protocol
 from penstock.gateway.http.http_protocol import HttpLimits
 from penstock.gateway.launch import process

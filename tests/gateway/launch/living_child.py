@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.process import PULSE_FD, Status, run_child
-from penstock.engine.watchdog import life_line
+from penstock.engine.process.launch import HEARTBEAT_FD, Status, run_child
+from penstock.engine.process.watchdog import heartbeat
 
 
 def _live(settings: Mapping[str, Any], status: Status) -> None:
     stacks = os.open(settings["stacks"], os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    show_life = life_line(int(os.environ[PULSE_FD]))
+    show_life = heartbeat(int(os.environ[HEARTBEAT_FD]))
     status.ready()
     while not Path(settings["silent"]).exists():
         show_life()

@@ -11,31 +11,27 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import EngineConfig, ModelConfig
+from penstock.engine.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.gateway.config import GatewayConfig
-from penstock.gateway.launch.cli import (
-    _hide_secrets,
-    _parser,
-    engine_config,
-    main,
-    resolve_settings,
-)
-from penstock.gateway.launch.flags import (
-    BLOCK_SIZE,
-    ENGINE_FLAGS,
-    FLAGS,
-    GROUPS,
+from penstock.engine.settings.declaration import Group, Setting
+from penstock.engine.settings.kinds import (
     INTERVAL,
     MILLISECONDS,
     SECONDS,
-    Flag,
     parse_bytes,
     parse_duration,
     show_bytes,
     show_duration,
 )
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.launch.cli import _hide_secrets, _parser, main
 from penstock.gateway.launch.ray_engines import environment_of
+from penstock.gateway.launch.settings import (
+    ENGINE_SETTINGS,
+    SERVE_SETTINGS,
+    engine_config,
+    resolve_settings,
+)
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -62,6 +58,13 @@ def test_lists_and_switches_from_the_environment() -> None:
     config = engine_config(settings)
     assert config.scheduler.enable_chunked_prefill is False
     assert config.cache.kv_cache_memory_bytes == 2 << 30
+
+
+def test_a_variable_that_is_empty() -> None:
+    """As files for containers leave them."""
+    settings = resolve_settings({}, {"PENSTOCK_MODEL": "", "PENSTOCK_ALLOWED_MEDIA_DOMAINS": ""})
+    assert settings["model"] == resolve_settings({"model": ""}, {})["model"] == "demo"
+    assert GatewayConfig.from_settings(gateway_settings(settings)).allowed_media_domains == ("",)
 
 
 def test_kv_memory_and_scheduling() -> None:
@@ -91,7 +94,10 @@ def gateway_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def test_the_gateways_defaults_are_those_of_its_flags() -> None:
     silent = GatewayConfig.from_settings(gateway_settings(resolve_settings({}, {})))
     assert silent == GatewayConfig(
-        engine_address="x", host_name=silent.host_name, model=ModelConfig(model="demo")
+        engine_address="x",
+        host_name=silent.host_name,
+        data_dir=None,  # only the command keeps chats where nobody has said it
+        model=ModelConfig(model="demo"),
     )
 
 
@@ -114,6 +120,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
         worker_index=2,
         num_workers=3,
         host_name="localhost",
+        data_dir=None,
         redis_url="redis://:pw@host/1",
         response_log_bytes=1 << 20,
         response_log_ttl_s=5,
@@ -177,7 +184,7 @@ def test_every_flag_is_parsed_under_its_key() -> None:
     assert settings["api_key"] == ["a", "b"]
     assert settings["enable_chunked_prefill"] is False
     assert settings["model"] == "org/model"
-    assert set(settings) == {flag.key for flag in FLAGS} | {"model"}
+    assert set(settings) == {flag.key for flag in SERVE_SETTINGS} | {"model"}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +223,7 @@ def test_what_is_no_duration(text: str) -> None:
 
 
 def test_an_interval_is_more_than_nothing() -> None:
-    with pytest.raises(ValueError, match="not more than 0"):
+    with pytest.raises(ValueError, match="more than 0"):
         INTERVAL.parse("0ms")
 
 
@@ -268,6 +275,7 @@ def error_line(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (("serve", "--session-ttl-s", "3w"), "--session-ttl-s must be a number of seconds, or"),
         (("serve", "--dtype", "int3"), "--dtype must be one of auto, bfloat16"),
         (("serve", "--port"), "--port: expected one argument"),
+        (("serve", "--api-server-count", "0"), "error: --api-workers must be a whole number, 1 or"),
         (("serve", "--session-ttl-s", "0"), "--session-ttl-s must be a number of seconds, or"),
         (("serve", "--session-ttl-s", "1e300d"), "--session-ttl-s must be a number of seconds"),
         (("serve", "--max-num-seqs", "0"), "--max-num-seqs must be a whole number from 1"),
@@ -308,21 +316,19 @@ def test_a_mistake_in_the_environment_is_one_line(
 
 def test_help_has_groups_units_and_no_raw_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help=all"])
     text = capsys.readouterr().out
-    for title in GROUPS:
-        assert f"\n{title}:\n" in text
-    assert len({flag.name for flag in FLAGS}) == len(FLAGS)
-    for shown in ("--max-body-bytes SIZE", "(default: 30d)", "(default: 256M)", "--num-blocks N"):
+    for group in Group:
+        assert f"\n{group}:\n" in text
+    for shown in ("--max-body-bytes SIZE", "(default: 30d)", "(default: 256M)", "--block-size N"):
         assert shown in " ".join(text.split())
     assert "268435456" not in text
     assert "MAX_BODY_BYTES" not in text
 
 
-@pytest.mark.parametrize("flag", [each for each in FLAGS if each.default not in (None, ())])
-def test_a_default_is_shown_as_it_can_be_given(flag: Flag) -> None:
-    if not isinstance(flag.default, bool):
-        assert flag.parse(flag.kind.show(flag.default)) == flag.default
+@pytest.mark.parametrize("each", [each for each in SERVE_SETTINGS if each.shown_default])
+def test_a_default_is_shown_as_it_can_be_given(each: Setting) -> None:
+    assert each.read(each.shown_default, "here") == each.default
 
 
 @pytest.mark.parametrize(
@@ -331,8 +337,12 @@ def test_a_default_is_shown_as_it_can_be_given(flag: Flag) -> None:
         ({"PENSTOCK_PORT": "http"}, "PENSTOCK_PORT must be between 0 and 65535, not"),
         ({"PENSTOCK_PORT": "70000"}, "must be between 0 and 65535"),
         ({"PENSTOCK_DTYPE": "int3"}, "must be one of"),
-        ({"PENSTOCK_API_KEY": ""}, "api-key is empty"),
-        ({"PENSTOCK_API_KEY": "a,,b"}, "api-key is empty"),
+        ({"PENSTOCK_API_KEY": ""}, "PENSTOCK_API_KEY must be a key that is not empty"),
+        ({"PENSTOCK_API_KEY": "a,,b"}, "PENSTOCK_API_KEY must be a key that is not empty"),
+        ({"PENSTOCK_ENFORCE_EAGER": "perhaps"}, "PENSTOCK_ENFORCE_EAGER must be true or false"),
+        ({"PENSTOCK_ALLOWED_ORIGINS": "[1]"}, "_ALLOWED_ORIGINS must be an origin such as"),
+        ({"PENSTOCK_ALLOWED_ORIGINS": "a.example"}, "_ORIGINS must be an origin such as https://"),
+        ({"PENSTOCK_LIMIT_MM_PER_PROMPT": "cats=3"}, "_PROMPT must be image=N with N from 0 to"),
         ({"PENSTOCK_KV_CACHE_MEMORY_BYTES": "inf"}, "must be a size such as 4M or 2GiB"),
         ({"PENSTOCK_ENABLE_CHUNKED_PREFILL": "perhaps"}, "must be true or false"),
         ({"PENSTOCK_CONFIG": "/no/such/file"}, "cannot read"),
@@ -354,23 +364,22 @@ def test_wrong_variables(environment: dict[str, str], fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [
-        {"PENSTOCK_SWAP_SPACE": "-1"},
-        {"PENSTOCK_SWAP_SPACE": "nan"},
-        {"PENSTOCK_SWAP_SPACE": "1e18"},
-        {"PENSTOCK_GPU_MEMORY_UTILIZATION": "1.5"},
-        {"PENSTOCK_GPU_MEMORY_UTILIZATION": "nan"},
-        {"PENSTOCK_NUM_HOST_BLOCKS": "-1"},
-        {"PENSTOCK_PRIORITY_AGING_S": "0"},
-    ],
-)
-def test_values_that_the_engine_refuses(environment: dict[str, str]) -> None:
-    settings = resolve_settings({}, environment)
-    [name] = environment
-    flag = "--" + name.removeprefix("PENSTOCK_").lower().replace("_", "-")
-    with pytest.raises(ConfigError, match=flag):
-        engine_config(settings)
+    ("key", "text"),
+    [("swap_space", "-1"), ("swap_space", "nan"), ("swap_space", "1e18"),
+     ("gpu_memory_utilization", "1.5"), ("gpu_memory_utilization", "nan"),
+     ("num_host_blocks", "-1"), ("priority_aging_s", "0"), ("max_lora_rank", "513")],
+)  # fmt: skip
+def test_a_value_is_checked_wherever_it_comes_from(key: str, text: str, tmp_path: Path) -> None:
+    [declared] = [each for each in SERVE_SETTINGS if each.key == key]
+    expected = re.escape(declared.kind.expected)
+    with pytest.raises(ConfigError, match=f"^{declared.variable} must be {expected}, not"):
+        resolve_settings({}, {declared.variable: text})
+    file = tmp_path / "file"
+    file.write_text(f"{key} = {text}")
+    with pytest.raises(ConfigError, match=f"^{declared.name} in the config file must be"):
+        resolve_settings({"config": file}, {})
+    with pytest.raises(ConfigError, match=f"^{declared.flag} must be {expected}, not"):
+        engine_config({key: float(text)})  # as in Python: `LLM(swap_space=-1)`
 
 
 @pytest.mark.parametrize(
@@ -380,8 +389,9 @@ def test_values_that_the_engine_refuses(environment: dict[str, str]) -> None:
         ("host = 5", "must be an address, not 5"),
         ("host = {a = 1}", "must be an address"),
         ("port = true", "must be between 0 and 65535, not True"),
-        ("served-model-name = ['']", "--served-model-name is empty"),
+        ("served-model-name = ['']", "served-model-name in the config file must be a name that"),
         ("api-key = [1]", "must be a list of texts"),
+        ("enforce-eager = 2", "enforce-eager in the config file must be true or false, not 2"),
         ("colour = 1", "unknown in the config file: colour$"),
         ("max-num-seq = 1", r"max_num_seq \(did you mean max-num-seqs\?\)"),
         ("port = ", "is not TOML: Invalid value"),
@@ -413,12 +423,12 @@ def test_options_about_several_engines_that_do_not_go_together(
 
 def test_an_engine_reads_its_own_options_only() -> None:
     environment = {"PENSTOCK_LISTEN": "0.0.0.0:0", "PENSTOCK_PORT": "1"}
-    settings = resolve_settings({"max_num_seqs": 3}, environment, flags=ENGINE_FLAGS)
+    settings = resolve_settings({"max_num_seqs": 3}, environment, settings=ENGINE_SETTINGS)
     assert (settings["listen"], settings["max_num_seqs"]) == ("0.0.0.0:0", 3)
     assert "port" not in settings
     assert "routing" not in settings
     with pytest.raises(ConfigError, match="PENSTOCK_LISTEN must be an address and a port"):
-        resolve_settings({}, {"PENSTOCK_LISTEN": "7000"}, flags=ENGINE_FLAGS)
+        resolve_settings({}, {"PENSTOCK_LISTEN": "7000"}, settings=ENGINE_SETTINGS)
 
 
 def test_an_engine_placed_by_ray_gets_what_differs_from_the_defaults() -> None:
@@ -430,5 +440,5 @@ def test_an_engine_placed_by_ray_gets_what_differs_from_the_defaults() -> None:
         "PENSTOCK_MAX_NUM_SEQS": "3",
         "PENSTOCK_SERVED_MODEL_NAME": "a,b",
     }
-    again = resolve_settings({}, environment, flags=ENGINE_FLAGS)
+    again = resolve_settings({}, environment, settings=ENGINE_SETTINGS)
     assert again["served_model_name"] == ["a", "b"]

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from penstock.gateway.engines.engine_client import EngineClient
-from penstock.gateway.launch.cli import _parser, resolve_settings
-from penstock.gateway.launch.flags import ENGINE_FLAGS, FLAGS
+from penstock.gateway.launch.cli import _parser
+from penstock.gateway.launch.settings import ENGINE_SETTINGS, SERVE_SETTINGS, resolve_settings
 from penstock.gateway.telemetry.engine_metrics import EngineCollector
 
 _PAGE = Path(__file__).parents[3] / "gateway" / "kubernetes.yaml"
@@ -36,9 +36,9 @@ def _settings(container: Object) -> dict[str, Any]:
     """What the command line says that its pod runs."""
     assert container["command"] == ["penstock"]
     parsed = vars(_parser().parse_args(container["args"]))
-    flags = ENGINE_FLAGS if container["args"][0] == "engine" else FLAGS
+    flags = ENGINE_SETTINGS if container["args"][0] == "engine" else SERVE_SETTINGS
     environment = {"PENSTOCK_REDIS_URL": "redis://redis", "PENSTOCK_API_KEY": "k"}
-    return resolve_settings(parsed, environment, flags=flags)
+    return resolve_settings(parsed, environment, settings=flags)
 
 
 def test_gateways_and_engines_find_each_other(objects: dict[tuple[str, str], Object]) -> None:

@@ -22,7 +22,7 @@ import pytest
 import websockets
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.logs import LogWriter
+from penstock.engine.process.logs import LogWriter
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
@@ -129,7 +129,11 @@ async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path
             assert (await http.get("/live")).status_code == 200
             async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.01) as engine:
                 line = await asyncio.to_thread(os.read, status_fd, 1000)
-                assert json.loads(line) == {"event": "ready", "formats": "calls hermes (in text)"}
+                assert json.loads(line) == {
+                    "event": "ready",
+                    "formats": "calls hermes (in text)",
+                    "place": "in memory, until the server stops",
+                }
                 assert (await http.get("/ready")).status_code == 200
                 response = await http.post("/v1/completions", json={"prompt": "x"})
                 assert response.json()["choices"][0]["text"] == ANSWER

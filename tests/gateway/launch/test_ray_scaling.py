@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.gateway.launch.cli import resolve_settings
 from penstock.gateway.launch.ray_engines import Scaling
-from penstock.gateway.storage.redis_engines import EngineRecord
+from penstock.gateway.launch.settings import resolve_settings
+from penstock.gateway.storage.redis.engines import EngineRecord
 
 
 def _records(*engines: tuple[int, float]) -> list[EngineRecord]:

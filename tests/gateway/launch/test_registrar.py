@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.transport.messages import Draining
+from penstock.engine.protocol.messages import Draining
 from penstock.gateway.launch.registrar import Registrar
-from penstock.gateway.storage.redis_engines import RedisEngines
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.engines import RedisEngines
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 from tests.redis_server import RedisServer
 
 from ..conftest import PATIENCE_S

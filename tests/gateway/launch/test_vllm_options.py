@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.engine.config import FITTING_LEN, EngineConfig
+from penstock.engine.config import CONTEXT, FITTING_LEN, EngineConfig
 from penstock.engine.errors import ConfigError
+from penstock.engine.settings.kinds import parse_tokens
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.launch.cli import (
-    _ignored_in_file,
-    _parser,
+from penstock.gateway.launch.cli import _parser
+from penstock.gateway.launch.settings import (
+    SERVE_SETTINGS,
     engine_config,
-    main,
+    ignored_in_file,
     resolve_settings,
-    without_effect,
 )
-from penstock.gateway.launch.flags import CONTEXT, FLAGS, WITHOUT_EFFECT, parse_tokens
+from penstock.gateway.launch.vllm_options import NOT_HERE, WITHOUT_EFFECT, without_effect
 
 from ...support import options_document
 from .test_cli import error_line, gateway_settings
@@ -149,7 +148,7 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
         "--model facebook/opt-125m --host 0.0.0.0 --port 8080 --served-model-name opt any-name "
         "--api-key k1 k2 --root-path /llm/ --enforce-eager --disable-uvicorn-access-log",
         {"model": "facebook/opt-125m", "host": "0.0.0.0", "port": 8080, "api_key": ["k1", "k2"],
-         "served_model_name": ["opt", "any-name"], "root_path": "/llm", "enforce_eager": True},
+         "served_model_name": ["opt", "any-name"], "root_path": "/llm", "cudagraph_mode": "none"},
         ["--disable-uvicorn-access-log"],
     ),
     (
@@ -177,7 +176,8 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         """Qwen/Qwen2.5-7B-Instruct --rope-scaling '{"rope_type": "yarn", "factor": 4.0}' """
         "--max-model-len 131072 --hf-token secret --response-role assistant",
-        {"rope_scaling": '{"rope_type": "yarn", "factor": 4.0}', "max_model_len": 131072,
+        {"hf_overrides": '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}',
+         "max_model_len": 131072,
          "hf_token": "secret"},
         ["--response-role"],
     ),
@@ -186,6 +186,15 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
         "--speculative-config.num_speculative_tokens 5 --api-server-count 1 -asc 1",
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}',
          "api_workers": 1},
+        [],
+    ),
+    (
+        "meta-llama/Meta-Llama-3-8B-Instruct --spec-method ngram --spec-tokens=2 "
+        """--speculative-config '{"prompt_lookup_max": 4}' --max-num-queued-reqs 216 """
+        "--max_num_queued_tokens 5000",
+        {"speculative_config":
+         '{"prompt_lookup_max": 4, "method": "ngram", "num_speculative_tokens": 2}',
+         "max_queue_requests": 216, "max_queue_tokens": 5000},
         [],
     ),
     (
@@ -240,8 +249,8 @@ def test_an_option_without_effect_takes_no_model_for_its_value(name: str) -> Non
 
 
 def test_no_option_has_two_meanings() -> None:
-    ours = [name for flag in FLAGS for name in (f"--{flag.name}", *flag.aliases)]
-    theirs = [name for each in WITHOUT_EFFECT for name in each.names]
+    ours = [name for each in SERVE_SETTINGS for name in each.options]
+    theirs = [*NOT_HERE, *(name for each in WITHOUT_EFFECT for name in each.names)]
     assert len({*ours, *theirs}) == len(ours) + len(theirs)
 
 
@@ -344,8 +353,9 @@ def test_a_chat_template_as_llama_cpp_names_it() -> None:
 
 
 def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "a", "--model", "b"]) == 2
-    assert "MODEL is 'a', but --model is 'b'" in capsys.readouterr().err
+    for words in (("a", "--model", "b"), ("--model", "b", "a")):
+        said = error_line("serve", *words, capsys=capsys)
+        assert "MODEL is 'a', but --model is 'b'" in said
     assert parsed("a --model a")[0]["model"] == "a"
 
 
@@ -365,7 +375,7 @@ def test_a_file_of_vllms(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {name: settings[name] for name in wanted} == wanted
     assert GatewayConfig.from_settings(gateway_settings(settings)).max_images == 2
-    assert _ignored_in_file(Namespace(config=file)) == ["--uvicorn-log-level"]
+    assert ignored_in_file({"config": file}, {}) == ["--uvicorn-log-level"]
     for text, said in (("a: [", "is not YAML: "), ("- a", "is not a mapping"), ("a: 1", "unknown")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
@@ -409,9 +419,9 @@ def test_the_same_from_the_environment() -> None:
      ("image", None), ('{"image": "3"}', None), ("{", None), ("cats=3", None), ("image=999", None)],
 )  # fmt: skip
 def test_images_of_a_prompt(text: str, number: int | None) -> None:
-    config = GatewayConfig(engine_address="x", limit_mm_per_prompt=text)
     if number is None:
         with pytest.raises(ConfigError, match="--limit-mm-per-prompt must be image=N"):
-            _ = config.max_images
+            GatewayConfig(engine_address="x", limit_mm_per_prompt=text)
     else:
+        config = GatewayConfig(engine_address="x", limit_mm_per_prompt=text)
         assert config.max_images == number

@@ -9,7 +9,7 @@ import pytest
 from redis import exceptions
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.redis_link import Script
+from penstock.gateway.storage.redis.link import Script
 
 from ...redis_server import RedisCluster, RedisServer, slot_of
 from ..conftest import PATIENCE_S

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_engines import (
+from penstock.gateway.storage.redis.engines import (
     MAX_FULL_READ_S,
     MIN_FULL_READ_S,
     EngineRecord,
     RedisEngines,
     full_read_s,
 )
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 from tests.redis_server import RedisServer
 
 from ..conftest import PATIENCE_S, RedisPath

@@ -10,7 +10,7 @@ from redis import exceptions
 from redis._parsers.base import BaseParser
 from redis.asyncio.sentinel import MasterNotFoundError
 
-from penstock.gateway.storage.redis_errors import (
+from penstock.gateway.storage.redis.errors import (
     STATES,
     RedisAwayError,
     away_told_apart,

@@ -17,9 +17,9 @@ from redis.asyncio.connection import AbstractConnection
 
 from penstock.engine.errors import ConfigError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.redis_health import RedisHealth
-from penstock.gateway.storage.redis_link import RedisLink, Script
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.health import RedisHealth
+from penstock.gateway.storage.redis.link import RedisLink, Script
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ...held_port import held_port, number_of
 from ...redis_server import RedisServer

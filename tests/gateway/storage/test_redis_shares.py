@@ -13,9 +13,9 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.records import Conversation
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_shares import RedisShares
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.shares import RedisShares
+from penstock.gateway.storage.redis.url import RedisAddress
 from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 from penstock.gateway.storage.tenant_shares import NO_QUOTA, QuotaOf, StoreLimitError, StoreQuota
 
@@ -238,8 +238,8 @@ async def test_a_conversation_counts_what_is_in_it(redis_server: RedisServer) ->
             (key,) = client.keys("penstock:*:conversation")
             num_bytes = int(client.hget(key, "num_bytes"))
             client.hdel(key, "num_bytes")
-            await here.conversations.set_metadata("a", conversation.conversation_id, {"a": "b"})
-            assert int(client.hget(key, "num_bytes")) == num_bytes + 3  # as msgpack
+            await here.conversations.update("a", conversation.conversation_id, metadata={"a": "b"})
+            assert int(client.hget(key, "num_bytes")) == num_bytes + 4  # as msgpack
             await here.conversations.delete_turn("a", turn.turn_id)
             assert int(client.hget(key, "num_bytes")) < num_bytes
 

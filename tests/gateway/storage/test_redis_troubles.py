@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from penstock.clients import AsyncClient, ConnectionLostError
-from penstock.gateway.storage.redis_errors import STATES
+from penstock.gateway.storage.redis.errors import STATES
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 
 from ...clients.cutting_proxy import CuttingProxy

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.logs import _JsonFormatter, _TextFormatter
+from penstock.engine.process.logs import _JsonFormatter, _TextFormatter
 from penstock.gateway.telemetry.access_log import tag_log_lines
 from penstock.gateway.telemetry.request_record import request_id_of
 

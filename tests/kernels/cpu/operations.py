@@ -17,9 +17,9 @@ from penstock.kernels.cpu.library import CpuLibrary, pair_of, unpack_keys, unpac
 from penstock.kernels.cpu.lora import CHUNK, pack_pair, set_pair, table_of_pairs
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.int8_cache import SCALE_BYTES
-from penstock.kernels.linear_quantized_reference import MAX_OUTLIER_BLOCK
-from penstock.kernels.lora_reference import LoraRows
 from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.reference.linear_quantized import MAX_OUTLIER_BLOCK
+from penstock.kernels.reference.lora import LoraRows
 
 
 def step_of(library: CpuLibrary, layout: PagedLayout, num_tokens: int) -> Structure:

@@ -12,14 +12,14 @@ from torch import Tensor
 from penstock.engine.models.packed_experts import SlotBuffers
 from penstock.kernels.cpu.program import Program
 from penstock.kernels.cpu.quantized import PackedCodes
-from penstock.kernels.experts_reference import (
+from penstock.kernels.reference.experts import (
     clamped_swiglu_reference,
     combine_slots_reference,
     experts_linear_reference,
     group_slots,
     route_reference,
 )
-from penstock.kernels.linear_quantized_reference import linear_quantized_reference
+from penstock.kernels.reference.linear_quantized import linear_quantized_reference
 
 from .test_linear_quantized import ROUNDING, matrix
 

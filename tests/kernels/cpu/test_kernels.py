@@ -20,13 +20,13 @@ from torch import Tensor
 
 from penstock.kernels import int8_cache
 from penstock.kernels.activation import Activation
-from penstock.kernels.activation_reference import activate_and_mul_reference, activate_reference
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.int8_cache import SCALE_BYTES
-from penstock.kernels.layer_norm_reference import layer_norm_reference
-from penstock.kernels.rms_norm_reference import rms_norm_reference
-from penstock.kernels.rotary_store_kv_reference import rotate
-from penstock.kernels.store_kv_reference import store_kv_reference
+from penstock.kernels.reference.activation import activate_and_mul_reference, activate_reference
+from penstock.kernels.reference.layer_norm import layer_norm_reference
+from penstock.kernels.reference.rms_norm import rms_norm_reference
+from penstock.kernels.reference.rotary_store_kv import rotate
+from penstock.kernels.reference.store_kv import store_kv_reference
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # One library serves all examples of a test; examples do not change it. A dozen libraries each have

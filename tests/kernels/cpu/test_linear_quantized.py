@@ -20,11 +20,11 @@ from torch import Tensor
 from penstock.kernels.cpu import isa
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.cpu.quantized import MAX_FEATURES, PackedCodes, _scales, can_pack
-from penstock.kernels.linear_quantized_reference import (
+from penstock.kernels.quantized_codes import QuantizedCodes, scale_blocks
+from penstock.kernels.reference.linear_quantized import (
     linear_quantized_reference,
     quantize_rows_reference,
 )
-from penstock.kernels.quantized_codes import QuantizedCodes, scale_blocks
 
 from .operations import (
     embed_quantized,

@@ -13,7 +13,7 @@ from tests.kernels.cpu.test_kernels import SHARED, assert_near, random
 from torch import Tensor
 
 from penstock.kernels.cpu.lora import CHUNK, pack_pair, set_pair, table_of_pairs
-from penstock.kernels.lora_reference import (
+from penstock.kernels.reference.lora import (
     LoraRows,
     lora_expand_reference,
     lora_shrink_reference,

@@ -18,7 +18,7 @@ from penstock.kernels.cpu.build import CACHE_VARIABLE, find_compiler
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.cpu.program import Program
 from penstock.kernels.cpu.structures import read_structures
-from penstock.kernels.rms_norm_reference import rms_norm_reference
+from penstock.kernels.reference.rms_norm import rms_norm_reference
 
 HEADER = build.read_source("ops.h")
 ARGUMENTS = """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.draw_uniforms import draw_uniforms
-from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
+from penstock.kernels.reference.draw_uniforms import as_draws, draw_uniforms_reference
 from penstock.kernels.sampling import sample_tokens
 
 # A span of the C code has 512 tokens, a vector 16.

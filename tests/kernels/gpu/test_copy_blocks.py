@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.copy_blocks_reference import copy_blocks_reference
 from penstock.kernels.gpu.copy_blocks import copy_blocks_triton
+from penstock.kernels.reference.copy_blocks import copy_blocks_reference
 
 from .tensors import FP8, random_bits, same_bits
 

@@ -233,14 +233,14 @@ def quantized(
         for layer in model.matrix_layers
     }
     for layer, matrix in held.items():
-        layer.hold(DenseMatrix(matrix.dequantize()))
+        layer.set_matrix(DenseMatrix(matrix.dequantize()))
     exact = logits(model.double(), "cpu")
     for layer, matrix in held.items():
         like = torch.empty(0, dtype=torch.float32, device=device)
         with pytest.MonkeyPatch.context() as patch:
             if not HAS_GPU:
                 patch.setattr(torch.Tensor, "is_cuda", True)
-            layer.hold(matrix, rounds_inputs=rounds_inputs, like=like)
+            layer.set_matrix(matrix, rounds_inputs=rounds_inputs, like=like)
         assert all(isinstance(each, GpuCodes) for each in layer.quantized)
     model.float().to(device)
     return exact

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.experts_reference import SlotGroups, experts_linear_reference, group_slots
 from penstock.kernels.gpu.experts import config_for, experts_linear_triton
 from penstock.kernels.gpu.quantized import pack_codes
+from penstock.kernels.reference.experts import SlotGroups, experts_linear_reference, group_slots
 
 from .tensors import DTYPES, normal, poisoned_memory
 from .test_linear_quantized import matrix

@@ -24,11 +24,11 @@ from penstock.kernels.gpu.linear_quantized import (
     takes_bytes,
 )
 from penstock.kernels.gpu.quantized import FLOAT8, GpuCodes, pack_codes
-from penstock.kernels.linear_quantized_reference import (
+from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.kernels.reference.linear_quantized import (
     linear_quantized_reference,
     quantize_rows_reference,
 )
-from penstock.kernels.quantized_codes import QuantizedCodes
 
 from .tensors import DTYPES, normal, poisoned_memory
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.gpu.lora import lora_expand_triton, lora_shrink_triton
-from penstock.kernels.lora_reference import (
+from penstock.kernels.reference.lora import (
     LoraRows,
     lora_expand_reference,
     lora_shrink_reference,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.gpu.move_blocks import gather_blocks_triton, scatter_blocks_triton
-from penstock.kernels.move_blocks_reference import (
+from penstock.kernels.reference.move_blocks import (
     gather_blocks_reference,
     scatter_blocks_reference,
 )

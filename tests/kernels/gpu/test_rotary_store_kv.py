@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.gpu.rotary_store_kv import rotary_store_kv_triton
 from penstock.kernels.qk_norm import QKNorm
-from penstock.kernels.rotary_store_kv_reference import rotary_store_kv_reference
+from penstock.kernels.reference.rotary_store_kv import rotary_store_kv_reference
 
 from .kv_cases import HEAD_DIMS, empty_cache, exact_in_fp8, fp8_scales, same_numbers, slot_lists
 from .tensors import DTYPES, FP8, normal, poisoned_memory

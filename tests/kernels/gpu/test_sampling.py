@@ -20,11 +20,11 @@ from tests.kernels.sampling_cases import (
 from tests.support.tiers import tiered
 from torch import Tensor
 
-from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
 from penstock.kernels.gpu.draw_uniforms import draw_uniforms_triton
 from penstock.kernels.gpu.sampling import sample_tokens_triton
 from penstock.kernels.gpu.token_logprobs import token_logprobs_triton
-from penstock.kernels.token_logprobs_reference import token_logprobs_reference
+from penstock.kernels.reference.draw_uniforms import as_draws, draw_uniforms_reference
+from penstock.kernels.reference.token_logprobs import token_logprobs_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Several blocks and spans of a small vocabulary, and lists that do not always suffice.

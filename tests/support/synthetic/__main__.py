@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.engine.process import die_with_parent
+from penstock.engine.process.launch import die_with_parent
 
 from .server import run
 from .settings import add_arguments, from_arguments

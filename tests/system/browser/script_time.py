@@ -26,7 +26,7 @@ import msgspec
 from playwright.async_api import Browser, async_playwright
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.request import Request, RequestOutput
 from penstock.engine.text import Tokenizer
 from penstock.gateway import app as gateway_app

@@ -65,7 +65,7 @@ async def test_with_redis_conversations_are_saved(
         serve(*long_model, "--redis-url", redis.url, log=tmp_path / "log") as served,
     ):
         await open_page(page, served.base_url)
-        await expect(page.locator("#sidebar")).to_contain_text("Saved on this server.")
+        await expect(page.locator("#sidebar")).to_contain_text("Saved in this server’s Redis.")
 
 
 async def test_the_conversation_that_is_used_moves_up(

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from playwright.async_api import FilePayload, Page, Route, expect
 
-from tests.engine.vision_models import picture, save_model
+from tests.engine.vision.vision_models import picture, save_model
 
 from ..processes import Served, serve
 from .conftest import make_conversation

@@ -1,17 +1,21 @@
-"""Both conversation stores, behind one way to make them and to let time pass."""
+"""All conversation stores, behind one way to make them and to let time pass."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from penstock.gateway.storage.conversations import disk_rows
+from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.disk import Disk
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from ...conftest import PATIENCE_S
@@ -38,6 +42,31 @@ class MemoryBed:
         self._now_s += seconds
 
 
+class DiskBed:
+    migrations = (disk_rows.SCHEMA,)
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+        self.stores: list[DiskConversationStore] = []
+        self._now_s = 0.0
+
+    def store(
+        self,
+        *,
+        ttl_s: float = 0.0,
+        lease_s: float = 1000.0,
+        max_bytes: int = 1 << 30,
+    ) -> DiskConversationStore:
+        store = DiskConversationStore(
+            self.disk, max_bytes, lease_s=lease_s, clock=lambda: self._now_s
+        )
+        self.stores.append(store)
+        return store
+
+    async def let_pass(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
 class RedisBed:
     def __init__(self, link: RedisLink) -> None:
         self.link = link
@@ -46,10 +75,13 @@ class RedisBed:
         return RedisConversationStore(self.link, ttl_s=ttl_s, lease_s=lease_s)
 
     async def let_pass(self, seconds: float) -> None:
-        """Keys, and the leases at the end of `conversation.lua`'s links, end so much earlier."""
+        """Keys, and the leases at the end of links, end so much earlier; trees have new versions,
+        so that no store goes by the leases that it knows."""
         client, passed_ms = self.link.client, round(seconds * 1000)
         for key in await client.keys():
             await client.pexpire(key, await client.pttl(key) - passed_ms)
+            if key.endswith(b":conversation"):
+                await client.hincrby(key, "version", 1)
             links = await client.hgetall(key) if key.endswith(b":links") else {}
             for turn, link in links.items():
                 rest, _, lease_ms = link.rpartition(b"|")
@@ -63,9 +95,22 @@ async def redis_bed(redis_server: RedisServer) -> AsyncIterator[RedisBed]:
     await link.aclose()
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture
+async def disk_bed(tmp_path: Path) -> AsyncIterator[DiskBed]:
+    disk = Disk(tmp_path, DiskBed.migrations)
+    disk.open()
+    disk.start()
+    bed = DiskBed(disk)
+    yield bed
+    for store in bed.stores:
+        await store.close()
+    await bed.disk.close()
+
+
+@pytest.fixture(params=["memory", "disk", pytest.param("redis", marks=pytest.mark.redis)])
 def bed(request: pytest.FixtureRequest) -> Bed:
-    found: Bed = MemoryBed() if request.param == "memory" else request.getfixturevalue("redis_bed")
+    kind = request.param
+    found: Bed = MemoryBed() if kind == "memory" else request.getfixturevalue(f"{kind}_bed")
     return found
 
 

@@ -30,7 +30,8 @@ def a_conversation(**fields: Any) -> Conversation:
         "created_at": 1_700_000_000,
         "metadata": {"title": "Wörter"},
     }
-    return Conversation(**(values | fields))
+    values |= fields
+    return Conversation(**({"used_at": values["created_at"]} | values))
 
 
 def a_turn(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.gateway.storage.conversations.ids import new_response_id
+from penstock.gateway.storage.conversations.prompt_ids import rendering_of, unknown_text
 from penstock.gateway.storage.conversations.records import StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import ConversationLockedError, ConversationStore
 
@@ -25,7 +26,7 @@ async def test_a_conversation_comes_back_as_it_was(store: ConversationStore) -> 
 async def test_metadata_is_replaced(store: ConversationStore) -> None:
     conversation = a_conversation()
     await store.create(conversation)
-    changed = await store.set_metadata(TENANT, conversation.conversation_id, {"a": "b"})
+    changed = await store.update(TENANT, conversation.conversation_id, metadata={"a": "b"})
     assert changed == replace(conversation, metadata={"a": "b"})
     assert await store.get(TENANT, conversation.conversation_id) == changed
 
@@ -40,6 +41,17 @@ async def test_turns_come_back_as_they_were(store: ConversationStore) -> None:
     await store.finish_turn(turn)
     assert await store.turn(TENANT, turn.turn_id) == turn
     assert await store.path(TENANT, turn.turn_id) == [turn]
+
+
+async def test_what_made_a_turns_ids_comes_back(store: ConversationStore) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    turn = finished(a_turn(conversation, prompt=rendering_of("Hi", b"origin")))
+    unknown = finished(a_turn(conversation, prompt=unknown_text(b"origin")))
+    for each in (turn, unknown):
+        await store.begin_turn(each, takes_head=False)
+        await store.finish_turn(each)
+        assert await store.turn(TENANT, each.turn_id) == each
 
 
 async def test_a_path_leads_from_the_root_through_one_branch(store: ConversationStore) -> None:

@@ -84,7 +84,7 @@ async def test_what_is_forgotten_is_not_counted() -> None:
     with_turn = store.num_bytes
     await store.delete_turn(TENANT, head)
     assert store.num_bytes < with_turn - 10_000
-    await store.set_metadata(TENANT, conversation.conversation_id, {"title": "x" * 10_000})
+    await store.update(TENANT, conversation.conversation_id, metadata={"title": "x" * 10_000})
     assert store.num_bytes > 10_000
     await store.delete(TENANT, conversation.conversation_id)
     assert store.num_bytes == 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import pytest
 import tokenizers
@@ -12,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-import penstock.engine.demo
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
-from penstock.gateway.storage.conversations.prompt_ids import rendering_of, reuse
+from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse
 from penstock.gateway.storage.conversations.records import StoredTurn
 
-DEMO_FOLDER = Path(penstock.engine.demo.__file__).parent / "model"
+DEMO_FOLDER = DEMO_MODEL_PATH
 QWEN_STYLE = (
     "{% set last = namespace(query=0) %}"
     "{% for message in messages %}{% if message.role == 'user' %}"
@@ -48,12 +47,15 @@ class Dialogue:
 
     def token_ids(self, question: str) -> list[int]:
         """Of the prompt, with what is stored."""
-        reused = reuse(self.prompt(question), self.turns, self.tokenizer)
+        reused = self.reused(question)
         rest = self.tokenizer.encode(reused.rest, add_special_tokens=False)
         return [*reused.token_ids, *rest]
 
-    def num_reused(self, question: str) -> int:
-        return len(reuse(self.prompt(question), self.turns, self.tokenizer).token_ids)
+    def reused(self, question: str, origin: bytes = b"mine") -> Reused:
+        return reuse(self.prompt(question), self.turns, self.tokenizer, origin=origin)
+
+    def num_reused(self, question: str, origin: bytes = b"mine") -> int:
+        return len(self.reused(question, origin).token_ids)
 
     def say(self, question: str, output_ids: list[int]) -> list[int]:
         """A turn; returns the ids that an engine now has the KV of."""
@@ -70,8 +72,8 @@ class Dialogue:
                 created_at=0,
                 prompt_token_ids=array("I", prompt_ids),
                 output_token_ids=array("I", output_ids),
-                prompt=rendering_of(prompt),
-                whole=rendering_of(prompt + raw),
+                prompt=rendering_of(prompt, b"mine"),
+                whole=rendering_of(prompt + raw, b"mine"),
             )
         )
         self.messages += [
@@ -219,11 +221,29 @@ def test_a_token_that_swallows_space_before_it_is_no_boundary() -> None:
     assert dialogue.num_reused("And then?") == 0
 
 
+@pytest.mark.parametrize("stored", [b"another", b""])
+def test_ids_of_another_model_or_template_are_not_reused(stored: bytes) -> None:
+    """Also those of which it is not known whose they are, as earlier gateways stored them."""
+    dialogue = fresh(DEMO)
+    dialogue.say("What is it?", dialogue.spelt("A gate."))
+    assert dialogue.num_reused("And then?") > 0
+    dialogue.turns = [
+        replace(
+            turn,
+            prompt=replace(turn.prompt, origin=stored),
+            whole=replace(turn.whole, origin=stored),
+        )
+        for turn in dialogue.turns
+        if turn.prompt is not None and turn.whole is not None
+    ]
+    assert dialogue.num_reused("And then?") == 0
+
+
 def test_the_stored_prompt_itself_is_reused_whole() -> None:
     dialogue = fresh(DEMO)
     cached = dialogue.say("What is it?", dialogue.spelt("A gate."))
     dialogue.messages.clear()
-    reused = reuse(dialogue.prompt("What is it?"), dialogue.turns, dialogue.tokenizer)
+    reused = dialogue.reused("What is it?")
     assert reused.rest == ""
     assert list(reused.token_ids) == cached[: len(reused.token_ids)]
     assert dialogue.turns[0].prompt_token_ids == array("I", reused.token_ids)

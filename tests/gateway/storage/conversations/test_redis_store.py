@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
+from typing import Any
 
+import msgpack
 import pytest
 from redis.crc import key_slot
 
@@ -15,8 +19,9 @@ from penstock.gateway.storage.conversations.store import (
     ConversationLockedError,
     StoreUnavailableError,
 )
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.conversations.turn_codec import pack
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from ...conftest import PATIENCE_S, RedisPath, configured
@@ -55,6 +60,131 @@ async def test_one_gateway_of_two_wins_the_head(
         assert sum(isinstance(result, ConversationLockedError) for result in results) == 59
         await other.finish_turn(finished(winner))
         assert await head_of(one, conversation) == winner.turn_id
+
+
+async def test_conversations_without_a_version_go_on(
+    redis_bed: RedisBed, shared_server: RedisServer
+) -> None:
+    """As gateways up to f64993e wrote them; such a one may also go on beside this one."""
+    store, conversation = redis_bed.store(), a_conversation()
+    turn = replace(finished(a_turn(conversation)), images={})
+    packed = pack(turn)
+    tree = conversation.conversation_id.removeprefix("conv_")
+    fields = {
+        "tenant": TENANT,
+        "created_at": conversation.created_at,
+        "is_listed": 1,
+        "metadata": msgpack.packb(dict(conversation.metadata)),
+        "head": turn.turn_id,
+        "running": "",
+        "num_turns": 1,
+        "num_bytes": 2000,
+    }
+    key = f"penstock:{{{tree}}}:conversation"
+    with shared_server.client() as client:
+        client.hset(key, mapping=fields)
+        client.hset(f"penstock:{{{tree}}}:turns", turn.turn_id, packed.body)
+        link = f"1||completed|{turn.created_at}|0"
+        client.hset(f"penstock:{{{tree}}}:links", turn.turn_id, link)
+        digest = hashlib.sha256(TENANT.encode()).hexdigest()[:32]
+        listed = f"penstock:{{{digest}}}:conversations"
+        client.zadd(listed, {conversation.conversation_id: turn.created_at})
+
+        assert await store.get(TENANT, conversation.conversation_id) == replace(
+            conversation, head=turn.turn_id
+        )
+        (shown,), _ = await store.list_page(TENANT, limit=9)
+        assert (shown.used_at, shown.head) == (turn.created_at, turn.turn_id)
+        assert await store.path(TENANT, turn.turn_id) == [turn]
+        later = await say(store, conversation, turn)
+        assert await head_of(store, conversation) == later.turn_id
+
+        client.hset(key, mapping={"running": "", "head": turn.turn_id})  # with no new version
+        other = a_turn(conversation, turn)
+        await store.begin_turn(other, takes_head=True)
+        assert (await store.get(TENANT, conversation.conversation_id)).running == other.turn_id
+        await store.delete_turn(TENANT, later.turn_id)
+        await store.delete(TENANT, conversation.conversation_id)
+        assert client.keys(f"*{tree}*") == []
+
+
+async def test_what_other_gateways_changed_is_seen(
+    redis_bed: RedisBed, shared_server: RedisServer
+) -> None:
+    """Each knows a tree that the other has changed meanwhile, and no operation is lost."""
+    async with store_at(shared_server.url) as one, store_at(shared_server.url) as other:
+        conversation = a_conversation()
+        key = (TENANT, conversation.conversation_id)
+        await one.create(conversation)
+        first = await say(one, conversation)
+        second = await say(other, conversation, first)
+        third = await say(one, conversation, second)
+        await asyncio.gather(
+            one.update(*key, metadata={"title": "new"}),
+            other.update(*key, is_pinned=True),
+            *(say(each, conversation, third, takes_head=False) for each in [one, other] * 5),
+        )
+        await one.delete_turn(TENANT, third.turn_id)
+        shown = await other.get(*key)
+        assert (shown.head, shown.is_pinned, shown.title) == (second.turn_id, True, "new")
+        assert len(await other.tree(*key)) == 12
+        await other.delete(*key)
+        with not_found():
+            await one.begin_turn(a_turn(conversation, second), takes_head=True)
+
+
+async def test_an_operation_is_one_round_trip(
+    redis_bed: RedisBed, shared_server: RedisServer
+) -> None:
+    store, conversation = redis_bed.store(), a_conversation(is_listed=False)
+    turn = a_turn(conversation)
+    await store.create(a_conversation(is_listed=False))  # then Redis has the script
+    with shared_server.client() as client:
+        client.config_resetstat()
+        await store.create(conversation)
+        await store.get(TENANT, conversation.conversation_id)
+        await store.begin_turn(turn, takes_head=True)
+        await store.touch_turn(TENANT, turn.turn_id)
+        await store.finish_turn(finished(turn))
+        await store.path(TENANT, turn.turn_id)
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 6
+
+
+async def test_what_redis_was_told_twice_is_done_once(
+    redis_bed: RedisBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client repeats a command whose reply was lost."""
+    store, conversation = redis_bed.store(), a_conversation()
+    key, run, lost = (TENANT, conversation.conversation_id), redis_bed.link.run, []
+
+    async def run_losing_a_reply(*args: Any) -> Any:
+        if lost:
+            lost.pop()
+            await run(*args)
+        return await run(*args)
+
+    monkeypatch.setattr(redis_bed.link, "run", run_losing_a_reply)
+
+    async def told_twice(operation: Awaitable[Any]) -> Any:
+        lost.append(True)
+        found = await operation
+        assert not lost
+        return found
+
+    await told_twice(store.create(conversation))
+    first = a_turn(conversation)
+    await told_twice(store.begin_turn(first, takes_head=True))
+    await told_twice(store.touch_turn(TENANT, first.turn_id))
+    first = finished(first)
+    await told_twice(store.finish_turn(first))
+    added = a_turn(conversation, first, status="completed")
+    await told_twice(store.add_items(added))
+    changed = await told_twice(store.update(*key, metadata={"a": "b"}, is_pinned=True))
+    assert (changed.metadata, changed.is_pinned) == ({"a": "b"}, True)
+    await told_twice(store.replace_items(replace(first, items=())))
+    assert await store.path(TENANT, added.turn_id) == [replace(first, items=()), added]
+    assert len(await store.tree(*key)) == 2
+    assert (await store.get(*key)).head == added.turn_id
 
 
 async def test_scripts_survive_their_loss(redis_bed: RedisBed, shared_server: RedisServer) -> None:

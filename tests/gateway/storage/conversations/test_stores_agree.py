@@ -1,10 +1,14 @@
-"""Whatever is done to both stores, they answer alike."""
+"""Whatever is done to a store, it answers as the one in memory."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -21,12 +25,15 @@ from hypothesis.stateful import (
 )
 
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.storage.conversations import disk_rows
+from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
 from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
 from penstock.gateway.storage.conversations.store import ConversationStore
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.disk import Disk
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 
 from ....redis_server import RedisServer
 from .making import TENANT, a_conversation, a_turn, finished
@@ -36,22 +43,17 @@ _STATUSES = st.sampled_from(["completed", "incomplete", "cancelled", "failed"])
 
 
 class StoresAgree(RuleBasedStateMachine):
-    url: ClassVar[str]
+    make: ClassVar[Callable[[], contextlib.AbstractAsyncContextManager[ConversationStore]]]
 
     def __init__(self) -> None:
         super().__init__()
         self._runner = asyncio.Runner()
-        self._link = self._runner.run(self._open())
+        self._exits = contextlib.AsyncExitStack()
         self._memory = MemoryConversationStore(1 << 30, clock=lambda: 0.0)
-        self._redis = RedisConversationStore(self._link, lease_s=1e6)  # as time stands still
-
-    async def _open(self) -> RedisLink:
-        link = RedisLink(RedisAddress.parse(self.url), timeout_s=60)
-        await link.client.flushdb()
-        return link
+        self._other = self._runner.run(self._exits.enter_async_context(type(self).make()))
 
     def teardown(self) -> None:
-        self._runner.run(self._link.aclose())
+        self._runner.run(self._exits.aclose())
         self._runner.close()
 
     def both(self, operate: Callable[[ConversationStore], Awaitable[Any]]) -> Any:
@@ -62,7 +64,7 @@ class StoresAgree(RuleBasedStateMachine):
                 return type(error), str(error)
 
         expected = self._runner.run(outcome(self._memory))
-        assert self._runner.run(outcome(self._redis)) == expected
+        assert self._runner.run(outcome(self._other)) == expected
         return expected
 
     conversations = Bundle("conversations")
@@ -138,10 +140,17 @@ class StoresAgree(RuleBasedStateMachine):
         head = None if to_nothing else turn.turn_id
         self.both(lambda store: store.set_head(*key, head, expected=expected))
 
-    @rule(conversation=conversations, tenant=_TENANTS)
-    def set_metadata(self, conversation: Conversation, tenant: str) -> None:
+    @rule(
+        conversation=conversations,
+        tenant=_TENANTS,
+        metadata=st.sampled_from([None, {"title": "new"}, {}]),
+        is_pinned=st.sampled_from([None, True, False]),
+    )
+    def update(
+        self, conversation: Conversation, tenant: str, metadata: Any, is_pinned: bool | None
+    ) -> None:
         key = (tenant, conversation.conversation_id)
-        self.both(lambda store: store.set_metadata(*key, {"title": "new"}))
+        self.both(lambda store: store.update(*key, metadata=metadata, is_pinned=is_pinned))
 
     @rule(conversation=consumes(conversations), tenant=_TENANTS)
     def delete(self, conversation: Conversation, tenant: str) -> None:
@@ -157,24 +166,52 @@ class StoresAgree(RuleBasedStateMachine):
         limit=st.integers(1, 4),
         newest_first=st.booleans(),
         after=st.none() | conversations,
+        pinned=st.sampled_from([None, True, False]),
     )
     def list_page(
-        self, tenant: str, limit: int, newest_first: bool, after: Conversation | None
+        self,
+        tenant: str,
+        limit: int,
+        newest_first: bool,
+        after: Conversation | None,
+        pinned: bool | None,
     ) -> None:
-        cursor = None if after is None else after.conversation_id
+        cursor = None if after is None or pinned is not None else after.conversation_id
         self.both(
             lambda store: store.list_page(
-                tenant, limit=limit, after=cursor, newest_first=newest_first
+                tenant, limit=limit, after=cursor, newest_first=newest_first, pinned=pinned
             )
         )
 
 
-@pytest.mark.redis
-@pytest.mark.parametrize("num_examples", [12, pytest.param(60, marks=pytest.mark.exhaustive)])
-def test_the_stores_agree(shared_server: RedisServer, num_examples: int) -> None:
-    StoresAgree.url = shared_server.url
+@contextlib.asynccontextmanager
+async def in_redis(url: str) -> AsyncIterator[ConversationStore]:
+    link = RedisLink(RedisAddress.parse(url), timeout_s=60)
+    await link.client.flushdb()
+    yield RedisConversationStore(link, lease_s=1e6)  # as time stands still
+    await link.aclose()
+
+
+@contextlib.asynccontextmanager
+async def on_disk(folder: Path) -> AsyncIterator[ConversationStore]:
+    disk = Disk(Path(tempfile.mkdtemp(dir=folder)), [disk_rows.SCHEMA])
+    disk.open()
+    disk.start()
+    store = DiskConversationStore(disk, clock=lambda: 0.0)
+    yield store
+    await store.close()
+    await disk.close()
+
+
+_NUM_EXAMPLES = pytest.mark.parametrize(
+    "num_examples", [12, pytest.param(60, marks=pytest.mark.exhaustive)]
+)
+
+
+def _run(make: Callable[[], Any], num_examples: int) -> None:
+    machine = type("Machine", (StoresAgree,), {"make": staticmethod(make)})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        StoresAgree,
+        machine,
         settings=settings(
             max_examples=num_examples,
             stateful_step_count=40,
@@ -182,3 +219,14 @@ def test_the_stores_agree(shared_server: RedisServer, num_examples: int) -> None
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.redis
+@_NUM_EXAMPLES
+def test_the_store_in_redis_agrees(shared_server: RedisServer, num_examples: int) -> None:
+    _run(partial(in_redis, shared_server.url), num_examples)
+
+
+@_NUM_EXAMPLES
+def test_the_store_on_disk_agrees(tmp_path: Path, num_examples: int) -> None:
+    _run(partial(on_disk, tmp_path), num_examples)

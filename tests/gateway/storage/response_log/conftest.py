@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.gateway.storage.redis_link import RedisLink
-from penstock.gateway.storage.redis_url import RedisAddress
+from penstock.gateway.storage.redis.link import RedisLink
+from penstock.gateway.storage.redis.url import RedisAddress
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_store import RedisLogStore

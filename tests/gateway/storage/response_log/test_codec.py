@@ -142,7 +142,9 @@ headers = st.builds(
     is_background=st.booleans(),
     continues=st.booleans(),
     input_items=st.lists(json_objects, max_size=3).map(tuple),
-    rendering=st.none() | st.tuples(numbers, st.binary(min_size=32, max_size=32)),
+    rendering=st.none()
+    | st.tuples(numbers, st.binary(min_size=32, max_size=32))
+    | st.tuples(numbers, st.binary(min_size=32, max_size=32), st.binary(max_size=8)),
 )
 WITH_THOUGHTS = OutputFormat(syntax=OutputSyntax(reasoning="qwen3"))
 deltas = st.builds(

@@ -1,8 +1,10 @@
-"""What every log store does, in memory and in Redis."""
+"""What every log store does: in memory, on disk and in Redis."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +13,22 @@ from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry
 
 from ....redis_server import RedisServer
 from .conftest import Gateways, Owner
+from .disks import process
 from .records import TENANT, add_delta, add_end, expired, header, read_to_end, seen
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-async def store(request: pytest.FixtureRequest, gateways: Gateways) -> LogStore:
+@pytest.fixture(params=["memory", "disk", pytest.param("redis", marks=pytest.mark.redis)])
+async def store(
+    request: pytest.FixtureRequest, gateways: Gateways, tmp_path: Path
+) -> AsyncIterator[LogStore]:
     if request.param == "memory":
-        return MemoryLogStore(1 << 20)
-    server: RedisServer = request.getfixturevalue("redis_server")
-    return (await gateways.make(server.url)).store
+        yield MemoryLogStore(1 << 20)
+    elif request.param == "disk":
+        async with process(tmp_path) as started:
+            yield started.store
+    else:
+        server: RedisServer = request.getfixturevalue("redis_server")
+        yield (await gateways.make(server.url)).store
 
 
 async def test_a_running_response_is_found_as_itself(store: LogStore) -> None:

@@ -22,8 +22,8 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 
+from ....engine.process.stack import Engine
 from ....engine.scheduling.fake_device import expected_output
-from ....engine.server.stack import Engine
 from ....redis_server import RedisServer
 from ...conftest import listen
 from ...fake_engine import INFO

@@ -24,14 +24,14 @@ import redis
 from starlette.applications import Starlette
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.transport import sockets
+from penstock.engine.protocol import sockets
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
-from ....engine.server.stack import Engine
+from ....engine.process.stack import Engine
 from ....redis_server import RedisServer
 from ....support.tiers import tiered
 from ...conftest import listen

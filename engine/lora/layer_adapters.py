@@ -1,0 +1,119 @@
+"""What adapters add to one layer, slot by slot: the base class, and torch's implementation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.weight_memory import WeightMemory
+from penstock.kernels.lora import lora_expand, lora_shrink
+from penstock.kernels.reference.lora import LoraRows
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """The update scale · B A of a matrix.
+
+    Attributes:
+        a: [rank, in_features]
+        b: [out_features, rank]
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(slots=True)
+class StepRows:
+    """Which rows of the current step have adapters; None: none has."""
+
+    rows: LoraRows | None = None
+
+    def set(self, rows: LoraRows | None) -> None:
+        self.rows = rows
+
+
+class LayerAdapters(ABC):
+    """The updates of one layer, slot by slot; a fused layer has one for each of its parts."""
+
+    @abstractmethod
+    def pack(self, parts: Sequence[LoraWeights | None], memory: WeightMemory) -> Any:
+        """An adapter's matrices as `install` takes them; any thread may call it. None: no part has
+        one.
+
+        Args:
+            memory: the adapter's own.
+        """
+
+    @abstractmethod
+    def install(self, slot: int, packed: Any) -> None:
+        """Let rows of a slot have these updates from the next step on; None: none."""
+
+
+class TorchAdapters(LayerAdapters):
+    """
+    Args:
+        part_sizes, in_features: of the layer.
+        rows: of the step: of all tokens, or those whose logits are computed.
+        like: has the model's dtype and device.
+    """
+
+    def __init__(
+        self,
+        part_sizes: Sequence[int],
+        in_features: int,
+        *,
+        num_slots: int,
+        max_rank: int,
+        rows: StepRows,
+        like: Tensor,
+    ) -> None:
+        self._rows, self._sizes = rows, list(part_sizes)
+        num_parts = len(self._sizes)
+        self._a = like.new_zeros(num_parts, num_slots, max_rank, in_features)
+        self._b = [like.new_zeros(num_slots, size, max_rank) for size in self._sizes]
+        self._scales = torch.zeros(num_parts, num_slots, device=like.device)
+        self._is_held = [False] * num_slots
+
+    def pack(
+        self,
+        parts: Sequence[LoraWeights | None],
+        memory: WeightMemory,  # noqa: ARG002 (the slots' tensors hold them)
+    ) -> Sequence[LoraWeights | None] | None:
+        return parts if any(parts) else None
+
+    def install(self, slot: int, packed: Sequence[LoraWeights | None] | None) -> None:
+        if self._is_held[slot]:
+            self._a[:, slot] = 0
+            for b in self._b:
+                b[slot] = 0
+        self._is_held[slot] = packed is not None
+        for part, pair in enumerate(packed or ()):
+            if pair is not None:
+                rank = len(pair.a)
+                self._a[part, slot, :rank] = pair.a
+                self._b[part][slot, :, :rank] = pair.b
+                self._scales[part, slot] = pair.scale
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """y [num_rows, out_features] += the updates of x [num_rows, in_features]"""
+        rows = self._rows.rows
+        if rows is None:
+            return
+        for part, columns in enumerate(torch.split(y, self._sizes, dim=1)):
+            hidden = lora_shrink(x, rows, self._a[part])
+            lora_expand(columns, hidden, rows, self._b[part], self._scales[part])
+
+    def add_looked_up(self, y: Tensor, token_ids: Tensor) -> None:
+        """y [num_rows, out_features] += the updates of a table's rows"""
+        rows = self._rows.rows
+        if rows is None:
+            return
+        hidden = self._a[0, rows.slots, :, token_ids[rows.order]]
+        lora_expand(y, hidden, rows, self._b[0], self._scales[0])

@@ -1,0 +1,1 @@
+"""A model's files: where they are, what the small ones say, GGUF files, names in messages."""

@@ -1,0 +1,1 @@
+"""The engine in one's own process, without a server: `LLM`, what it takes and what it returns."""

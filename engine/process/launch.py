@@ -1,0 +1,93 @@
+"""The supervisor's child processes: they read their settings, report, and die with the supervisor.
+
+The supervisor passes three environment variables: `PENSTOCK_CONFIG_FD` (a pipe with one JSON
+object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe for JSON lines
+about start-up) and `PENSTOCK_SUPERVISOR_PID`. A child that accepts connections gets the socket as
+`PENSTOCK_LISTEN_FD`. A child that must show signs of life also gets
+`PENSTOCK_HEARTBEAT_FD`, a pipe for one byte each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.engine.errors import ConfigError, EngineError, ModelLoadError
+
+CONFIG_FD = "PENSTOCK_CONFIG_FD"
+STATUS_FD = "PENSTOCK_STATUS_FD"
+SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
+HEARTBEAT_FD = "PENSTOCK_HEARTBEAT_FD"
+LISTEN_FD = "PENSTOCK_LISTEN_FD"
+EXIT_WRONG_OPTION = 2  # exit code of the command; a restart would not help
+EXIT_STUCK = 70  # exit code of an engine whose step hung
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class Status:
+    """Reports to the supervisor, once: either ready or failed."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def ready(self, **details: object) -> None:
+        self._say({"event": "ready", **details})
+
+    def failed(self, message: str, *, code: int = 1) -> None:
+        """`code` is how the supervisor ends."""
+        self._say({"event": "failed", "message": message, "code": code})
+
+    def _say(self, event: Mapping[str, object]) -> None:
+        try:
+            os.write(self._fd, json.dumps(event).encode() + b"\n")
+            os.close(self._fd)
+        except OSError:
+            pass  # the supervisor has died, and this process dies with it
+
+
+def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> int:
+    """Run `main(config, status)` as a child process; its exit code.
+
+    A user's mistake (`EngineError`) is reported in one line through the status pipe; any other
+    exception is a bug, and its traceback is logged too.
+    """
+    import setproctitle  # a GPU's machine, where only models run, may lack it
+
+    setproctitle.setproctitle(title)
+    die_with_parent(int(os.environ[SUPERVISOR_PID]))
+    status = Status(int(os.environ[STATUS_FD]))
+    with os.fdopen(int(os.environ[CONFIG_FD]), "rb") as pipe:
+        config = json.load(pipe)
+    try:
+        main(config, status)
+    except EngineError as error:
+        is_option = isinstance(error, ConfigError) and not isinstance(error, ModelLoadError)
+        status.failed(str(error), code=EXIT_WRONG_OPTION if is_option else 1)
+        return 1
+    except BaseException as error:
+        status.failed(f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    return 0
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have this process killed when its parent dies, for whatever reason."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the call
+        os._exit(1)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(0.5)
+    os._exit(1)

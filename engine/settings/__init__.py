@@ -1,0 +1,1 @@
+"""How settings are declared and checked, and the kinds of their values."""

@@ -1,0 +1,1 @@
+"""How many tokens of which sequence are guessed, and guesses that are copied from text."""

@@ -1,0 +1,242 @@
+"""Which sequences get how many drafts in a step, as they turn out to be right or wrong.
+
+Drafts only take what a step has to spare: the tokens that it computes in about the time of one,
+beside nothing but decoding sequences; and free blocks, so that nobody is preempted for
+them. A sequence whose drafts are right gets more of them, one whose drafts are wrong gets fewer,
+then none for a while.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+
+from penstock.engine.batch import Batch, BatchResult, ScheduledSequence
+from penstock.engine.blocks import BlockManager
+from penstock.engine.config import SchedulerConfig, SpeculativeConfig
+from penstock.engine.request import Sequence
+from penstock.engine.speculative.policy.finished_outputs import FinishedOutputs
+from penstock.engine.speculative.policy.ngram import NgramDrafter
+
+_FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
+_MAX_PAUSE = 32  # steps without drafts after wrong ones
+# Of a draft model, whose guesses are right independently of each other, at some rate. A guess costs
+# a pass of that model, perhaps a tenth of a step, for all the tokens of the step: it must be right
+# that often together with those before it.
+_LEAST_CHANCE = 0.25
+_LEAST_RATE = 0.2  # at which it still drafts
+_RATE_WEIGHT = 0.1  # of the newest guess in the mean
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Totals, by vLLM's meanings.
+
+    Attributes:
+        num_drafts: how often a sequence had drafts in a step.
+        num_draft_tokens: drafts.
+        num_accepted_tokens: those that were right.
+        accepted_by_position: of them, how many were the first, second … of their step.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A sequence that may have drafts.
+
+    Attributes:
+        limit: on the drafts of its next step.
+        num_misses: steps in a row in which the first draft was wrong.
+        rate: a moving mean of the draft model's guesses that were right, of those checked.
+        pause: steps to go without drafts.
+        forced: tokens that must come next, as the device says.
+        is_forced: its latest drafts were such.
+    """
+
+    sequence: Sequence
+    drafter: NgramDrafter
+    limit: int
+    num_misses: int = 0
+    rate: float = 0.7
+    pause: int = 0
+    forced: tuple[int, ...] = ()
+    is_forced: bool = False
+
+
+class Drafting:
+    """
+    Args:
+        config: its `speculation` is None: only requests with a prediction get drafts.
+        num_tokens_left: how many tokens a sequence may still get.
+        num_verify_rows: tokens that a step computes in about the time of one.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        num_tokens_left: Callable[[Sequence], int],
+        *,
+        num_verify_rows: int,
+    ) -> None:
+        self._num_verify_rows = num_verify_rows
+        self.counters = DraftCounters()
+        speculation = config.speculation
+        self._is_for_all = speculation is not None
+        self._has_draft_model = speculation is not None and speculation.model is not None
+        self._config = speculation or SpeculativeConfig()
+        self._max_num_tokens = config.max_num_batched_tokens
+        self._blocks = blocks
+        self._num_tokens_left = num_tokens_left
+        self._drafted: dict[int, _Drafted] = {}  # by seq_id
+        self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
+
+    def enter(self, sequence: Sequence) -> bool:
+        """A sequence enters the device; whether it may get drafts."""
+        if sequence.seq_id in self._drafted:
+            return True
+        prediction = sequence.request.prediction_token_ids
+        if not (sequence.params.speculation and (self._is_for_all or prediction)):
+            return False
+        if sequence.params.beam_search is not None:  # beams fork at every step
+            return False
+        drafter = NgramDrafter(
+            sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            min_size=self._config.prompt_lookup_min,
+            max_size=self._config.prompt_lookup_max,
+            prediction=prediction,
+            sibling=self._finished_outputs.find(sequence.request),
+        )
+        limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
+        self._drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
+        return True
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether a sequence should get its next tokens only when those in flight are known, since
+        there are drafts for what comes after them."""
+        drafted = self._drafted.get(sequence.seq_id)
+        if drafted is None or len(self._drafted) >= self._num_verify_rows:
+            return False
+        if drafted.forced or drafted.pause > 0:
+            return bool(drafted.forced)
+        return self._has_draft_model or bool(drafted.drafter.propose(1))
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended; its output is kept for its siblings."""
+        drafted = self._drafted.pop(sequence.seq_id, None)
+        if drafted is not None and self._is_for_all:
+            self._finished_outputs.add(sequence)
+
+    def drop_prefix(self, token_ids: Ordered[int], *, cache_salt: str) -> None:
+        """Forget the outputs to prompts that begin like these tokens."""
+        self._finished_outputs.drop(token_ids, cache_salt=cache_salt)
+
+    def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> None:
+        """Add drafts to a planned step whose tokens are counted as computed."""
+        if not self._drafted or any(item.num_new_tokens > 1 for item in scheduled.values()):
+            return
+        number = len(scheduled)
+        num_rows = min(self._num_verify_rows, self._max_num_tokens) - number
+        for seq_id, item in scheduled.items():
+            share = -(-num_rows // number)
+            number -= 1
+            drafted = self._drafted.get(seq_id)
+            if drafted is not None and share > 0:
+                num_rows -= self._add(drafted, item, share, num_spared=len(scheduled))
+
+    def observe(self, batch: Batch, result: BatchResult) -> None:
+        """Note which drafts of a step were right."""
+        if not self._drafted:
+            return
+        counters = self.counters
+        for item in batch.scheduled:
+            drafted = self._drafted.get(item.seq_id)
+            if drafted is not None:
+                drafted.forced = result.forced_token_ids.get(item.seq_id, ())
+            num_drafts = item.num_drafts
+            token_ids = result.token_ids.get(item.seq_id, ())
+            if not num_drafts or not token_ids:
+                continue
+            num_right = len(token_ids) - 1
+            counters.num_drafts += 1
+            counters.num_draft_tokens += num_drafts
+            counters.num_accepted_tokens += num_right
+            by_position = counters.accepted_by_position
+            by_position += [0] * (num_right - len(by_position))
+            for position in range(num_right):
+                by_position[position] += 1
+            if drafted is None or drafted.is_forced:
+                continue
+            if item.num_wanted_drafts:
+                self._adapt_to_rate(drafted, num_drafts, num_right)
+            else:
+                self._adapt(drafted, num_drafts, num_right)
+
+    def _add(
+        self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
+    ) -> int:
+        """Drafts of one sequence, at most `num_rows`; how many.
+
+        Args:
+            num_spared: blocks that must stay free: one for each sequence to grow into.
+        """
+        sequence = drafted.sequence
+        num_tokens = len(sequence.token_ids)
+        is_paused = drafted.pause > 0
+        drafted.pause -= is_paused
+        if sequence.num_computed_tokens != num_tokens or sequence.num_in_flight_tokens != 1:
+            return 0  # a token before the drafts is not known yet
+        if sequence.num_output_tokens == 0:
+            return 0  # samples fork at their first token
+        room = max(0, min(num_rows, self._num_tokens_left(sequence) - 1))
+        drafts = drafted.forced[: min(self._config.num_speculative_tokens, room)]
+        drafted.is_forced = bool(drafts)
+        num_drafts = len(drafts)
+        if not (drafts or is_paused):
+            limit = min(drafted.limit, room)
+            drafts = drafted.drafter.propose(limit)
+            if self._has_draft_model and not drafted.drafter.is_predicted:
+                drafts = ()
+            num_drafts = len(drafts) or limit * self._has_draft_model
+        if not num_drafts:
+            return 0
+        new_block_ids = self._blocks.grow_if_free(
+            sequence, num_tokens + num_drafts, num_spared=num_spared
+        )
+        if new_block_ids is None:
+            return 0
+        item.new_block_ids += new_block_ids
+        item.num_new_tokens += num_drafts
+        item.draft_token_ids = drafts
+        item.num_wanted_drafts = 0 if drafts else num_drafts
+        sequence.num_draft_tokens = num_drafts
+        sequence.num_computed_tokens += num_drafts
+        return num_drafts
+
+    def _adapt_to_rate(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
+        for is_right in [1.0] * num_right + [0.0] * (num_right < num_drafts):
+            drafted.rate += _RATE_WEIGHT * (is_right - drafted.rate)
+        if drafted.rate < _LEAST_RATE:
+            drafted.rate, drafted.pause = _LEAST_RATE, _MAX_PAUSE
+        num_likely = int(math.log(_LEAST_CHANCE) / math.log(min(drafted.rate, 0.99)))
+        drafted.limit = max(1, min(num_likely, self._config.num_speculative_tokens))
+
+    def _adapt(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
+        if num_right:
+            drafted.num_misses = 0
+            most = self._config.num_speculative_tokens
+            drafted.limit = (
+                min(2 * drafted.limit + 1, most) if num_right == num_drafts else num_right
+            )
+            return
+        drafted.num_misses += 1
+        drafted.limit = 1
+        drafted.pause = min(1 << (drafted.num_misses - 1), _MAX_PAUSE)

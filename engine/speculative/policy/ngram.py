@@ -1,0 +1,136 @@
+"""Drafts copied from other text: what a request predicts, a sibling's output, the sequence's own.
+
+Sources: Saxena, "Prompt Lookup Decoding", 2023; OpenAI's "Predicted Outputs".
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+from penstock.engine.speculative.ngrams import positions_after
+
+_MAX_NEW = 4096  # tokens of a long prompt that are indexed at once, some milliseconds
+
+
+class NgramDrafter:
+    """Follows the text where a sequence's newest tokens occurred before.
+
+    While new tokens are those of the text that is followed, nothing is looked up. When one differs,
+    the newest tokens are looked up: in the prediction, then in the sibling, from where they were
+    left on, then in the sequence itself, where the latest occurrence counts. In each text as many
+    of them as occur there, from `max_size` down to `min_size`.
+
+    Args:
+        token_ids: prompt and output so far; grows at its end.
+        num_prompt_tokens: how many of them are the prompt.
+        min_size: tokens that must be equal before others are copied.
+        max_size: tokens that are compared at most.
+        prediction: what the output may be.
+        sibling: the output of a sequence that begins alike.
+    """
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        *,
+        num_prompt_tokens: int,
+        min_size: int,
+        max_size: int,
+        prediction: Sequence[int] = (),
+        sibling: Sequence[int] = (),
+    ) -> None:
+        self._token_ids = token_ids
+        self._sizes = sizes = range(max_size, min_size - 1, -1)
+        self._latest: dict[tuple[int, ...], int] = {}  # n-gram → the position after it
+        self._num_indexed = min_size - 1  # n-grams that end before this position are in `_latest`
+        self._prediction = prediction
+        self._guides = [_Guide(text, sizes) for text in (prediction, sibling) if len(text)]
+        # The text that is followed (None: the sequence itself), and the position in it of the next
+        # token; −1: nothing is followed.
+        self._guide = self._guides[0] if self._guides else None
+        self._next = 0 if self._guides else -1
+        self._num_followed = num_prompt_tokens  # tokens that were compared with it
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the prediction is followed."""
+        return self._next >= 0 and self._text is self._prediction
+
+    @property
+    def _text(self) -> Sequence[int]:
+        return self._token_ids if self._guide is None else self._guide.text
+
+    def propose(self, limit: int) -> tuple[int, ...]:
+        """Up to `limit` tokens that may come next; none if nothing is known."""
+        self._follow()
+        self._index()
+        if self._next < 0:
+            self._find()
+        if self._next < 0 or limit <= 0:
+            return ()
+        drafts = list(self._text[self._next : self._next + limit])
+        if self._guide is None:
+            period = len(self._token_ids) - self._next
+            while len(drafts) < limit:  # a text that repeats itself goes on doing so
+                drafts.append(drafts[-period])
+        return tuple(drafts)
+
+    def _follow(self) -> None:
+        """Compare new tokens with the text that is followed."""
+        text = self._text
+        for token_id in self._token_ids[self._num_followed :] if self._next >= 0 else ():
+            if self._next >= len(text) or text[self._next] != token_id:
+                if self._guide is not None:
+                    self._guide.left_at = self._next
+                self._next = -1
+                break
+            self._next += 1
+        self._num_followed = len(self._token_ids)
+
+    def _index(self) -> None:
+        """Note the n-grams that end before the newest token."""
+        end = min(len(self._token_ids), self._num_indexed + _MAX_NEW // len(self._sizes))
+        for position in range(self._num_indexed + 1, end):
+            for size in self._sizes:
+                if size <= position:
+                    ngram = tuple(self._token_ids[position - size : position])
+                    self._latest[ngram] = position
+        self._num_indexed = max(self._num_indexed, end - 1)
+
+    def _find(self) -> None:
+        """Look the newest tokens up."""
+        ngrams = [tuple(self._token_ids[-size:]) for size in self._sizes]
+        for guide in self._guides:
+            for newest in ngrams:
+                place = guide.find(newest)
+                if place is not None:
+                    self._guide, self._next = guide, place
+                    return
+        for newest in ngrams:
+            if newest in self._latest:
+                self._guide, self._next = None, self._latest[newest]
+                return
+
+
+class _Guide:
+    """A text that the output may follow.
+
+    Attributes:
+        left_at: the position at which the output was last another.
+    """
+
+    def __init__(self, text: Sequence[int], sizes: Iterable[int]) -> None:
+        self.text = text
+        self.left_at = 0
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        for size in sizes:
+            self._places |= positions_after(text[:-1], size)  # nothing follows the last token
+
+    def find(self, newest: tuple[int, ...]) -> int | None:
+        """The position after these tokens, from where the text was left on if they are there."""
+        places = self._places.get(newest)
+        if places is None:
+            return None
+        number = bisect.bisect_left(places, self.left_at)
+        return places[min(number, len(places) - 1)]

@@ -1,0 +1,1 @@
+"""A request's images: from data URLs, local files and listed hosts to places in the prompt."""

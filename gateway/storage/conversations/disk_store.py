@@ -1,0 +1,564 @@
+"""Conversations in the database of `disk`, for the one gateway that has its folder.
+
+An operation is a job on the writer thread: the tree is loaded from rows, `tree` says what becomes
+of it, and the changed rows are written, in one transaction. So are reads of one conversation, which
+must not wait for a search or a checkpoint; lists and searches are done on the reader thread.
+
+Leases are in memory: when a server starts, no turn of an earlier one runs, unless its log is taken
+over and touches it. The order of use, by which conversations are dropped to make room
+(`tenant_shares`), is in memory too, and stored with what is written.
+
+What is deleted is also erased from the files: the index of texts is merged (`disk_texts`) and
+SQLite's log emptied, in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from penstock.gateway.storage.conversations import disk_rows as rows
+from penstock.gateway.storage.conversations import disk_texts, texts, tree
+from penstock.gateway.storage.conversations.ids import conversation_of, tree_of
+from penstock.gateway.storage.conversations.records import (
+    Conversation,
+    Holdings,
+    SearchHit,
+    StoredTurn,
+    TurnSummary,
+)
+from penstock.gateway.storage.conversations.store import (
+    DEFAULT_LEASE_S,
+    NotFoundError,
+    StoreKind,
+    no_conversation,
+    no_turn,
+    store_unavailable,
+)
+from penstock.gateway.storage.conversations.tree import Change, Node, Tree, Uses
+from penstock.gateway.storage.conversations.turn_codec import pack, unpack
+from penstock.gateway.storage.disk import Disk, DiskError
+from penstock.gateway.storage.tenant_shares import TenantShares
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+DEFAULT_MAX_BYTES = 4 << 30
+_MAX_UNSTORED_USES = 64
+_CLOSE_S = 5.0  # for which the end of a server waits for erasing
+_MAX_MENDED = 8  # shards, in a search
+_NO_USES: Uses = {}
+_Operation = Callable[[Tree, int, Uses], "Change | None"]
+
+
+@dataclass(slots=True)
+class _Leases:
+    """Until when turns run (ms), and new conversations wait for their first turn, by id. Used on
+    both threads."""
+
+    until_ms: dict[str, int] = field(default_factory=dict)
+
+    def runs_in(self, conversation_id: str, now_ms: int) -> bool:
+        digits = tree_of(conversation_id)
+        return any(
+            until_ms > now_ms and tree_of(name) == digits
+            for name, until_ms in list(self.until_ms.items())
+        )
+
+    def forget_old(self, now_ms: int) -> None:
+        for name, until_ms in list(self.until_ms.items()):
+            if until_ms <= now_ms:
+                self.until_ms.pop(name, None)
+
+
+class DiskConversationStore:
+    """A `ConversationStore`.
+
+    Args:
+        max_bytes: total size, not counting conversations with running turns.
+        lease_s: how long a turn may run without being touched.
+        shares: of the tenants in all stores of this process; None: there is only this store.
+        clock: monotonic seconds.
+    """
+
+    kind: StoreKind = "disk"
+    is_durable = True
+
+    def __init__(
+        self,
+        disk: Disk,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        shares: TenantShares | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._disk = disk
+        self._shelf = (shares or TenantShares()).shelf(
+            max_bytes, drop=self._drop_for_room, is_in_use=self._is_in_use
+        )
+        self._lease_ms = round(lease_s * 1000)
+        self._clock = clock
+        self._leases = _Leases()
+        self._unstored_uses: dict[str, int] = {}  # by conversation: when it was last read
+        self._dropping: set[str] = set()
+        self._merger: asyncio.Task[None] | None = None
+        self._is_merging_due = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self._shelf.num_bytes
+
+    async def start(self) -> None:
+        """Learn what is stored. Raises: DiskError."""
+        for tenant, conversation_id, num_bytes in await self._disk.run(rows.all_by_use):
+            self._shelf.put(tenant, conversation_id, num_bytes)
+        self._erase_soon()
+
+    async def close(self) -> None:
+        """Store what waits. What could not be erased yet is erased by the next server."""
+        if self._merger is not None:
+            await asyncio.wait({self._merger}, timeout=_CLOSE_S)
+            self._merger.cancel()
+        self._store_uses()
+
+    async def erased(self) -> None:
+        """Returns when all that was deleted is in no file any longer."""
+        while self._merger is not None and not self._merger.done():
+            await asyncio.wait({self._merger})
+        await self._disk.erased()
+
+    def forget_all(self) -> None:
+        """The database was damaged, and an empty one has taken its place."""
+        self._leases.until_ms.clear()
+        self._shelf.clear()
+
+    # -- conversations -----------------------------------------------------------------------
+
+    async def create(self, conversation: Conversation) -> None:
+        made = tree.create(conversation)
+        if not made.is_listed:
+            until_ms = self._now_ms + self._lease_ms
+            self._leases.until_ms[made.conversation_id] = until_ms
+        await self._run(partial(rows.insert, made=made, last_use=rows.wall_us()))
+        self._account(made)
+
+    async def get(self, tenant: str, conversation_id: str) -> Conversation:
+        row = await self._loaded(tenant, conversation_id)
+        return row.tree.conversation(self._now_ms)
+
+    async def list_page(
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        newest_first: bool = True,
+        pinned: bool | None = None,
+    ) -> tuple[list[Conversation], bool]:
+        page = await self._look(
+            partial(
+                self._page,
+                tenant=tenant,
+                limit=limit + 1,
+                after=after,
+                newest_first=newest_first,
+                pinned=pinned,
+            )
+        )
+        return page[:limit], len(page) > limit
+
+    async def search(
+        self, tenant: str, query: str, *, limit: int, offset: int = 0
+    ) -> tuple[list[SearchHit], bool]:
+        phrases = texts.phrases_of(query)
+        if not phrases:
+            return [], False
+        wanted = partial(
+            self._search, tenant=tenant, phrases=phrases, limit=limit + 1, offset=offset
+        )
+        for _ in range(_MAX_MENDED):
+            try:
+                hits = await self._look(wanted)
+                break
+            except disk_texts.DamagedIndexError as error:
+                _LOG.warning("%s; making it again", error)
+                await self._run(partial(disk_texts.rebuild, shard=error.shard))
+        else:
+            raise store_unavailable("the index of texts is damaged")
+        return hits[:limit], len(hits) > limit
+
+    async def holdings(self, tenant: str) -> Holdings:
+        found = await self._look(partial(rows.holdings, tenant=tenant))
+        num_conversations, num_dropped, dropped_at = found
+        return Holdings(
+            num_conversations=num_conversations,
+            num_bytes=self._shelf.held_by(tenant)[0],
+            num_dropped=num_dropped,
+            dropped_at=dropped_at,
+        )
+
+    async def update(
+        self,
+        tenant: str,
+        conversation_id: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        is_pinned: bool | None = None,
+    ) -> Conversation:
+        def operation(before: Tree, _: int, __: Uses) -> Change:
+            return tree.update(before, metadata=metadata, is_pinned=is_pinned)
+
+        deletes = metadata is not None
+        after = await self._operate(tenant, conversation_id, operation, deletes=deletes)
+        return after.conversation(self._now_ms)
+
+    async def delete(self, tenant: str, conversation_id: str) -> None:
+        await self._operate(tenant, conversation_id, lambda *_: Change(tree=None), deletes=True)
+
+    async def set_head(
+        self, tenant: str, conversation_id: str, turn_id: str | None, *, expected: str | None
+    ) -> None:
+        def operation(before: Tree, now_ms: int, _: Uses) -> Change:
+            return tree.set_head(before, turn_id, expected=expected, now_ms=now_ms)
+
+        await self._operate(tenant, conversation_id, operation)
+
+    async def tree(self, tenant: str, conversation_id: str) -> Sequence[TurnSummary]:
+        row = await self._loaded(tenant, conversation_id)
+        return row.tree.summaries(self._now_ms)
+
+    # -- turns -------------------------------------------------------------------------------
+
+    async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
+        packed = pack(turn)
+
+        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
+            return tree.begin_turn(
+                before,
+                turn,
+                packed,
+                takes_head=takes_head,
+                now_ms=now_ms,
+                until_ms=now_ms + self._lease_ms,
+            )
+
+        await self._operate(turn.tenant, turn.conversation_id, operation)
+        self._leases.until_ms.pop(turn.conversation_id, None)
+
+    async def touch_turn(self, tenant: str, turn_id: str) -> None:
+        if turn_id in self._leases.until_ms:
+            self._leases.until_ms[turn_id] = self._now_ms + self._lease_ms
+            return
+
+        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
+            return tree.touch_turn(before, turn_id, until_ms=now_ms + self._lease_ms)
+
+        try:
+            await self._operate_on_turn(tenant, turn_id, operation)
+        except NotFoundError:
+            return
+
+    async def finish_turn(self, turn: StoredTurn) -> None:
+        packed = pack(turn)
+
+        def operation(before: Tree, _: int, __: Uses) -> Change:
+            return tree.finish_turn(before, turn, packed)
+
+        try:
+            await self._operate(turn.tenant, turn.conversation_id, operation, text=_text_of(turn))
+        except NotFoundError:  # deleted meanwhile
+            return
+
+    async def add_items(self, turn: StoredTurn) -> None:
+        packed, max_bytes = pack(turn), self._shelf.max_bytes_of(turn.tenant)
+
+        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
+            return tree.add_items(before, turn, packed, max_bytes=max_bytes, now_ms=now_ms)
+
+        await self._operate(turn.tenant, turn.conversation_id, operation, text=_text_of(turn))
+
+    async def replace_items(self, turn: StoredTurn) -> None:
+        packed = pack(turn)
+
+        def operation(before: Tree, _: int, uses: Uses) -> Change:
+            return tree.replace_items(before, turn, packed, uses)
+
+        await self._operate_on_turn(
+            turn.tenant,
+            turn.turn_id,
+            operation,
+            text=_text_of(turn),
+            needs_uses=True,
+            deletes=True,
+        )
+
+    async def delete_turn(self, tenant: str, turn_id: str) -> None:
+        def operation(before: Tree, _: int, uses: Uses) -> Change:
+            return tree.delete_turn(before, turn_id, uses)
+
+        await self._operate_on_turn(tenant, turn_id, operation, needs_uses=True, deletes=True)
+
+    async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
+        return (await self._turns(tenant, turn_id, lambda _: [turn_id]))[0]
+
+    async def path(self, tenant: str, turn_id: str) -> list[StoredTurn]:
+        return await self._turns(tenant, turn_id, lambda now: now.path(turn_id))
+
+    # -- operations --------------------------------------------------------------------------
+
+    async def _operate(
+        self,
+        tenant: str,
+        conversation_id: str,
+        operation: _Operation,
+        *,
+        text: rows.Text | None = None,
+        needs_uses: bool = False,
+        deletes: bool = False,
+    ) -> Tree:
+        """Do an operation; the tree after it.
+
+        Args:
+            text: of the turn that is written, as it is searched.
+            needs_uses: the operation needs to know what chunks are used by which turns.
+            deletes: what was there before is erased from the files.
+        """
+        if tree_of(conversation_id) is None:
+            raise no_conversation(conversation_id)
+        now, is_gone = await self._run(
+            partial(
+                self._job,
+                tenant=tenant,
+                conversation_id=conversation_id,
+                operation=operation,
+                text=text,
+                needs_uses=needs_uses,
+            )
+        )
+        self._unstored_uses.pop(conversation_id, None)
+        if is_gone:
+            self._shelf.discard(tenant, conversation_id)
+        else:
+            self._account(now)
+        if deletes:
+            self._erase_soon()
+        return now
+
+    async def _operate_on_turn(
+        self, tenant: str, turn_id: str, operation: _Operation, **options: Any
+    ) -> None:
+        conversation_id = conversation_of(turn_id)
+        if conversation_id is None:
+            raise no_turn(turn_id)
+        try:
+            await self._operate(tenant, conversation_id, operation, **options)
+        except NotFoundError:
+            raise no_turn(turn_id) from None
+
+    def _job(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        tenant: str,
+        conversation_id: str,
+        operation: _Operation,
+        text: rows.Text | None,
+        needs_uses: bool,
+    ) -> tuple[Tree, bool]:
+        """An operation; the tree after it, and whether it is deleted."""
+        row = self._row(connection, tenant, conversation_id)
+        uses = rows.uses(connection, row.number) if needs_uses else _NO_USES
+        change = operation(row.tree, self._now_ms, uses)
+        if change is None:
+            return row.tree, False
+        if change.tree is None:
+            rows.delete(connection, row.number)
+            self._let_go(row.tree.nodes)
+            return row.tree, True
+        rows.write(connection, row, change)
+        if change.tree.is_listed:
+            rows.index(connection, row, change, text)
+        self._let_go(change.dropped)
+        for turn_id, node in tree.changed_nodes(row.tree, change.tree).items():
+            if node.status == "in_progress":
+                self._leases.until_ms[turn_id] = node.lease_ms
+            else:
+                self._let_go((turn_id,))
+        return change.tree, False
+
+    def _let_go(self, turn_ids: Sequence[str] | Mapping[str, Node]) -> None:
+        for turn_id in turn_ids:
+            self._leases.until_ms.pop(turn_id, None)
+
+    # -- reading -----------------------------------------------------------------------------
+
+    async def _loaded(self, tenant: str, conversation_id: str) -> rows.Row:
+        """A conversation that is being used."""
+        if tree_of(conversation_id) is None:
+            raise no_conversation(conversation_id)
+        row = await self._run(partial(self._row, tenant=tenant, conversation_id=conversation_id))
+        self._note_use(row.tree)
+        return row
+
+    async def _turns(
+        self, tenant: str, turn_id: str, path_of: Callable[[Tree], Sequence[str]]
+    ) -> list[StoredTurn]:
+        conversation_id = conversation_of(turn_id)
+        if conversation_id is None:
+            raise no_turn(turn_id)
+
+        def read(
+            connection: sqlite3.Connection,
+        ) -> tuple[Tree, Sequence[str], list[bytes], dict[bytes, bytes]]:
+            row = self._row(connection, tenant, conversation_id)
+            row.tree.node(turn_id)
+            path = path_of(row.tree)
+            return row.tree, path, *rows.content(connection, row.number, path)
+
+        try:
+            now, path, bodies, chunks = await self._run(read)
+        except NotFoundError:
+            raise no_turn(turn_id) from None
+        self._note_use(now)
+        return [
+            unpack(now.info(each, self._now_ms), body, chunks)
+            for each, body in zip(path, bodies, strict=True)
+        ]
+
+    def _row(self, connection: sqlite3.Connection, tenant: str, conversation_id: str) -> rows.Row:
+        """Raises: NotFoundError."""
+        return rows.load(connection, tenant, conversation_id, leases=self._leases.until_ms)
+
+    def _page(
+        self, connection: sqlite3.Connection, *, tenant: str, **options: Any
+    ) -> list[Conversation]:
+        return [self._shown(each) for each in rows.page(connection, tenant, **options)]
+
+    def _search(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        tenant: str,
+        phrases: Sequence[Sequence[str]],
+        limit: int,
+        offset: int,
+    ) -> list[SearchHit]:
+        number = rows.tenant_number(connection, tenant)
+        if number is None:
+            return []
+        connection.execute("BEGIN")  # shards come and go meanwhile
+        try:
+            newest: dict[int, disk_texts.Document] = {}
+            for document in disk_texts.search(connection, phrases, tenant=number):
+                newest.setdefault(document.conversation, document)
+                if len(newest) == offset + limit:
+                    break
+            wanted = list(newest.values())[offset:]
+            return [self._hit(connection, each, phrases) for each in wanted]
+        finally:
+            connection.execute("ROLLBACK")
+
+    def _hit(
+        self,
+        connection: sqlite3.Connection,
+        document: disk_texts.Document,
+        phrases: Sequence[Sequence[str]],
+    ) -> SearchHit:
+        found = rows.listed(connection, document.conversation)
+        text = disk_texts.text_of(connection, document)
+        return SearchHit(
+            conversation=self._shown(found),
+            turn_id=document.turn or None,
+            excerpt=texts.excerpt(text, phrases),
+        )
+
+    def _shown(self, listed: Tree) -> Conversation:
+        """A conversation whose turns are not loaded."""
+        shown = listed.conversation(self._now_ms)
+        until_ms = self._leases.until_ms.get(listed.running or "", 0)
+        return replace(shown, running=listed.running if until_ms > self._now_ms else None)
+
+    # -- use and room ------------------------------------------------------------------------
+
+    @property
+    def _now_ms(self) -> int:
+        return round(self._clock() * 1000)
+
+    def _note_use(self, now: Tree) -> None:
+        self._account(now)
+        self._unstored_uses[now.conversation_id] = rows.wall_us()
+        if len(self._unstored_uses) >= _MAX_UNSTORED_USES:
+            self._store_uses()
+
+    def _store_uses(self) -> None:
+        if self._unstored_uses:
+            uses, self._unstored_uses = list(self._unstored_uses.items()), {}
+            self._disk.submit(partial(rows.store_uses, uses=uses), _log_failure)
+
+    def _account(self, now: Tree) -> None:
+        if now.conversation_id not in self._dropping:
+            self._shelf.put(now.tenant, now.conversation_id, now.num_bytes)
+
+    def _is_in_use(self, conversation_id: str) -> bool:
+        return self._leases.runs_in(conversation_id, self._now_ms)
+
+    def _drop_for_room(self, conversation_id: str) -> None:
+        tenant = self._shelf.tenant_of(conversation_id)
+        self._shelf.remove(tenant, conversation_id)
+        self._leases.forget_old(self._now_ms)
+        self._dropping.add(conversation_id)
+
+        def done(_: None, error: Exception | None) -> None:
+            self._dropping.discard(conversation_id)
+            _log_failure(None, error)
+            self._erase_soon()
+
+        self._disk.submit(partial(rows.drop, conversation_id=conversation_id), done)
+
+    # -- erasing -----------------------------------------------------------------------------
+
+    def _erase_soon(self) -> None:
+        """Merge the texts' index, if something was deleted from it, then empty SQLite's log."""
+        self._is_merging_due = True
+        if self._merger is None or self._merger.done():
+            self._merger = asyncio.create_task(self._erase(), name="erase texts")
+
+    async def _erase(self) -> None:
+        try:
+            while self._is_merging_due:
+                self._is_merging_due = False
+                while await self._disk.run(disk_texts.merge_step):
+                    pass
+                self._disk.erase_soon()
+        except DiskError as error:  # the next deletion, or the next server, tries again
+            _LOG.warning("what was deleted is still in the index of texts: %s", error)
+
+    # -- jobs --------------------------------------------------------------------------------
+
+    async def _run(self, job: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Raises: StoreUnavailableError."""
+        try:
+            return await self._disk.run(job)
+        except DiskError as error:
+            raise store_unavailable(str(error)) from error
+
+    async def _look(self, job: Callable[[sqlite3.Connection], _T]) -> _T:
+        try:
+            return await self._disk.look(job)
+        except DiskError as error:
+            raise store_unavailable(str(error)) from error
+
+
+def _text_of(turn: StoredTurn) -> rows.Text:
+    return turn.turn_id, texts.text_of(turn.all_items)
+
+
+def _log_failure(_: None, error: Exception | None) -> None:
+    if error is not None:
+        _LOG.warning("conversations on disk: %s", error)
