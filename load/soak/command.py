@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import aiohttp
-from tqdm import tqdm
 
 from penstock.engine.errors import ConfigError
 from penstock.load.launch import end_as_interrupted
@@ -358,7 +357,6 @@ async def _warm_up(target: Target, plan: Plan) -> None:
 
 async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
     until_s = time.perf_counter() + plan.duration_s
-    progress = asyncio.create_task(_show(scene.journal, plan.duration_s))
     works = [
         _act_until(until_s, scene, random.Random(f"{plan.seed} {number}"))
         for number in range(plan.concurrency)
@@ -371,11 +369,7 @@ async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
         times = {"until_s": until_s, "kill_until_s": last_kill_s}
     if plan.kinds:
         works.append(attack(scene, target, plan.kinds, **times))
-    try:
-        await asyncio.gather(*works)
-    finally:
-        progress.cancel()
-        await asyncio.gather(progress, return_exceptions=True)
+    await asyncio.gather(*works)
 
 
 async def _act_until(until_s: float, scene: Scene, rng: random.Random) -> None:
@@ -398,16 +392,3 @@ async def _act(scene: Scene, actor: Actor, rng: random.Random) -> None:
     except Exception:  # a bug of ours must not look like a clean soak
         scene.journal.problem(name, traceback.format_exc())
     scene.journal.num_done[name] += 1
-
-
-async def _show(journal: Journal, duration_s: float) -> None:
-    """A progress bar with the faults so far."""
-    with tqdm(total=round(duration_s), unit="s", disable=None) as bar:
-        while True:
-            await asyncio.sleep(1)
-            num_bad = sum(bool(outcome.faults) for outcome in journal.outcomes)
-            bar.set_postfix(
-                streams=len(journal.outcomes), open=journal.num_open,
-                faulty=num_bad, problems=len(journal.problems),
-            )  # fmt: skip
-            bar.update(1)
