@@ -64,7 +64,7 @@ bench: $(VENV)/.installed $(model_package) ## start-up time, memory and tokens p
 
 # The first run makes an environment for each of the others under build/peers: a quarter of an hour
 # and about 10 GB.
-bench-peers: $(VENV)/.installed-test ## compare with vLLM, llama.cpp, OpenVINO, Hugging Face (10 GB)
+bench-peers: $(VENV)/.installed-test ## compare with vLLM, llama.cpp, OpenVINO (8 GB)
 	$(BIN)/python -m penstock.load.peers.matrix $(ARGS)
 
 # For a machine with a GPU: uses its python3, torch and pytest, and installs nothing. The tests'

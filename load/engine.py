@@ -2,17 +2,14 @@
 
 Requests go through engine cores in this process, configured as by `penstock serve`; there is no
 gateway. `--compare` names settings, which take turns with the same requests: machines drift, so a
-ratio is the median of those of neighbouring runs. `--parts` shows where a step's time goes, in runs
-of their own; `--limits` how near a CPU comes to the most that its memory and instructions allow.
-
-    penstock bench engine --model DIR --compare "" "--quantization int8"
-    penstock bench engine --compare "" "--speculative-config.method ngram" --dataset jsonl …
-    penstock bench engine --compare "--num-threads 2" "--tensor-parallel-size 2"
+ratio is the median of those of neighbouring runs. `--limits` shows how near a CPU comes to the most
+that its memory and instructions allow.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -23,20 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.config import DEMO_MODEL, EngineConfig
+from penstock.engine.config import DEMO_MODEL, QUANTIZATIONS, EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
 from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
+from penstock.gateway.launch.cli import parse_engine_config
 from penstock.kernels.cpu.library import load_library
-from penstock.load.engine_runs import PARTS, Phase, Run, greedy_request, run_requests, step_timer
-from penstock.load.limits import Ceilings, MemoryReader, ReadWeights, products_per_s
+from penstock.load.engine_runs import Phase, Run, greedy_request, run_requests
+from penstock.load.limits import Ceilings, ReadWeights
 from penstock.load.machine import commit, frozen_garbage
 from penstock.load.report.options import add_out, counts, positive, settings_of
 from penstock.load.report.tables import publish, table_of
-from penstock.load.setting import Setting
 from penstock.load.workloads.options import add_dataset_arguments, make_dialogues
 
 _WARM_UP_TOKENS = 8
@@ -46,14 +43,41 @@ tok/s: output tokens of a whole run; prefill: prompt tokens while not every sequ
 token; decode: while all sequences decode. Medians of the repeats. times: to the first setting,
 medians of the ratios of neighbouring runs. tokens a step: of each sequence while decoding; more
 than one with drafts. same: outputs that are the first setting's."""
-_PARTS_NOTE = """\
-Mean milliseconds of the parts of a decode step, and their share of it. Schedule and update are the
-scheduler's, prepare makes the tensors of a step, forward runs the model to its logits (the CPU's
-kernels draw the tokens in the same call), sample chooses tokens. On a GPU each part waits for the
-device."""
 _LIMITS_NOTE = """\
 At most: tokens a second by the time to read the matrices once, or to multiply, whichever is longer.
 KV, attention, norms and the rounding of inputs are not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a model is run: what somebody wrote, and the options of `serve` that it stands for."""
+
+    name: str
+    words: Sequence[str]
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """A command line of `serve` (`--quantization int8 --kv-cache-dtype int8`), or in short its
+        options without hyphens, comma-separated (`int8,kv-cache-dtype=int8`): the name of a
+        quantization stands for it, `no-…` turns off, and `gguf=FILE` is another model or file."""
+        if text.lstrip().startswith("-") or not text:
+            return cls(text or "as it is", shlex.split(text))
+        words: list[str] = []
+        for part in text.split(","):
+            name, equals, value = part.partition("=")
+            if name in QUANTIZATIONS and not equals:
+                words += ["--quantization", name]
+            else:
+                words.append(f"--model={value}" if name == "gguf" else f"--{part}")
+        return cls(text, words)
+
+    def config(self, model: str, *, num_threads: int = 0) -> EngineConfig:
+        """The engine's settings; a mistake in them ends the command, as on any command line."""
+        config = parse_engine_config(self.words, model=model)
+        device = config.device
+        return replace(
+            config, device=replace(device, num_threads=num_threads or device.num_threads)
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of concurrent sequences, comma-separated")  # fmt: skip
     add("--repeats", type=positive, default=3, help="rounds of all settings in turn")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
-    add("--parts", action="store_true", help="also time the parts of a step")
     add("--limits", action="store_true", help="also measure this CPU's limits")
     add_dataset_arguments(parser)
     add_out(parser)
@@ -81,7 +104,6 @@ class Side:
     info: EngineInfo
     in_bytes: bool  # quantized weights multiply rows that were rounded to bytes
     runs: dict[int, list[Run]] = field(default_factory=dict)
-    split_runs: dict[int, list[Run]] = field(default_factory=dict)
     ceilings: Ceilings = field(default_factory=Ceilings)
 
 
@@ -106,10 +128,8 @@ def run(parsed: argparse.Namespace) -> int:
         f"{parsed.output_len} out"
     )
     rows = [row for count in parsed.num_seqs for row in speeds(sides, count)]
-    parts = [part for count in parsed.num_seqs for part in split_rows(sides, count)]
     limits = [limit for count in parsed.num_seqs for limit in limit_rows(sides, count)]
     texts = [title, _speed_table(rows)]
-    texts += [_parts_table(parts), _PARTS_NOTE] if parts else []
     texts += [_ceilings_text(sides), _limit_table(limits), _LIMITS_NOTE] if limits else []
     data = {
         "settings": settings_of(parsed),
@@ -117,7 +137,6 @@ def run(parsed: argparse.Namespace) -> int:
         "commit": commit(),
         "torch": torch.__version__,
         "speeds": rows,
-        "parts": parts,
         "limits": limits,
     }
     publish(parsed.out, "engine", "The engine alone", "\n\n".join([*texts, _NOTES]), data)
@@ -136,7 +155,7 @@ class Workload:
     def __init__(self, parsed: argparse.Namespace, infos: Sequence[EngineInfo]) -> None:
         self._parsed = parsed
         self._infos = infos
-        if parsed.vocab_size is None and parsed.tokenizer is None:
+        if parsed.vocab_size is None:
             parsed.vocab_size = min(info.vocab_size for info in infos)
         self._tokenizer: Tokenizer | None = None
 
@@ -182,7 +201,6 @@ def measure(
 ) -> None:
     """Run every number of sequences with every setting, once before any runs again; which setting
     is first alternates."""
-    timer = step_timer(sides[0].info.device)
     for count in num_seqs:  # the first run of a shape in a process is slow
         for side in sides:
             seed = _WARM_UP_SEED + count
@@ -197,11 +215,6 @@ def measure(
             for side in order:
                 requests = workload.draw(count, seed=seed)
                 side.runs.setdefault(count, []).append(run_requests(side.core, requests))
-            for side in order if parsed.parts else ():
-                requests = workload.draw(count, seed=seed + (_WARM_UP_SEED << 1))
-                with timer.attached():
-                    split = run_requests(side.core, requests, timer=timer)
-                side.split_runs.setdefault(count, []).append(split)
 
 
 def _raised(side: Side) -> Ceilings:
@@ -211,13 +224,11 @@ def _raised(side: Side) -> Ceilings:
     if library is None or info.quantization not in ("none", "int8", "int4", "fp8"):
         raise ConfigError("--limits are of the C kernels, in none, int8, int4 and fp8")
     library.start_threads(info.num_threads)
-    with MemoryReader(info.num_threads) as reader:
-        read = reader.measure()
     kind: Any = info.quantization
-    multiplied = products_per_s(library, kind, in_bytes=side.in_bytes)
+    now = Ceilings.of(library, info.num_threads, kind, in_bytes=side.in_bytes)
     return Ceilings(
-        read_bytes_per_s=max(read, best.read_bytes_per_s),
-        products_per_s=max(multiplied, best.products_per_s),
+        read_bytes_per_s=max(now.read_bytes_per_s, best.read_bytes_per_s),
+        products_per_s=max(now.products_per_s, best.products_per_s),
     )
 
 
@@ -259,19 +270,6 @@ def speeds(sides: Sequence[Side], count: int) -> Sequence[Row]:
                 "same": sum(outputs) / len(outputs),
             }
         )  # fmt: skip
-    return rows
-
-
-def split_rows(sides: Sequence[Side], count: int) -> Sequence[Row]:
-    """The parts of decode steps, of each setting; empty if they were not timed."""
-    rows = []
-    for side in sides:
-        steps = [step for each in side.split_runs.get(count, ()) for step in each.phase("decode")]
-        if steps:
-            means = {
-                part: 1e3 * statistics.fmean(step.parts_s[part] for step in steps) for part in PARTS
-            }
-            rows.append({"setting": side.name, "num_seqs": count, "parts_ms": means})
     return rows
 
 
@@ -317,24 +315,6 @@ def _speed_table(rows: Sequence[Row]) -> str:
         "same": lambda row: f"{row['same']:.0%}",
     }
     return table_of(rows, columns)
-
-
-def _parts_table(rows: Sequence[Row]) -> str:
-    def part(name: str) -> Callable[[Row], str]:
-        def text(row: Row) -> str:
-            times = row["parts_ms"]
-            return f"{times[name]:.3f}  {times[name] / sum(times.values()):6.1%}"
-
-        return text
-
-    return table_of(
-        rows,
-        {
-            "setting": lambda row: row["setting"],
-            "sequences": lambda row: f"{row['num_seqs']:,}",
-            **{name: part(name) for name in PARTS},
-        },
-    )
 
 
 def _limit_table(rows: Sequence[Row]) -> str:

@@ -12,55 +12,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.models.language_model import DrawnTokens
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.runner import model_runner
-from penstock.engine.runner.input_batch import InputBatch
-from penstock.engine.sampling.sampler import ChosenTokens, Sampler
-from penstock.engine.scheduling import Scheduler
-from penstock.load.machine import CallTimer, Places, no_wait
-
-# The parts of an engine's step, and the calls that make them up.
-#
-# Everything else is `other`: moving blocks, making the result, the step loop itself.
-
-_PLACES: Places = {
-    "schedule": ((Scheduler, "schedule"),),
-    "prepare": ((InputBatch, "update"), (InputBatch, "prepare")),
-    "forward": (
-        (model_runner, "run_step"),  # on a CPU it draws too
-    ),
-    "sample": ((Sampler, "choose"), (ChosenTokens, "read"), (DrawnTokens, "read")),
-    "update": ((Scheduler, "update"),),
-}
-OTHER = "other"
-PARTS = (*_PLACES, OTHER)
-
-
-def step_timer(device: str) -> CallTimer:
-    """A timer of the parts of steps; on a GPU it waits for the device after each part."""
-    is_cuda = torch.device(device).type == "cuda"
-    return CallTimer(_PLACES, wait=torch.cuda.synchronize if is_cuda else no_wait)
-
 
 Phase = Literal["prefill", "decode", "tail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One iteration; `parts_s` are the seconds of its parts, empty where they were not timed."""
+    """One iteration."""
 
     phase: Phase
     step_s: float
     num_tokens: int
-    parts_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +80,9 @@ def make_requests(
     ]
 
 
-def run_requests(
-    core: EngineCore, requests: Sequence[Request], *, timer: CallTimer | None = None
-) -> Run:
-    """Step until all requests have ended; an attached timer splits each step. Raises RuntimeError
-    if a request did not get all its tokens."""
+def run_requests(core: EngineCore, requests: Sequence[Request]) -> Run:
+    """Step until all requests have ended. Raises RuntimeError if a request did not get all its
+    tokens."""
     for request in requests:
         core.add(request)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -129,11 +95,8 @@ def run_requests(
         step_s = time.perf_counter() - began_s
         for output in outputs:
             tokens[output.request_id].extend(output.token_ids)
-        parts = timer.take() if timer is not None else {}
-        if timer is not None:
-            parts[OTHER] = step_s - sum(parts.values())
         num_tokens = sum(len(output.token_ids) for output in outputs)
-        steps.append(Step(phase=phase, step_s=step_s, num_tokens=num_tokens, parts_s=parts))
+        steps.append(Step(phase=phase, step_s=step_s, num_tokens=num_tokens))
     if list(map(len, tokens.values())) != wanted:
         raise RuntimeError("a request got fewer or more tokens than it asked for")
     return Run(

@@ -1,4 +1,4 @@
-"""Starts our own server for a bench: `penstock serve` of this checkout, in its own processes."""
+"""Starts servers for a bench, and stops them: above all `penstock serve` of this checkout."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import redis
-from redis.backoff import ConstantBackoff
-from redis.retry import Retry
 
 from penstock.engine.errors import ConfigError
 
+T = TypeVar("T")
+_PENSTOCK = Path(sys.executable).with_name("penstock")
 _STOP_AND_CONTINUE = 'kill -STOP "$1" && sleep "$2"; kill -CONT "$1"'
 
 
@@ -33,6 +35,13 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers 200 at once."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:  # noqa: S310
+        return bool(response.status == 200)
+    return False
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
@@ -53,6 +62,13 @@ def end(process: psutil.Process, *, within_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     psutil.wait_procs(processes, timeout=within_s)
+
+
+def end_as_interrupted() -> None:
+    """Let a terminated bench stop what it started and wake what it froze: asyncio cancels the main
+    task at SIGINT if this is its handler."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 async def freeze(process: psutil.Process, for_s: float) -> None:
@@ -77,17 +93,63 @@ _READY_WITHIN_S = 300.0
 # The supervisor gives each of its two children 8 seconds.
 _STOP_WITHIN_S = 20.0
 _TAIL_LINES = 15
+_LOOK_EVERY_S = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Memory of one process. `proportional_bytes` divides each shared page by its number of users,
-    so sums over processes are right; it is 0 where the system does not report it (only Linux does).
+@contextmanager
+def running(
+    what: str,
+    command: Sequence[object],
+    until: Callable[[subprocess.Popen[str]], T | None],
+    *,
+    log: Path = Path(os.devnull),
+    env: Mapping[str, str] | None = None,
+    pipes: Mapping[str, int] | None = None,
+) -> Iterator[tuple[subprocess.Popen[str], T]]:
+    """Run a command from when `until` gives something true, which is asked again and again, to the
+    end of the block, when its whole family is stopped, by force if need be.
+
+    Args:
+        what: its name in errors.
+        log: where it writes, but for the standard streams that `pipes` names.
+
+    Raises ConfigError with the end of its log if it ended or was not ready in time.
     """
+    with log.open("w", encoding="utf-8") as file:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, **(pipes or {})}
+        try:
+            process = subprocess.Popen(  # noqa: S603  (our own command)
+                [str(word) for word in command],
+                # What a bench says is not kept among the user's chats.
+                env={"PENSTOCK_DATA_DIR": "none", **os.environ, **(env or {})},
+                text=True,
+                process_group=0,  # Ctrl-C reaches only the bench, which then stops it
+                **streams,  # type: ignore[call-overload]
+            )
+        except OSError as error:
+            raise ConfigError(f"{what} did not start: {error}") from error
+    try:
+        give_up_s = time.perf_counter() + _READY_WITHIN_S
+        while not (ready := until(process)):
+            has_ended = process.poll() is not None
+            if has_ended or time.perf_counter() > give_up_s:
+                how = f"ended with {process.returncode}" if has_ended else "was not ready in time"
+                raise ConfigError(f"{what} {how}; the end of its log:\n{tail(log)}")
+            time.sleep(_LOOK_EVERY_S)
+        yield process, ready
+    finally:
+        if process.poll() is None:
+            end(psutil.Process(process.pid), within_s=_STOP_WITHIN_S)
+        process.communicate()
 
-    resident_bytes: int  # all its pages in memory, shared ones too
-    proportional_bytes: int
-    unique_bytes: int  # private pages, which its end would free
+
+def tail(log: Path) -> str:
+    """The last lines of a log."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+# -- the servers ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +174,10 @@ class Started:
             found[name] = child
         return found
 
-    def memory(self) -> dict[str, Memory]:
-        """The memory of each process of the family."""
-        return {title: _memory(process) for title, process in self.family().items()}
+    def memory(self) -> dict[str, dict[str, int]]:
+        """The bytes of each process: `rss` counts all its pages, `pss` divides those that several
+        share, so that it can be summed, and `uss` would be free without it."""
+        return {name: each.memory_full_info()._asdict() for name, each in self.family().items()}
 
 
 @contextmanager
@@ -135,124 +198,55 @@ def server(
     Raises ConfigError with the end of its log if it did not start.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-launch-") as directory:
-        path = log or Path(directory) / "log"
-        launched_s = time.perf_counter()
-        process = _launch(model, flags, path, stderr)
-        try:
-            base_url = _await_ready(process, path)
+        path, launched_s = log or Path(directory) / "log", time.perf_counter()
+        command = [_PENSTOCK, "serve", *([model] if model else []), "--port", "0", *flags]
+        pipes = {"stdout": subprocess.PIPE} | ({} if stderr is None else {"stderr": stderr})
+        with running("the server", command, _url, log=path, pipes=pipes) as (process, base_url):
             yield Started(
                 base_url=base_url,
                 ready_s=time.perf_counter() - launched_s,
                 process=psutil.Process(process.pid),
                 log=path,
             )
-        finally:
-            _stop(process)
+
+
+def _url(process: subprocess.Popen[str]) -> str | None:
+    """The server's base URL, from its ready line."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], _LOOK_EVERY_S)
+    found = re.search(r"http://\S+", process.stdout.readline()) if readable else None
+    return found and found.group()
 
 
 @contextmanager
 def peer_engine(flags: Sequence[str]) -> Iterator[str]:
     """`penstock engine` of the demo model on a free port of this machine: its address, once it
     listens. Raises ConfigError if it did not start."""
-    address = f"127.0.0.1:{free_port()}"
-    penstock = Path(sys.executable).with_name("penstock")
-    process = subprocess.Popen(  # noqa: S603  (our own command)
-        [str(penstock), "engine", "--listen", address, *flags],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        process_group=0,
-    )
-    try:
-        give_up_s = time.perf_counter() + _READY_WITHIN_S
-        while not _listens_at(address):
-            if process.poll() is not None or time.perf_counter() > give_up_s:
-                raise ConfigError("penstock engine did not start")
-            time.sleep(0.1)
-        yield address
-    finally:
-        end(psutil.Process(process.pid), within_s=_STOP_WITHIN_S)
-        process.wait()
+    port = free_port()
+    address = f"127.0.0.1:{port}"
 
-
-def _listens_at(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=1).close()
-    except OSError:
+    def listens(_: object) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return True
         return False
-    return True
+
+    command = (_PENSTOCK, "engine", "--listen", address, *flags)
+    with running("penstock engine", command, listens):
+        yield address
 
 
 @contextmanager
 def redis_server() -> Iterator[tuple[str, psutil.Process]]:
     """A Redis on a free port of this machine that keeps nothing on disk: its URL and its process.
     Raises ConfigError if it did not start."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    flags = ("--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no")
-    try:
-        process = subprocess.Popen(  # noqa: S603
-            ("redis-server", *flags),  # noqa: S607
-            stdout=subprocess.DEVNULL,
-            process_group=0,
-        )
-    except OSError as error:
-        raise ConfigError(f"redis-server did not start: {error}") from error
-    try:
-        with redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.1), 50)) as client:
-            client.ping()
+
+    def pings(_: object) -> bool:
+        with contextlib.suppress(redis.RedisError), redis.Redis.from_url(url) as client:
+            return bool(client.ping())
+        return False
+
+    flags = ("--bind", "127.0.0.1", "--port", port, "--save", "", "--appendonly", "no")
+    with running("redis-server", ("redis-server", *flags), pings) as (process, _):
         yield url, psutil.Process(process.pid)
-    except redis.RedisError as error:
-        raise ConfigError(f"redis-server did not start: {error}") from error
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _launch(
-    model: str | None, flags: Sequence[str], log: Path, stderr: int | None
-) -> subprocess.Popen[str]:
-    penstock = Path(sys.executable).with_name("penstock")
-    command = [str(penstock), "serve", *([model] if model else []), "--port", "0", *flags]
-    with log.open("w", encoding="utf-8") as file:
-        return subprocess.Popen(  # noqa: S603  (our own command)
-            command,
-            # What a bench says is not kept among the user's chats.
-            env={"PENSTOCK_DATA_DIR": "none", **os.environ},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=file if stderr is None else stderr,
-            text=True,
-            process_group=0,  # Ctrl-C reaches only the bench, which then stops the server
-        )
-
-
-def _await_ready(process: subprocess.Popen[str], log: Path) -> str:
-    """The server's base URL, from its ready line."""
-    assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], _READY_WITHIN_S)
-    line = process.stdout.readline() if readable else ""
-    found = re.search(r"http://\S+", line)
-    if found is None:
-        how = "ended" if readable else f"was not ready within {_READY_WITHIN_S:g} s"
-        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-_TAIL_LINES:])
-        raise ConfigError(f"the server {how}; the end of its log:\n{tail}")
-    return found.group()
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """End the whole family, with children that outlive the supervisor."""
-    if process.poll() is None:
-        end(psutil.Process(process.pid), within_s=_STOP_WITHIN_S)
-        process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
-
-
-def _memory(process: psutil.Process) -> Memory:
-    info = process.memory_full_info()
-    return Memory(
-        resident_bytes=info.rss, proportional_bytes=getattr(info, "pss", 0), unique_bytes=info.uss
-    )

@@ -38,6 +38,20 @@ class Ceilings:
     read_bytes_per_s: float = 0.0
     products_per_s: float = 0.0
 
+    @classmethod
+    def of(
+        cls,
+        library: CpuLibrary,
+        num_threads: int,
+        kind: Quantization = "none",
+        *,
+        in_bytes: bool = False,
+    ) -> Self:
+        """The rates of now."""
+        read = read_bytes_per_s(num_threads)
+        products = products_per_s(library, kind, in_bytes=in_bytes)
+        return cls(read_bytes_per_s=read, products_per_s=products)
+
     def bound_s(self, num_bytes: float, num_products: float) -> float:
         """The least time in which this can be read and multiplied."""
         return max(num_bytes / self.read_bytes_per_s, num_products / self.products_per_s)
@@ -129,30 +143,20 @@ def duration_s(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-class MemoryReader:
-    """Memory larger than any cache, and as many threads to read it as the compared run has: each
-    reads one contiguous part, on huge pages where the system has them, as the kernels do."""
-
-    def __init__(self, num_threads: int, *, num_bytes: int = _NUM_BYTES) -> None:
-        words = WeightMemory().allocate(num_bytes).view(torch.int64)
-        words.fill_(1)  # a page exists from its first write on
-        self._num_bytes = words.nbytes
-        self._parts = [part.numpy() for part in words.chunk(num_threads)]
-        self._threads = ThreadPoolExecutor(num_threads)
+def read_bytes_per_s(num_threads: int, *, num_passes: int = 10) -> float:
+    """The best of some passes over memory larger than any cache, by as many threads as the compared
+    run has: each reads one contiguous part, on huge pages where the system has them, as the kernels
+    do."""
+    words = WeightMemory().allocate(_NUM_BYTES).view(torch.int64)
+    words.fill_(1)  # a page exists from its first write on
+    parts = [part.numpy() for part in words.chunk(num_threads)]
+    with ThreadPoolExecutor(num_threads) as threads:
         # The pool starts a thread only if none is idle: the barrier makes it start them all.
-        barrier = Barrier(len(self._parts))
-        list(self._threads.map(lambda _: barrier.wait(), self._parts))
+        barrier = Barrier(len(parts))
+        list(threads.map(lambda _: barrier.wait(), parts))
 
-    def __enter__(self) -> Self:
-        return self
+        def read() -> None:
+            sums = threads.map(lambda part: part.sum(), parts)  # without the GIL
+            assert sum(map(int, sums)) * 8 == words.nbytes, "not all of it was read"
 
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown()
-
-    def measure(self, *, num_passes: int = 10) -> float:
-        """Bytes a second, in the best of some passes over all of it."""
-        return self._num_bytes / min(duration_s(self._pass) for _ in range(num_passes))
-
-    def _pass(self) -> None:
-        sums = self._threads.map(lambda part: part.sum(), self._parts)  # without the GIL
-        assert sum(map(int, sums)) * 8 == self._num_bytes, "not all of it was read"
+        return words.nbytes / min(duration_s(read) for _ in range(num_passes))

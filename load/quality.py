@@ -35,7 +35,7 @@ from penstock.engine.config import (
     EngineConfig,
     ModelConfig,
 )
-from penstock.engine.errors import ConfigError, InvalidRequestError
+from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.models.backends import cpu_kernels, fastest
@@ -44,9 +44,9 @@ from penstock.engine.models.loader import load_model
 from penstock.engine.runner.device import resolve_kv_dtype, use_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.load.engine import Setting
 from penstock.load.report.options import add_out, positive
 from penstock.load.report.tables import publish, table_of
-from penstock.load.setting import Setting
 
 if TYPE_CHECKING:
     from penstock.engine.demo.evaluate import Case
@@ -103,7 +103,7 @@ def corpus_texts(path: Path, tokenizer: Tokenizer, *, num_tokens: int, skip: int
 
 def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -> list[Text]:
     """Conversations of six turns, of the demo model's kind but in other words, that fit the model's
-    context; lines of text without a chat template. The last answer is judged. Raises ConfigError
+    context. The last answer is judged. Raises ConfigError
     if none fits."""
     from penstock.engine.demo.evaluate import held_out_answers
 
@@ -133,10 +133,7 @@ def _prompt(template: ChatTemplate, case: Case) -> str:
         for each in (*conversation.turns, turn)
         for role, content in (("user", each.user), ("assistant", each.assistant))
     ][:-1]
-    try:
-        return template.render(messages)
-    except InvalidRequestError:  # there is none
-        return "".join(f"{message['content']}\n" for message in messages)
+    return template.render(messages)
 
 
 # -- what is compared ----------------------------------------------------------------------------
@@ -154,15 +151,6 @@ class Quality:
     same_top_share: float
     perplexity: float
     loss: float  # perplexity ÷ the reference's - 1
-
-
-@dataclass(slots=True)
-class _Sums:
-    """What the places of all texts add up to."""
-
-    kl: Tensor  # float64, of all places: small tensors among large ones would fragment the heap
-    num_same: int = 0
-    negative_log: float = 0.0
 
 
 class LoadedModel:
@@ -212,7 +200,9 @@ def compare(
                 f"{reference.vocab_size}"
             )
     num_places, done = sum(len(each.token_ids) - each.start for each in texts), 0
-    sums = {name: _Sums(torch.empty(num_places, dtype=torch.double)) for name in every}
+    # Of all places: small tensors among large ones would fragment the heap.
+    kls = {name: torch.empty(num_places, dtype=torch.double) for name in every}
+    num_same, negative_log = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
     for text in tqdm(texts, unit="text", disable=not sys.stderr.isatty()):
         judged = slice(text.start - 1, -1)
         hidden = {name: model.hidden(text.token_ids)[judged] for name, model in every.items()}
@@ -225,26 +215,24 @@ def compare(
                 is_own = model is reference
                 found = exact if is_own else model.log_probabilities(hidden[name][rows])
                 kl = torch.linalg.vecdot(probabilities, exact - found)
-                sums[name].kl[done : done + len(kl)] = kl
-                sums[name].num_same += int((found.argmax(1) == likeliest).sum())
-                sums[name].negative_log += float(F.nll_loss(found, after[rows], reduction="sum"))
+                kls[name][done : done + len(kl)] = kl
+                num_same[name] += int((found.argmax(1) == likeliest).sum())
+                negative_log[name] += float(F.nll_loss(found, after[rows], reduction="sum"))
             done += len(exact)
-    qualities = list[Quality]()
-    for name, each in sums.items():
-        kl, perplexity = each.kl, math.exp(each.negative_log / num_places)
-        qualities.append(
-            Quality(
-                setting=name,
-                weight_bytes=every[name].weight_bytes,
-                num_tokens=num_places,
-                kl_mean=float(kl.mean()),
-                kl_high=float(kl.quantile(_HIGH)),
-                same_top_share=each.num_same / len(kl),
-                perplexity=perplexity,
-                loss=perplexity / (qualities[0].perplexity if qualities else perplexity) - 1.0,
-            )
+    perplexities = {name: math.exp(each / num_places) for name, each in negative_log.items()}
+    return [
+        Quality(
+            setting=name,
+            weight_bytes=every[name].weight_bytes,
+            num_tokens=num_places,
+            kl_mean=float(kl.mean()),
+            kl_high=float(kl.quantile(_HIGH)),
+            same_top_share=num_same[name] / num_places,
+            perplexity=perplexities[name],
+            loss=perplexities[name] / perplexities["reference"] - 1.0,
         )
-    return qualities
+        for name, kl in kls.items()
+    ]
 
 
 # -- the command ---------------------------------------------------------------------------------
@@ -277,7 +265,12 @@ def run(parsed: argparse.Namespace) -> int:
         each.name: each.config(parsed.model, num_threads=parsed.num_threads)
         for each in map(Setting.parse, parsed.settings)
     }
-    texts, qualities = _compare_all(parsed, configs)
+    own = ModelConfig(model=parsed.model, dtype=parsed.reference_dtype)
+    device = DeviceConfig(device="cpu", num_threads=parsed.num_threads or None)
+    reference = LoadedModel(EngineConfig(model=own, device=device))
+    texts = _texts(parsed, resolve_model(own, weights=True), reference.context_len)
+    models = {name: LoadedModel(each) for name, each in configs.items()}
+    qualities = compare(reference, models, texts)
     where = "conversations" if _are_conversations(parsed) else "texts"
     title = (
         f"{parsed.model}: {qualities[0].num_tokens:,} tokens of {len(texts):,} {where}, compared "
@@ -292,18 +285,6 @@ def run(parsed: argparse.Namespace) -> int:
     }
     publish(parsed.out, "quality", "Quality", report, data)
     return 0
-
-
-def _compare_all(
-    parsed: argparse.Namespace, configs: Mapping[str, EngineConfig]
-) -> tuple[list[Text], list[Quality]]:
-    own = ModelConfig(model=parsed.model, dtype=parsed.reference_dtype)
-    device = DeviceConfig(device="cpu", num_threads=parsed.num_threads or None)
-    reference = LoadedModel(EngineConfig(model=own, device=device))
-    texts = _texts(parsed, resolve_model(own, weights=True), reference.context_len)
-    return texts, compare(
-        reference, {name: LoadedModel(each) for name, each in configs.items()}, texts
-    )
 
 
 def _are_conversations(parsed: argparse.Namespace) -> bool:

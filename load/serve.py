@@ -3,8 +3,8 @@
 It measures any OpenAI-compatible server over SSE, and a penstock server over WebSocket too. Several
 loads are a sweep, at which several servers take turns (A B A B …) with the same prompts, so that a
 drifting machine favours none. Each load has prompts of its own, since a prefix cache would know
-repeated ones; a saturated server gets no higher load. `--flood` measures each load alone and beside
-another tenant's streams. The exit code is 1 if any stream had a fault.
+repeated ones. `--flood` measures each load alone and beside another tenant's
+streams. The exit code is 1 if any stream had a fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.synchronize import Event
@@ -25,35 +27,34 @@ from typing import Any
 
 import orjson
 import uvloop
+from tqdm import tqdm
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Dialogue, StreamRecord
+from penstock.load.client.records import Address, Dialogue, StreamRecord
+from penstock.load.client.transport import Wire
 from penstock.load.report.options import (
     add_report_arguments,
     file_stem,
     positive,
     settings_of,
-    slo_of,
 )
 from penstock.load.report.summary import (
-    ServerMetrics,
+    Slo,
     Summary,
+    TurnTimes,
     latency_table,
     notes,
     rate_table,
-    read_metrics,
     summarize,
-    ttft_ms,
+    turns_of,
     warnings,
 )
-from penstock.load.report.tables import publish, table, table_of
-from penstock.load.workloads.driver import ClosedLoop, RunResult
+from penstock.load.report.tables import publish, table_of
+from penstock.load.workloads.driver import Arrivals, ClosedLoop, RunResult
 from penstock.load.workloads.driver import run as drive
-from penstock.load.workloads.measure import Target, measure, target_of, warm_up
 from penstock.load.workloads.options import (
     WARM_UP_SEED,
     Load,
-    Wire,
     add_dataset_arguments,
     add_load_arguments,
     add_wire_arguments,
@@ -64,6 +65,7 @@ from penstock.load.workloads.options import (
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _PROMPTS_PER_STREAM, _SECONDS = 4, 10.0  # of each load of a sweep, at least
+_LIST_WITHIN_S = 10.0
 _FLOOD_SEED = WARM_UP_SEED << 1
 _FLOOD_START_S, _FLOOD_RUN_UP_S = 60.0, 5.0
 _FLOOD_NICE, _FLOOD_ROUNDS = 19, 10_000
@@ -80,9 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sweep, and another tenant")
     add = group.add_argument
     add("--repeats", type=positive, default=1, help="runs of each server at each load")
-    add("--min-gain", type=float, default=0.05,
-        help="a server is saturated when throughput gains less and latency grows; "
-        "0: run all loads")  # fmt: skip
     add("--flood", type=int, default=0, metavar="N",
         help="measure again beside N streams, which a process at nice 19 keeps open")  # fmt: skip
     add("--flood-api-key", help="the key of the flood; default: the same as of the measured")
@@ -90,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-records", action="store_true", help="write the record of each request as JSONL")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """One server at one load, once."""
 
@@ -99,7 +98,6 @@ class Run:
     is_flooded: bool
     result: RunResult
     summary: Summary
-    metrics: ServerMetrics | None
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -108,14 +106,12 @@ class Run:
             "is_flooded": self.is_flooded,
             "summary": self.summary.to_json(),
             "turns": [asdict(turn) for turn in turns_of(self.result.records)],
-            "metrics": asdict(self.metrics) if self.metrics else None,
         }
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure; print and write the report; return 1 if any stream had a fault."""
     wire, loads = wire_of(parsed), loads_of(parsed)
-    slo_of(parsed)  # before anything is sent
     make_dialogues(parsed, wire.endpoint, num_dialogues=1, seed=0)
     targets = [
         target_of(name, base_url, model=parsed.model, wire=wire)
@@ -129,7 +125,7 @@ def run(parsed: argparse.Namespace) -> int:
     runs = uvloop.run(_measure(parsed, targets, wire, loads))
     has_cap = all(load.concurrency is not None for load in loads)
     doubts = {text for each in runs for text in warnings(each.summary, has_cap=has_cap)}
-    parts = [_details(runs[0])] if len(runs) == 1 else [sweep_table(runs), best(runs)]
+    parts = [_details(runs[0])] if len(runs) == 1 else [sweep_table(runs)]
     if parsed.flood:
         parts.append(_flood_ratios(runs))
     parts += [f"warning: {text}" for text in sorted(doubts)]
@@ -159,7 +155,7 @@ def _servers(texts: Sequence[str]) -> dict[str, str]:
 async def _measure(
     parsed: argparse.Namespace, targets: Sequence[Target], wire: Wire, loads: Sequence[Load]
 ) -> list[Run]:
-    """All servers at all loads; a saturated server gets no higher load."""
+    """All servers at all loads."""
 
     def dialogues_of(num_dialogues: int, seed: int) -> list[Dialogue]:
         return make_dialogues(parsed, wire.endpoint, num_dialogues=num_dialogues, seed=seed)
@@ -169,28 +165,20 @@ async def _measure(
         for target in targets:
             await warm_up(target, wire, warm_ups)
     runs: list[Run] = []
-    live, slo = list(targets), slo_of(parsed)
+    slo = Slo(**dict(parsed.goodput))
     floods = (False, True) if parsed.flood else (False,)
     for index, load in enumerate(loads):
         for is_flooded, repeat in itertools.product(floods, range(parsed.repeats)):
             seed = parsed.seed + (index * len(floods) + is_flooded) * parsed.repeats + repeat
             dialogues = dialogues_of(_num_dialogues(parsed, load, len(loads)), seed)
-            for target in live:
+            for target in targets:
                 arrivals = load.arrivals(dialogues, seed=seed)
                 with _flood(target, wire, parsed) if is_flooded else nullcontext():
-                    measured = await measure(target, wire, dialogues, arrivals)
-                summary = summarize(measured.result, slo)
-                runs.append(
-                    Run(
-                        server=target.name, load=load, is_flooded=is_flooded,
-                        result=measured.result, summary=summary,
-                        metrics=read_metrics(measured.metrics_texts),
-                    )
-                )  # fmt: skip
+                    result = await measure(target, wire, dialogues, arrivals)
+                summary = summarize(result, slo)
+                runs.append(Run(target.name, load, is_flooded, result, summary))
                 if len(loads) > 1:  # a sweep takes long
                     print(f"{target.name}, {load}: {summary.output_tokens_per_s:,.0f} tokens/s")
-        if parsed.min_gain > 0:
-            live = [each for each in live if not is_saturated(runs, each.name, parsed.min_gain)]
     return runs
 
 
@@ -215,6 +203,84 @@ def _lines(run: Run) -> bytes:
         return {"server": run.server, "load": str(run.load), **values}
 
     return b"".join(orjson.dumps(plain(record)) + b"\n" for record in run.result.records)
+
+
+# -- a measured run -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server to measure."""
+
+    name: str
+    base_url: str
+    model: str  # the name that requests carry
+
+
+def target_of(name: str, base_url: str, *, model: str | None, wire: Wire) -> Target:
+    """A server to measure. Raises ConfigError if no model is named and the server does not name
+    one."""
+    return Target(name=name, base_url=base_url, model=model or first_model(base_url, wire.api_key))
+
+
+def first_model(base_url: str, api_key: str | None) -> str:
+    """The first model that the server lists. Raises ConfigError if it cannot be reached or lists
+    none."""
+    address = Address.parse(base_url)
+    url = f"http{'s' * address.is_tls}://{address.netloc}{address.prefix}/v1/models"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310  (an address of the user)
+    try:
+        with opener.open(request, timeout=_LIST_WITHIN_S) as answer:
+            return str(orjson.loads(answer.read())["data"][0]["id"])
+    except (urllib.error.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url} lists no model ({error}): pass --model") from error
+    except OSError as error:
+        raise ConfigError(f"no server at {base_url}: {error}") from error
+
+
+async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> None:
+    """Send the first turns of some dialogues at once. Raises ConfigError if one had a fault,
+    before every request has it."""
+    first_turns = [replace(dialogue, turns=dialogue.turns[:1]) for dialogue in dialogues]
+    async with wire.open(target.base_url) as transport:
+        result = await drive(
+            transport,
+            first_turns,
+            arrivals=ClosedLoop(max(len(first_turns), 1)),
+            model=target.model,
+            extra=wire.extra,
+            ignore_eos=wire.ignore_eos,
+        )
+    for record in result.records:
+        if not record.is_clean:
+            raise ConfigError(
+                f"{target.base_url}: a warm-up request was {record.faults[0]}: {record.detail}"
+            )
+
+
+async def measure(
+    target: Target, wire: Wire, dialogues: Sequence[Dialogue], arrivals: Arrivals
+) -> RunResult:
+    """Send a workload, with a progress bar in a terminal."""
+    num_turns = sum(len(dialogue.turns) for dialogue in dialogues)
+    with tqdm(total=num_turns, desc=target.name, unit="request", leave=False, disable=None) as bar:
+
+        def advance(_: StreamRecord) -> None:
+            bar.update()
+
+        async with wire.open(target.base_url) as transport:
+            return await drive(
+                transport,
+                dialogues,
+                arrivals=arrivals,
+                model=target.model,
+                history=wire.history,
+                extra=wire.extra,
+                ignore_eos=wire.ignore_eos,
+                on_end=advance,
+            )
 
 
 # -- another tenant's flood ----------------------------------------------------------------------
@@ -254,7 +320,7 @@ def _run_flood(target: Target, wire: Wire, dialogues: list[Dialogue], is_there: 
         again = dialogues * _FLOOD_ROUNDS
         async with wire.open(target.base_url) as transport:
             await drive(transport, again, arrivals=arrivals, model=target.model, extra=wire.extra,
-                        on_end=note)  # fmt: skip
+                        ignore_eos=wire.ignore_eos, on_end=note)  # fmt: skip
 
     asyncio.run(hold())
 
@@ -279,54 +345,22 @@ def _flood_ratios(runs: Sequence[Run]) -> str:
 
 # -- what is said of it --------------------------------------------------------------------------
 
-_WORSE = 1.2  # times the median E2E latency of the load before
 _NOTES = """\
 spread: of tokens/s over all runs of this load, highest ÷ lowest; all else is of the run of median
 throughput. Latencies in ms, from when a request was due. good: share of all requests that kept to
 the objectives."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnTimes:
-    """The same turn of all conversations: medians."""
-
-    turn: int
-    prompt_tokens: float
-    new_tokens: float  # of the prompt, those that were not cached, as the server says
-    ttft_ms: float
-
-
-def turns_of(records: Sequence[StreamRecord]) -> list[TurnTimes]:
-    """By turn; empty unless there are several."""
-    turns: dict[int, list[StreamRecord]] = {}
-    for record in records:
-        if record.is_clean and record.event_times_s:
-            turns.setdefault(record.turn, []).append(record)
-    median = statistics.median
-    found = [
-        TurnTimes(
-            turn=turn + 1,
-            prompt_tokens=median(each.prompt_tokens for each in group),
-            new_tokens=median(each.prompt_tokens - max(each.cached_tokens, 0) for each in group),
-            ttft_ms=median(map(ttft_ms, group)),
-        )
-        for turn, group in sorted(turns.items())
-    ]
-    return found if len(found) > 1 else []
-
-
 def _details(run: Run) -> str:
-    turns = table_of(
-        turns_of(run.result.records),
-        {
-            "turn": lambda each: f"{each.turn}",
-            "prompt tokens": lambda each: f"{each.prompt_tokens:,.0f}",
-            "not cached": lambda each: f"{each.new_tokens:,.0f}",
-            "TTFT ms p50": lambda each: f"{each.ttft_ms:,.1f}",
-        },
-    )
-    parts = [latency_table(run.summary), rate_table(run.summary), notes(run.summary, run.metrics)]
-    return "\n\n".join([str(run.load), *parts, *([turns] if turns_of(run.result.records) else [])])
+    columns: dict[str, Callable[[TurnTimes], str]] = {
+        "turn": lambda each: f"{each.turn}",
+        "prompt tokens": lambda each: f"{each.prompt_tokens:,.0f}",
+        "not cached": lambda each: f"{each.new_tokens:,.0f}",
+        "TTFT ms p50": lambda each: f"{each.ttft_ms:,.1f}",
+    }
+    turns = turns_of(run.result.records)
+    parts = [latency_table(run.summary), rate_table(run.summary), notes(run.summary)]
+    return "\n\n".join([str(run.load), *parts, *([table_of(turns, columns)] if turns else [])])
 
 
 def points_of(runs: Sequence[Run]) -> Mapping[tuple[str, Load, bool], list[Run]]:
@@ -341,56 +375,31 @@ def points_of(runs: Sequence[Run]) -> Mapping[tuple[str, Load, bool], list[Run]]
     return points
 
 
-def is_saturated(runs: Sequence[Run], name: str, min_gain: float) -> bool:
-    """Whether more load gives a server no more tokens, only more waiting.
-
-    That is: at the last load, output tokens per second grew by less than `min_gain` over the best
-    earlier load, and the median E2E latency is at least 1.2 times that of the load before. A load
-    at which nothing completed is always too much.
-    """
-    points = [
-        point[0].summary
-        for (server, _, is_flooded), point in points_of(runs).items()
-        if server == name and not is_flooded
-    ]
-    *earlier, last = points
-    if not last.num_completed or not earlier:
-        return not last.num_completed
-    best = max(each.output_tokens_per_s for each in earlier)
-    has_gained = last.output_tokens_per_s >= (1.0 + min_gain) * best
-    return not has_gained and last.e2e_ms.p50 >= _WORSE * earlier[-1].e2e_ms.p50
-
-
 def sweep_table(runs: Sequence[Run]) -> str:
     """A row for each server at each load."""
-    header = ("server", "load", "tokens/s", "spread", "requests/s", "TTFT p50", "p99", "ITL p50",
-              "p99", "E2E p50", "p99", "good", "faults")  # fmt: skip
-    rows = []
-    for (name, load, is_flooded), point in points_of(runs).items():
-        summary = point[0].summary
-        rates = [each.summary.output_tokens_per_s for each in point]
-        latencies = (summary.ttft_ms, summary.itl_ms, summary.e2e_ms)
-        rows.append(
-            [
-                name,
-                f"{load}{', flooded' * is_flooded}",
-                f"{summary.output_tokens_per_s:,.0f}",
-                f"{max(rates) / min(rates):.2f}" if min(rates) > 0 else "–",
-                f"{summary.requests_per_s:,.2f}",
-                *(f"{value:,.1f}" for each in latencies for value in (each.p50, each.p99)),
-                f"{summary.goodput.share:.0%}" if summary.goodput else "–",
-                f"{sum(each.summary.num_failed for each in point):,}",
-            ]
-        )
-    return f"{table(header, rows)}\n\n{_NOTES}"
 
+    def rates(point: Sequence[Run]) -> list[float]:
+        return [each.summary.output_tokens_per_s for each in point]
 
-def best(runs: Sequence[Run]) -> str:
-    """One line per server: its best load."""
-    lines = []
-    for name in dict.fromkeys(each.server for each in runs):
-        own = [point[0] for (server, *_), point in points_of(runs).items() if server == name]
-        most = max(own, key=lambda each: each.summary.output_tokens_per_s)
-        rate = most.summary.output_tokens_per_s
-        lines.append(f"- {name}: at most {rate:,.0f} output tokens/s, {most.load}")
-    return "\n".join(lines)
+    def ms(name: str, quantile: str) -> Callable[[Sequence[Run]], str]:
+        return lambda point: f"{getattr(getattr(point[0].summary, name), quantile):,.1f}"
+
+    columns: dict[str, Callable[[Sequence[Run]], str]] = {
+        "server": lambda point: point[0].server,
+        "load": lambda point: f"{point[0].load}{', flooded' * point[0].is_flooded}",
+        "tokens/s": lambda point: f"{rates(point)[0]:,.0f}",
+        "spread": lambda point: (
+            f"{max(rates(point)) / min(rates(point)):.2f}" if min(rates(point)) > 0 else "–"
+        ),
+        "requests/s": lambda point: f"{point[0].summary.requests_per_s:,.2f}",
+        **{
+            f"{title} {quantile}": ms(name, quantile)
+            for title, name in {"TTFT": "ttft_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}.items()
+            for quantile in ("p50", "p99")
+        },
+        "good": lambda point: (
+            f"{point[0].summary.goodput.share:.0%}" if point[0].summary.goodput else "–"
+        ),
+        "faults": lambda point: f"{sum(each.summary.num_failed for each in point):,}",
+    }
+    return f"{table_of(points_of(runs).values(), columns)}\n\n{_NOTES}"

@@ -13,25 +13,25 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import uvloop
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Call, Endpoint, StreamRecord
+from penstock.load.client.records import Call, StreamRecord
 from penstock.load.client.sse import SseTransport
-from penstock.load.client.transport import TransportKind, open_transport
-from penstock.load.launch import Memory, Started, server
+from penstock.load.client.transport import Wire
+from penstock.load.launch import Started, server
 from penstock.load.machine import commit
 from penstock.load.report.options import add_out, counts, positive
-from penstock.load.report.summary import Summary, summarize
-from penstock.load.report.tables import publish, table, table_of
+from penstock.load.report.summary import summarize
+from penstock.load.report.tables import publish, table
+from penstock.load.serve import Run, Target, measure, sweep_table
 from penstock.load.workloads.datasets import Lengths, RandomLengths, Words
 from penstock.load.workloads.driver import ClosedLoop
-from penstock.load.workloads.driver import run as drive
+from penstock.load.workloads.options import Load
 
 _PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # token ids that every vocabulary has
 _FIRST_TOKENS = 16
@@ -60,45 +60,32 @@ class Start:
 
     ready_s: float  # from the start of its process to its ready line
     first_token_s: float  # from a first request, sent then, to its first token
-    idle: Mapping[str, Memory]
-    used: Mapping[str, Memory]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A number of concurrent streams, and how they are sent."""
-
-    num_streams: int
-    transport: TransportKind = "sse"
-    endpoint: Endpoint = "chat"
+    idle: Mapping[str, Mapping[str, int]]
+    used: Mapping[str, Mapping[str, int]]
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Start and measure; print and write the tables; return 1 if a stream had a fault."""
     starts: list[Start] = []
-    speeds: list[tuple[Case, Summary]] = []
     for number in range(parsed.repeats):
         with server(parsed.model, parsed.flags) as started:
             starts.append(_start(started, parsed.model))
             if number + 1 == parsed.repeats:
-                for seed, case in enumerate(_cases(parsed.streams)):
-                    measured = _measure(case, started, parsed, seed=seed)
-                    speeds.append((case, uvloop.run(measured)))
-    for _, summary in speeds:
-        for fault, detail in summary.fault_details.items():
+                runs = uvloop.run(_speeds(started, parsed))
+    for each in runs:
+        for fault, detail in each.summary.fault_details.items():
             print(f"{fault}: {detail}", file=sys.stderr)
     ready_s = statistics.median(start.ready_s for start in starts)
     title = f"{os.cpu_count()} cores · model {parsed.model} · ready after {ready_s:.1f} s"
-    tables = [_times_table(starts), _memory_table(starts), _speed_table(speeds)]
     data = {
         "model": parsed.model,
         "commit": commit(),
         "starts": [asdict(start) for start in starts],
-        "speeds": [{**asdict(case), "summary": summary.to_json()} for case, summary in speeds],
+        "speeds": [each.figures() for each in runs],
     }
-    report = "\n\n".join([title, *tables, _NOTES])
-    publish(parsed.out, "startup", "Start of a server", report, data)
-    return int(any(summary.num_failed for _, summary in speeds))
+    parts = [title, _times_table(starts), _memory_table(starts), _NOTES, sweep_table(runs)]
+    publish(parsed.out, "startup", "Start of a server", "\n\n".join(parts), data)
+    return int(any(each.summary.num_failed for each in runs))
 
 
 def _start(started: Started, model: str) -> Start:
@@ -123,90 +110,54 @@ async def _ask(started: Started, model: str) -> float:
     return record.event_times_s[0]
 
 
-def _cases(streams: Sequence[int]) -> list[Case]:
+async def _speeds(started: Started, parsed: argparse.Namespace) -> list[Run]:
     """Every number of streams over chat completions; the largest also as our own web page sends
-    them."""
-    most = max(streams)
-    return [
-        *(Case(num_streams=num_streams) for num_streams in streams),
-        Case(num_streams=most, endpoint="responses"),
-        Case(num_streams=most, endpoint="responses", transport="websocket"),
-    ]
-
-
-async def _measure(
-    case: Case, started: Started, parsed: argparse.Namespace, *, seed: int
-) -> Summary:
-    """Keep the case's number of streams in flight, after a warm-up request."""
-    num_requests = max(_MIN_REQUESTS, _WAVES * case.num_streams)
-    dialogues = RandomLengths(
-        num_dialogues=num_requests + 1,
-        input_len=Lengths.fixed(_PROMPT_TOKENS),
-        output_len=Lengths.fixed(parsed.output_tokens),
-        seed=seed,
-    ).make(Words())
-    async with open_transport(case.transport, case.endpoint, started.base_url) as transport:
+    them. Each after a warm-up request."""
+    most, runs = max(parsed.streams), list[Run]()
+    chat = Wire(endpoint="chat", extra={"temperature": 0})
+    sse = replace(chat, endpoint="responses")
+    socket = replace(sse, transport="websocket")
+    cases = [*((num_streams, chat) for num_streams in parsed.streams), (most, sse), (most, socket)]
+    for seed, (num_streams, wire) in enumerate(cases):
+        name = f"{wire.endpoint}, {wire.transport}"
+        target = Target(name=name, base_url=started.base_url, model=parsed.model)
+        dialogues = RandomLengths(
+            num_dialogues=max(_MIN_REQUESTS, _WAVES * num_streams) + 1,
+            input_len=Lengths.fixed(_PROMPT_TOKENS),
+            output_len=Lengths.fixed(parsed.output_tokens),
+            seed=seed,
+        ).make(Words())
         for part in (dialogues[:1], dialogues[1:]):
-            result = await drive(
-                transport,
-                part,
-                arrivals=ClosedLoop(case.num_streams),
-                model=parsed.model,
-                extra={"temperature": 0},
-            )
-    return summarize(result)
+            result = await measure(target, wire, part, ClosedLoop(num_streams))
+        runs.append(Run(name, Load(concurrency=num_streams), False, result, summarize(result)))
+    return runs
 
 
 # -- what is said of it ---------------------------------------------------------------------------
 
 
 def _times_table(starts: Sequence[Start]) -> str:
-    rows = {
+    times = {
         "ready": [start.ready_s for start in starts],
         "first token": [start.ready_s + start.first_token_s for start in starts],
     }
-    columns: dict[str, Callable[[tuple[str, list[float]]], str]] = {
-        "from the start of the process to": lambda row: row[0],
-        "s": lambda row: f"{statistics.median(row[1]):.2f}",
-        "min–max": lambda row: f"{min(row[1]):.2f}–{max(row[1]):.2f}",
-    }
-    return table_of(rows.items(), columns)
+    rows = [
+        [name, f"{statistics.median(each):.2f}", f"{min(each):.2f}–{max(each):.2f}"]
+        for name, each in times.items()
+    ]
+    return table(("from the start of the process to", "s", "min–max"), rows)
 
 
 def _memory_table(starts: Sequence[Start]) -> str:
     """Medians over all starts."""
 
     def mebibytes(process: str, when: str, size: str) -> str:
-        sizes = (getattr(getattr(start, when)[process], size) for start in starts)
+        sizes = (getattr(start, when)[process].get(size, 0) for start in starts)
         return f"{statistics.median(sizes) / (1 << 20):,.0f}"
 
-    names = ("resident", "proportional", "unique")
     rows = [
-        [
-            process,
-            *(mebibytes(process, "idle", f"{name}_bytes") for name in names),
-            mebibytes(process, "used", "resident_bytes"),
-        ]
+        [process, *(mebibytes(process, "idle", size) for size in ("rss", "pss", "uss")),
+         mebibytes(process, "used", "rss")]
         for process in starts[0].idle
-    ]
-    return table(("process", *names, "used"), rows)
-
-
-def _speed_table(speeds: Sequence[tuple[Case, Summary]]) -> str:
-    def ms(value: float) -> str:
-        return f"{value:,.1f}"
-
-    header = ("streams", "over", "tokens/s", "TTFT ms p50", "p99", "ITL ms p50", "p99", "faults")
-    names: dict[Any, str] = {"sse": "SSE", "websocket": "WebSocket"}
-    rows = [
-        [
-            f"{case.num_streams:,}",
-            f"{case.endpoint}, {names[case.transport]}",
-            f"{summary.output_tokens_per_s:,.0f}",
-            *map(ms, (summary.ttft_ms.p50, summary.ttft_ms.p99)),
-            *map(ms, (summary.itl_ms.p50, summary.itl_ms.p99)),
-            f"{summary.num_failed:,}",
-        ]
-        for case, summary in speeds
-    ]
-    return table(header, rows)
+    ]  # fmt: skip
+    return table(("process", "resident", "proportional", "unique", "used"), rows)

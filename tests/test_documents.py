@@ -85,7 +85,7 @@ def test_a_name_that_is_nowhere_is_found(text: str) -> None:
     assert missing + missing_commands(text)
 
 
-@pytest.mark.parametrize("name", ["clients", "engine", "gateway", "kernels"])
+@pytest.mark.parametrize("name", ["clients", "engine", "gateway", "kernels", "load"])
 def test_a_room_is_described_briefly(name: str) -> None:
     assert (ROOT / name / "README.md").stat().st_size <= 8192
 

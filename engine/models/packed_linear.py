@@ -146,10 +146,10 @@ def write_rounding(
     """
     program.add(
         "quantize_blocks", bytes=rounded["x"], scales=rounded["x_scales"],
-        sums=rounded.get("x_sums"), float_sums=rounded.get("x_float_sums"),
+        sums=rounded["x_sums"], float_sums=rounded.get("x_float_sums"),
         outlier_columns=rounded.get("outlier_columns"),
         outlier_values=rounded.get("outlier_values"), most_outliers=packed.most_outliers,
-        x=x, code_bits=packed.code_bits, **blocks,
+        x=x, code_bits=packed.code_bits, zero=packed.zero, **blocks,
     )  # fmt: skip
 
 

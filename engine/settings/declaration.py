@@ -319,9 +319,9 @@ class Section:
             others: fields that are no settings.
         """
         found = {
-            each.field: tuple(value or ()) if each.is_list else value
+            each.field: tuple(settings[each.key]) if each.is_list else settings[each.key]
             for each in settings_of(cls)
-            for value in (settings.get(each.key, each.default),)
+            if each.key in settings
         }
         return cls(**found, **others)
 

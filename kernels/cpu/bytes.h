@@ -5,6 +5,7 @@
 #include "simd.h"
 
 #include <float.h>
+#include <math.h>
 
 enum { QUAD = 4 }; /* bytes whose products are summed at once */
 
@@ -12,12 +13,16 @@ typedef int16_t short_part __attribute__((vector_size(PART_BYTES)));
 
 /* The larger. */
 INLINE ivec imax(ivec a, ivec b) {
+#if defined(__AVX512F__)
+    return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
     union iparts x = {a}, y = {b};
     for (int i = 0; i < NUM_PARTS; i++) {
         ivec_part mask = x.part[i] > y.part[i];
         x.part[i] = (x.part[i] & mask) | (y.part[i] & ~mask);
     }
     return x.all;
+#endif
 }
 
 /* To the nearest integer, ties to even; arbitrary for NaN and infinity. */
@@ -40,6 +45,12 @@ INLINE ivec round_to_int(vec x) {
 INLINE float inverse_scale(float largest) {
     const float inverse = 127.0f / largest;
     return inverse <= FLT_MAX ? inverse : 0.0f;
+}
+
+/* The same of each lane. */
+INLINE vec inverse_scales(vec largest) {
+    const vec inverse = splat(127.0f) / largest;
+    return choose(is_above(splat((float)INFINITY), inverse), inverse, splat(0.0f));
 }
 
 /* The low byte of each lane. */
@@ -70,6 +81,37 @@ INLINE int32_t imax_lanes(ivec x) {
     return largest;
 #endif
 }
+
+/* Lane i of the result: op over the lanes of v[i], in the order of sum_lanes. v is overwritten. */
+#if defined(__AVX512F__)
+#define FOLD(op, a, b, low, high) op(__builtin_shufflevector(a, b, low), __builtin_shufflevector(a, b, high))
+#define OF_16_LOW 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define OF_16_HIGH 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define OF_8_LOW 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define OF_8_HIGH 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#define OF_4_LOW 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
+#define OF_4_HIGH 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
+#define OF_2_LOW 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define OF_2_HIGH 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define OVER_EACH(name, type, op, over_one) \
+    INLINE type name(type *v) { \
+        for (int i = 0; i < 8; i++) v[i] = FOLD(op, v[2 * i], v[2 * i + 1], OF_16_LOW, OF_16_HIGH); \
+        for (int i = 0; i < 4; i++) v[i] = FOLD(op, v[2 * i], v[2 * i + 1], OF_8_LOW, OF_8_HIGH); \
+        for (int i = 0; i < 2; i++) v[i] = FOLD(op, v[2 * i], v[2 * i + 1], OF_4_LOW, OF_4_HIGH); \
+        return FOLD(op, v[0], v[1], OF_2_LOW, OF_2_HIGH); \
+    }
+#else
+#define OVER_EACH(name, type, op, over_one) \
+    INLINE type name(type *v) { \
+        type all = {0}; \
+        for (int i = 0; i < LANES; i++) all[i] = over_one(v[i]); \
+        return all; \
+    }
+#endif
+#define SUM(a, b) ((a) + (b))
+OVER_EACH(sum_of_each, vec, SUM, sum_lanes)
+OVER_EACH(isum_of_each, ivec, SUM, isum_lanes)
+OVER_EACH(imax_of_each, ivec, imax, imax_lanes)
 
 /* Signed integers as floats. */
 INLINE vec_part float_of_ints(uvec_part x) {

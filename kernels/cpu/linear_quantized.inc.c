@@ -128,10 +128,11 @@ INLINE vec NAME(magnitudes)(const DTYPE *x, long size) {
     return (vec)((ivec)NAME(load_up_to)(x, size) & 0x7fffffff);
 }
 
-/* Copies a block to `rest` without its outliers, and lists them from `found` on; the number after the last. Few
- * blocks have a number as `large` as to be one. */
+/* Copies a block to `rest` without its outliers, and lists them from `found` on; the number after the last. If
+ * there are none, `rest` stays as it is. Few blocks have a number as `large` as to be one. */
 static __attribute__((noinline)) long NAME(take_outliers)(
-    DTYPE *rest, const struct quantize_blocks_args *a, long found, const DTYPE *x, long start, long size, float large) {
+    DTYPE *rest, const struct quantize_blocks_args *a, long found, const DTYPE *x, long start, long size,
+    float largest, float large) {
     vec total = {0};
     ivec num_large = {0};
     for (long i = 0; i < size; i += LANES) {
@@ -142,10 +143,10 @@ static __attribute__((noinline)) long NAME(take_outliers)(
     }
     const float threshold = 16.0f * sum_lanes(total) / (float)(size - isum_lanes(num_large));
     if (threshold > large) large = threshold;
+    if (!(largest > large)) return found;
     memcpy(rest, x, size * sizeof(DTYPE));
     for (long i = 0; i < size; i += LANES) {
         const ivec is_outlier = is_above(NAME(magnitudes)(x + i, size - i), splat(large));
-        if (!isum_lanes(is_outlier)) continue;
         for (int lane = 0; lane < LANES; lane++) {
             if (!is_outlier[lane]) continue;
             a->outlier_columns[found] = (int32_t)(start + i + lane);
@@ -156,53 +157,125 @@ static __attribute__((noinline)) long NAME(take_outliers)(
     return found;
 }
 
-/* Block `at` of all, whose `size` values are at x; returns the place after its outliers in their list. */
-INLINE long NAME(quantize_block)(
-    const struct quantize_blocks_args *a, long at, const DTYPE *x, long start, const long size, uint8_t *bytes,
-    long found) {
-    DTYPE rest[MAX_OUTLIER_BLOCK];
-    float largest = NAME(largest_magnitude)(x, size);
-    if (a->outlier_columns) {
-        vec total = {0};
-        for (long i = 0; i < size; i += LANES) total += NAME(magnitudes)(x + i, size - i);
-        const float large = 5.0f * sum_lanes(total) / (float)size;
-        if (largest > large) {
-            const long last = NAME(take_outliers)(rest, a, found, x, start, size, large);
-            if (last > found) x = rest, largest = NAME(largest_magnitude)(rest, size);
-            found = last;
-        }
+/* LANES neighbouring blocks of a row, or those that are left. */
+struct NAME(row_blocks) {
+    const DTYPE *at[LANES];
+    long num, start, last_size; /* how many; where in the row; the last one's size */
+};
+
+INLINE long NAME(size_of_block)(const struct NAME(row_blocks) *blocks, long block, long size) {
+    return block + 1 < blocks->num ? size : blocks->last_size;
+}
+
+/* The sum and the largest of magnitudes, of each lane. */
+INLINE void NAME(look_at_block)(vec *total, ivec *most, const DTYPE *x, const long size) {
+    vec sum = {0};
+    ivec largest = {0};
+#pragma GCC unroll 2
+    for (long i = 0; i < size; i += LANES) {
+        const vec each = NAME(magnitudes)(x + i, size - i);
+        sum += each;
+        largest = imax(largest, (ivec)each);
     }
-    const vec inverse = splat(inverse_scale(largest));
-    const long padded = round_up(size, k_per_line(a->code_bits));
+    *total = sum, *most = largest;
+}
+
+/* Writes a block's bytes; returns the sums of each lane. */
+INLINE ivec NAME(round_block)(
+    uint8_t *bytes, const DTYPE *x, vec inverse, const long size, const long code_bits) {
+    const long padded = round_up(size, k_per_line(code_bits));
     ivec sum = {0};
+#pragma GCC unroll 2
     for (long i = 0; i < size; i += LANES) {
         const ivec rounded = round_to_int(NAME(load_up_to)(x + i, size - i) * inverse);
         bvec ordered = to_bytes(rounded);
-        if (a->code_bits == 4) ordered = order_as_nibbles(ordered);
+        if (code_bits == 4) ordered = order_as_nibbles(ordered);
         memcpy(bytes + i, &ordered, padded - i >= LANES ? LANES : padded - i);
         sum += rounded;
     }
-    const float scale = largest / 127.0f;
-    const int32_t total = isum_lanes(sum);
-    a->scales[at] = scale;
-    if (a->sums) a->sums[at] = total;
-    if (a->float_sums) a->float_sums[at] = scale * (float)total;
-    return found;
+    return sum;
+}
+
+/* The magnitude, as its bits, of each block's largest number but for outliers, which are listed from *found on;
+ * their blocks' places become `rest`, where they are zeros. */
+INLINE ivec NAME(largest_of_blocks)(
+    const struct quantize_blocks_args *a, struct NAME(row_blocks) *blocks, DTYPE (*rest)[MAX_OUTLIER_BLOCK],
+    long *found, const long size) {
+    vec totals[LANES], sizes = splat((float)size);
+    ivec most[LANES];
+    for (long block = 0; block < blocks->num; block++) {
+        const long own_size = NAME(size_of_block)(blocks, block, size);
+        if (own_size == size) NAME(look_at_block)(totals + block, most + block, blocks->at[block], size);
+        else NAME(look_at_block)(totals + block, most + block, blocks->at[block], own_size);
+    }
+    for (long block = blocks->num; block < LANES; block++) totals[block] = (vec){0}, most[block] = (ivec){0};
+    union iparts largest = {imax_of_each(most)};
+    if (!a->outlier_columns) return largest.all;
+    sizes[blocks->num - 1] = (float)blocks->last_size;
+    const vec large = splat(5.0f) * sum_of_each(totals) / sizes;
+    const uint32_t has_large = at_least(large, (vec)largest.all) ^ ((1 << LANES) - 1);
+    for (long block = 0; block < blocks->num; block++) {
+        if (!(has_large >> block & 1)) continue;
+        const long own_size = NAME(size_of_block)(blocks, block, size);
+        const long last = NAME(take_outliers)(
+            rest[block], a, *found, blocks->at[block], blocks->start + block * size, own_size,
+            ((vec)largest.all)[block], large[block]);
+        if (last == *found) continue;
+        *found = last;
+        blocks->at[block] = rest[block];
+        const float left = NAME(largest_magnitude)(rest[block], own_size);
+        memcpy((char *)&largest + block * sizeof left, &left, sizeof left);
+    }
+    return largest.all;
+}
+
+/* Writes the bytes of blocks, each times a number of `inverses`; returns their sums. */
+INLINE ivec NAME(round_blocks)(
+    uint8_t *bytes, const struct NAME(row_blocks) *blocks, vec inverses, const long size, const long code_bits) {
+    float each[LANES];
+    memcpy(each, &inverses, sizeof each);
+    ivec sums[LANES];
+    for (long block = 0; block < blocks->num; block++, bytes += size) {
+        const long own_size = NAME(size_of_block)(blocks, block, size);
+        const vec inverse = splat(each[block]);
+        if (own_size == size) sums[block] = NAME(round_block)(bytes, blocks->at[block], inverse, size, code_bits);
+        else sums[block] = NAME(round_block)(bytes, blocks->at[block], inverse, own_size, code_bits);
+    }
+    for (long block = blocks->num; block < LANES; block++) sums[block] = (ivec){0};
+    return isum_of_each(sums);
+}
+
+INLINE void NAME(quantize_row_by)(
+    const struct quantize_blocks_args *a, long row, const long size, const long code_bits) {
+    const long num_blocks = ceil_div(a->size, size);
+    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
+    uint8_t *bytes = a->bytes + row * round_up(a->size, k_per_line(code_bits));
+    DTYPE rest[LANES][MAX_OUTLIER_BLOCK];
+    long found = row * a->most_outliers;
+    for (long first = 0; first < num_blocks; first += LANES) {
+        const long at = row * num_blocks + first;
+        struct NAME(row_blocks) blocks = {.start = first * size};
+        blocks.num = num_blocks - first < LANES ? num_blocks - first : LANES;
+        const long last = blocks.start + (blocks.num - 1) * size;
+        blocks.last_size = a->size - last < size ? a->size - last : size;
+        for (long i = 0; i < blocks.num; i++) blocks.at[i] = x + blocks.start + i * size;
+        const vec largest = (vec)NAME(largest_of_blocks)(a, &blocks, rest, &found, size);
+        const vec scales = largest / splat(127.0f);
+        const ivec sums = NAME(round_blocks)(bytes + blocks.start, &blocks, inverse_scales(largest), size, code_bits);
+        const ivec starts = sums * (int32_t)-a->zero;
+        const vec float_sums = scales * __builtin_convertvector(sums, vec);
+        memcpy(a->scales + at, &scales, blocks.num * sizeof(float));
+        memcpy(a->sums + at, &starts, blocks.num * sizeof(float));
+        if (a->float_sums) memcpy(a->float_sums + at, &float_sums, blocks.num * sizeof(float));
+    }
+    if (a->outlier_columns) a->outlier_columns[found] = -1;
 }
 
 static void NAME(quantize_row)(const void *args, long row) {
     const struct quantize_blocks_args *a = args;
-    const long num_blocks = ceil_div(a->size, a->columns_per_scale);
-    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
-    uint8_t *bytes = a->bytes + row * round_up(a->size, k_per_line(a->code_bits));
-    long found = row * a->most_outliers;
-    for (long block = 0; block < num_blocks; block++) {
-        const long start = block * a->columns_per_scale, at = row * num_blocks + block;
-        const long size = a->size - start < a->columns_per_scale ? a->size - start : a->columns_per_scale;
-        if (size == 32) found = NAME(quantize_block)(a, at, x + start, start, 32, bytes + start, found);
-        else found = NAME(quantize_block)(a, at, x + start, start, size, bytes + start, found);
-    }
-    if (a->outlier_columns) a->outlier_columns[found] = -1;
+    if (a->columns_per_scale == 32 && a->code_bits == 8) NAME(quantize_row_by)(a, row, 32, 8);
+    else if (a->columns_per_scale == 32) NAME(quantize_row_by)(a, row, 32, 4);
+    else NAME(quantize_row_by)(a, row, a->columns_per_scale, a->code_bits);
 }
 
 struct job NAME(quantize_blocks)(const void *args) {
@@ -344,12 +417,13 @@ INLINE const char *NAME(add_float_products)(
     return w;
 }
 
-static __attribute__((noinline)) void NAME(write_quantized_tile)(
-    const struct linear_quantized_args *a, long row, long group, const union parts *sums, int rows,
+/* Rows of a group, [row][panel]. */
+static __attribute__((noinline)) void NAME(write_quantized_rows)(
+    const struct linear_quantized_args *a, long row, long end, long group, const union parts *sums,
     const float *factors) {
     const long column = group * GROUP_LANES;
     if (!pool_claim()) return;
-    for (long end = row + rows; row < end; row++)
+    for (; row < end; row++)
         for (long v = 0; v < GROUP; v++, sums++) {
             const union parts scaled = {sums->all * load_f32(factors + v * LANES)};
             if (column + v * LANES < a->linear.out_features)
@@ -414,20 +488,78 @@ static __attribute__((noinline)) void NAME(add_outliers)(
     }
 }
 
-/* `rows` rows, in bytes or exact, against a group; is_common: blocks are of 32 with scales in half precision, and
- * bytes need no table, as in most files and in penstock's own rounding. */
+/* Of products of a block: minus `zero` times the sum of x. */
+INLINE void NAME(start_sums)(uvec_part *sums, const int32_t *x_sums, long stride, const int rows) {
+    enum { PARTS = GROUP * NUM_PARTS };
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        const uvec_part start = usplat_part((uint32_t)x_sums[r * stride]);
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) {
+            sums[r * PARTS + i] = start;
+            KEEP_IN_REGISTER(sums[r * PARTS + i]);
+        }
+    }
+}
+
+/* results = `rows` rows of bytes times a group, where blocks are of 32, all of them whole, with scales in half
+ * precision, and codes need no table: as in most files and in penstock's own rounding. */
+INLINE void NAME(common_byte_tile)(
+    const struct linear_quantized_args *a, long row, const char *w, struct ahead *rest, union parts *results,
+    const int rows, const int code_bits) {
+    enum { PARTS = GROUP * NUM_PARTS };
+    struct ahead ahead = *rest;
+    const long in = a->linear.in_features, num_blocks = in / 32, has_offsets = a->format.has_offsets;
+    const long at = row * num_blocks;
+    const uint8_t *x = (const uint8_t *)a->linear.x + row * in;
+    vec_part totals[QUANTIZED_ROWS * PARTS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * PARTS; i++) totals[i] = (vec_part){0};
+    for (long block = 0; block < num_blocks; block++, x += 32) {
+        const f16 *scales = (const f16 *)w;
+        w += GROUP_LANES * 2 * (has_offsets ? 2 : 1);
+        uvec_part sums[QUANTIZED_ROWS * PARTS];
+        NAME(start_sums)(sums, a->x_sums + at + block, num_blocks, rows);
+        prefetch_step(&ahead);
+        w = NAME(add_byte_products)(sums, x, in, w, code_bits, NULL, (bvec){0}, 0, rows, code_bits);
+#pragma GCC unroll 32
+        for (int i = 0; i < rows * PARTS; i++) KEEP_IN_REGISTER(sums[i]);
+        vec_part factors[PARTS];
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) factors[i] = load_part_f16(scales + i * PART_LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const vec_part x_scale = splat_part(a->x_scales[at + r * num_blocks + block]);
+#pragma GCC unroll 8
+            for (int i = 0; i < PARTS; i++)
+                totals[r * PARTS + i] += float_of_ints(sums[r * PARTS + i]) * (x_scale * factors[i]);
+        }
+        if (!has_offsets) continue;
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) factors[i] = load_part_f16(scales + GROUP_LANES + i * PART_LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const vec_part x_sum = splat_part(a->x_float_sums[at + r * num_blocks + block]);
+#pragma GCC unroll 8
+            for (int i = 0; i < PARTS; i++) totals[r * PARTS + i] -= x_sum * factors[i];
+        }
+    }
+    *rest = ahead;
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * PARTS; i++) results[i / NUM_PARTS].part[i % NUM_PARTS] = totals[i];
+}
+
+/* The same of any blocks, and rows in bytes or exact; is_common: rows are exact, but blocks as above. */
 INLINE void NAME(quantized_tile)(
-    const struct linear_quantized_args *a, long row, long group, struct ahead *rest, const int rows,
-    const int code_bits, const int is_exact, const int is_common) {
+    const struct linear_quantized_args *a, long row, const char *w, struct ahead *rest, union parts *results,
+    const int rows, const int code_bits, const int is_exact, const int is_common) {
     struct ahead ahead = *rest;
     enum { PARTS = GROUP * NUM_PARTS };
     struct quantized_format f = a->format;
     if (is_common) f.columns_per_scale = 32, f.is_half = 1;
-    if (is_common && !is_exact) f.table = NULL;
     const long in = a->linear.in_features;
     const struct quantized_layout layout = quantized_layout(&f, in, code_bits);
     const long stride = is_exact ? in : round_up(in, layout.k_per_line);
-    const char *start = (const char *)a->linear.weight + group * layout.group, *w = start + GROUP_LANES * 4;
     bvec byte_table = {0};
     vec float_table = {0};
     if (!is_exact && f.table) memcpy(&byte_table, f.table, sizeof byte_table);
@@ -457,62 +589,71 @@ INLINE void NAME(quantized_tile)(
             NAME(add_block)(a, &f, totals, NULL, sums, row, rows, block, layout.num_blocks, scales, 1);
         } else {
             uvec_part sums[QUANTIZED_ROWS * PARTS];
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const long at = (row + r) * layout.num_blocks + block;
-                const uint32_t x_sum = f.zero ? (uint32_t)a->x_sums[at] : 0;
-#pragma GCC unroll 8
-                for (int i = 0; i < PARTS; i++) {
-                    sums[r * PARTS + i] = -(uint32_t)f.zero * x_sum - (uvec_part){0};
-                    KEEP_IN_REGISTER(sums[r * PARTS + i]);
-                }
-            }
+            NAME(start_sums)(sums, a->x_sums + row * layout.num_blocks + block, layout.num_blocks, rows);
             const uint8_t *x = (const uint8_t *)a->linear.x + row * stride + k;
-            if (is_common && size == 32) {
-                prefetch_step(&ahead);
-                w = NAME(add_byte_products)(sums, x, stride, w, code_bits, NULL, byte_table, 0, rows, code_bits);
-            } else if (f.table)
-                w = NAME(add_byte_products)(
-                    sums, x, stride, w, num_lines, &ahead, byte_table, 1, rows, code_bits);
+            if (f.table)
+                w = NAME(add_byte_products)(sums, x, stride, w, num_lines, &ahead, byte_table, 1, rows, code_bits);
             else
-                w = NAME(add_byte_products)(
-                    sums, x, stride, w, num_lines, is_common ? NULL : &ahead, byte_table, 0, rows, code_bits);
+                w = NAME(add_byte_products)(sums, x, stride, w, num_lines, &ahead, byte_table, 0, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) KEEP_IN_REGISTER(sums[i]);
             NAME(add_block)(a, &f, totals, sums, NULL, row, rows, block, layout.num_blocks, scales, 0);
         }
     }
     *rest = ahead;
-    union parts results[QUANTIZED_ROWS * GROUP];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * PARTS; i++) results[i / NUM_PARTS].part[i % NUM_PARTS] = totals[i];
-    if (!is_exact && a->outlier_columns)
-        for (int r = 0; r < rows; r++) {
-            const long at = (row + r) * a->most_outliers;
-            if (a->outlier_columns[at] >= 0)
-                NAME(add_outliers)(
-                    &f, &layout, results + r * GROUP, a->outlier_columns + at, a->outlier_values + at,
-                    start + GROUP_LANES * 4, byte_table, code_bits);
-        }
-    NAME(write_quantized_tile)(a, row, group, results, rows, (const float *)start);
 }
+
+INLINE void NAME(tile_of_group)(
+    const struct linear_quantized_args *a, long row, const char *w, struct ahead *ahead, union parts *results,
+    const int rows, const int code_bits, const int is_exact, const int is_common) {
+    if (is_common && !is_exact) NAME(common_byte_tile)(a, row, w, ahead, results, rows, code_bits);
+    else NAME(quantized_tile)(a, row, w, ahead, results, rows, code_bits, is_exact, is_common);
+}
+
+enum { ROWS_AT_ONCE = 32 }; /* whose results are written together: a multiple of a tile's rows */
 
 INLINE void NAME(quantized_rows_of_group)(
     const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
     const int is_exact, const int is_common) {
     const int most = is_exact ? QUANTIZED_ROWS : BYTE_ROWS;
-    const struct quantized_layout layout = quantized_layout(&a->format, a->linear.in_features, code_bits);
+    const struct quantized_format *f = &a->format;
+    const struct quantized_layout layout = quantized_layout(f, a->linear.in_features, code_bits);
+    const char *start = (const char *)a->linear.weight + group * layout.group, *w = start + GROUP_LANES * 4;
     const long num_tiles = layout.group <= MAX_AHEAD_BYTES ? ceil_div(end - row, most) : 1;
     const long step_bytes = is_common ? layout.group / layout.num_blocks : GROUP * LINE_BYTES;
     struct ahead ahead = read_ahead(a, group, num_tiles, step_bytes, layout.group);
-    for (; row + most <= end; row += most) {
-        NAME(quantized_tile)(a, row, group, &ahead, most, code_bits, is_exact, is_common);
-        if (num_tiles == 1) ahead = read_ahead(a, group, 1, step_bytes, layout.group);
-        else if (ahead.at >= ahead.end) ahead.lines = 0;
-    }
-#define TILE(n) NAME(quantized_tile)(a, row, group, &ahead, n, code_bits, is_exact, is_common)
-    FEW_ROWS(end - row, most)
+    bvec table = {0};
+    if (!is_exact && f->table) memcpy(&table, f->table, sizeof table);
+    union parts results[ROWS_AT_ONCE * GROUP];
+    const long column = group * GROUP_LANES;
+    while (row < end) {
+        const long first = row, last = end - row < ROWS_AT_ONCE ? end : row + ROWS_AT_ONCE;
+        union parts *at = results;
+        for (long r = first; r < last; r++) { /* what is written after the products, without waiting then */
+            const DTYPE *y = (const DTYPE *)a->linear.y + r * output_stride(&a->linear) + column;
+            __builtin_prefetch(y, 1, 3);
+            __builtin_prefetch(y + GROUP_LANES - 1, 1, 3);
+        }
+#define TILE(n) NAME(tile_of_group)(a, row, w, &ahead, at, n, code_bits, is_exact, is_common)
+        for (; row + most <= last; row += most, at += most * GROUP) {
+            TILE(most);
+            if (num_tiles == 1) ahead = read_ahead(a, group, 1, step_bytes, layout.group);
+            else if (ahead.at >= ahead.end) ahead.lines = 0;
+        }
+        FEW_ROWS(last - row, most)
 #undef TILE
+        row = last;
+        for (long r = first; !is_exact && a->outlier_columns && r < last; r++) {
+            const long list = r * a->most_outliers;
+            if (a->outlier_columns[list] >= 0)
+                NAME(add_outliers)(
+                    f, &layout, results + (r - first) * GROUP, a->outlier_columns + list,
+                    a->outlier_values + list, w, table, code_bits);
+        }
+        NAME(write_quantized_rows)(a, first, last, group, results, (const float *)start);
+    }
 }
 
 /* The same of any codes and rows. */
@@ -520,7 +661,8 @@ static __attribute__((noinline)) void NAME(quantized_rows)(
     const struct linear_quantized_args *a, long row, long end, long group) {
     const struct quantized_format *f = &a->format;
     const int is_exact = !a->x_scales;
-    const int is_common = f->columns_per_scale == 32 && f->is_half && (is_exact || !f->table);
+    const int is_common =
+        f->columns_per_scale == 32 && f->is_half && (is_exact || !(f->table || a->linear.in_features % 32));
 #define ROWS(bits, exact, common) \
     if (f->code_bits == bits && is_exact == exact && is_common == common) \
         NAME(quantized_rows_of_group)(a, row, end, group, bits, exact, common);

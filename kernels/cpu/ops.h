@@ -52,19 +52,19 @@ struct pack_quantized_args {
 };
 
 /* Each block of a row of x as signed bytes: x / scale, rounded, where scale = its largest magnitude / 127;
- * and the sum of these bytes, also times the scale. Outliers, by split_outliers of
+ * minus `zero` times the sum of these bytes, and the sum times the scale. Outliers, by split_outliers of
  * kernels/reference/linear_quantized.py, become zeros there: a row's are listed, and after the last a column of
  * -1. */
 struct quantize_blocks_args {
     uint8_t *bytes; /* [rows, size rounded up to a line], in the order of a line of code_bits */
-    float *scales;  /* [rows, blocks] */
-    int32_t *sums;            /* [rows, blocks]; null: not needed */
-    float *float_sums;        /* likewise */
+    float *scales;     /* [rows, blocks] */
+    int32_t *sums;     /* [rows, blocks], times -zero */
+    float *float_sums; /* [rows, blocks]; null: not needed */
     int32_t *outlier_columns; /* [rows, most_outliers]; null: there are no outliers */
     float *outlier_values;    /* [rows, most_outliers] */
     const void *x;  /* [rows, size] */
     const int64_t *num_rows;
-    int64_t size, columns_per_scale, code_bits;
+    int64_t size, columns_per_scale, code_bits, zero;
     int64_t most_outliers; /* more than a fifth of `size` */
 };
 
@@ -93,13 +93,12 @@ struct scale_columns_args {
     int64_t size;
 };
 
-/* linear, of weights that pack_quantized packed. x_scales null: x as it is, with sums by sum_blocks if there
- * are offsets. Otherwise x is what quantize_blocks wrote, with sums if `zero` is not 0 and float sums if there
- * are offsets. */
+/* linear, of weights that pack_quantized packed. x_scales null: x as it is, with float sums by sum_blocks if
+ * there are offsets. Otherwise x is what quantize_blocks wrote, with float sums if there are offsets. */
 struct linear_quantized_args {
     struct linear_args linear;
     const float *x_scales;     /* [rows, blocks] */
-    const int32_t *x_sums;     /* [rows, blocks] */
+    const int32_t *x_sums;     /* [rows, blocks], times -zero */
     const float *x_float_sums; /* [rows, blocks] */
     const int32_t *outlier_columns; /* as in quantize_blocks_args */
     const float *outlier_values;

@@ -40,14 +40,14 @@ class PackedCodes:
         self.has_offsets = matrix.offsets is not None
         self.num_blocks = matrix.scales.shape[1]
         self.code_bits = matrix.bits
+        self.zero = 128 if in_bytes and matrix.table is not None else matrix.zero
         self.line = _NIBBLE_LINE * 4 // matrix.bits
         is_half = self.columns_per_scale <= _SHORT_BLOCK and library.dtype != torch.float32
         factors, scales, offsets = _scales(matrix, is_half)
-        has_byte_table = in_bytes and matrix.table is not None
         self._format: dict[str, Any] = {
             "code_bits": matrix.bits,
             "columns_per_scale": self.columns_per_scale,
-            "zero": 128 if has_byte_table else matrix.zero,
+            "zero": self.zero,
             "has_offsets": int(self.has_offsets),
             "is_half": int(is_half),
             "is_float8": int(matrix.is_float8),
@@ -91,9 +91,8 @@ class PackedCodes:
         sizes = {
             "x": (self.row_bytes, torch.uint8),
             "x_scales": (self.num_blocks, torch.float32),
+            "x_sums": (self.num_blocks, torch.int32),
         }
-        if self._format["zero"]:
-            sizes["x_sums"] = (self.num_blocks, torch.int32)
         if self.has_offsets:
             sizes["x_float_sums"] = (self.num_blocks, torch.float32)
         if self.columns_per_scale <= MAX_OUTLIER_BLOCK:

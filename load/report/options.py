@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import re
 from pathlib import Path
-
-from penstock.engine.errors import ConfigError
-from penstock.load.report.summary import Slo
+from typing import Any
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -39,38 +37,32 @@ def rates(text: str) -> tuple[float, ...]:
     return numbers
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ValueError if it is none."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
 _OBJECTIVES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}
+
+
+def objective(text: str) -> tuple[str, float]:
+    """A field of `Slo`, and its limit. Raises ValueError if it is none."""
+    name, _, value = text.partition(":")
+    if name not in _OBJECTIVES or not float(value) >= 0:
+        raise ValueError(text)
+    return _OBJECTIVES[name], float(value)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     add = group.add_argument
-    add(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="NAME:MS",
-        help="objectives in milliseconds, such as ttft:200 tpot:50 e2e:5000",
-    )
+    add("--goodput", nargs="+", type=objective, default=[], metavar="NAME:MS",
+        help="objectives in milliseconds, such as ttft:200 tpot:50 e2e:5000")  # fmt: skip
     add("--label", default="", help="label in the title and file names")
     add_out(parser)
-
-
-def slo_of(parsed: argparse.Namespace) -> Slo:
-    """Raises ConfigError for an invalid objective."""
-    limits: dict[str, float] = {}
-    for text in parsed.goodput:
-        name, _, value = text.partition(":")
-        try:
-            limit = float(value)
-        except ValueError:
-            limit = math.nan
-        if name not in _OBJECTIVES or not limit >= 0:
-            raise ConfigError(
-                f"--goodput {text!r}: objectives are ttft, tpot and e2e in ms, such as ttft:200"
-            )
-        limits[_OBJECTIVES[name]] = limit
-    return Slo(**limits)
 
 
 def file_stem(bench: str, label: str) -> str:
@@ -80,7 +72,7 @@ def file_stem(bench: str, label: str) -> str:
 
 def settings_of(parsed: argparse.Namespace) -> dict[str, str | int | float | bool | None]:
     """The arguments as plain data, without secrets and paths of this machine."""
-    hidden = ("run", "api_key", "out")
+    hidden = ("run", "api_key", "flood_api_key", "out")
     return {
         name: value if isinstance(value, str | int | float | bool) or value is None else str(value)
         for name, value in vars(parsed).items()

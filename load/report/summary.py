@@ -6,22 +6,21 @@
     TPOT    (E2E − TTFT) ÷ (output tokens − 1), of requests with two tokens or more
     rates   over the run, from its start to the end of its last request
 
-There are two differences, so that waiting shows: time counts from when a request was due, where
-vLLM counts from when it was sent; and an event without text (a role, an empty delta) is no first
-token. A request with a fault counts only in the counts, the faults, the peak and the send lag.
+An event without text (a role, an empty delta) is no first token. A request with a fault counts only
+in the counts, the faults, the peak and the send lag.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.load.client.records import StreamRecord
 from penstock.load.report.tables import table
@@ -213,53 +212,36 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-# -- the server's own metrics ---------------------------------------------------------------------
-
-# Values by name without its prefix (`penstock:`, `vllm:`), with a state if any.
-Sample: TypeAlias = Mapping[str, float]
+# -- turns of conversations ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerMetrics:
-    """What the server's metrics say about a run; None: not reported."""
+class TurnTimes:
+    """The same turn of all conversations: medians."""
 
-    prefix_cache_hit_rate: float | None = None  # prompt tokens found ÷ looked up
-    num_preemptions: int | None = None
-    peak_kv_usage: float | None = None  # the largest share of KV blocks in use in any sample
-
-
-def read_metrics(texts: Sequence[str]) -> ServerMetrics | None:
-    """The figures of a run from its metrics texts (before, during, after); None without any."""
-    samples = list(filter(None, map(sample_of, texts)))
-    if not samples:
-        return None
-    first, last = samples[0], samples[-1]
-
-    def growth(name: str) -> float | None:
-        return last[name] - first[name] if name in first and name in last else None
-
-    queries, hits = growth("prefix_cache_queries_total"), growth("prefix_cache_hits_total")
-    preemptions = growth("num_preemptions_total")
-    usage = "kv_cache_usage_perc"
-    return ServerMetrics(
-        prefix_cache_hit_rate=hits / queries if hits is not None and queries else None,
-        num_preemptions=None if preemptions is None else round(preemptions),
-        peak_kv_usage=max((sample[usage] for sample in samples if usage in sample), default=None),
-    )
+    turn: int
+    prompt_tokens: float
+    new_tokens: float  # of the prompt, those that were not cached, as the server says
+    ttft_ms: float
 
 
-def sample_of(text: str) -> Sample:
-    """Of a Prometheus text: series of one name, and state, are added up. Empty for what is no such
-    text."""
-    values: defaultdict[str, float] = defaultdict(float)
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name = sample.name.rpartition(":")[2]
-                values[f"{name} {sample.labels.get('state', '')}".strip()] += sample.value
-    except ValueError:
-        return {}
-    return dict(values)
+def turns_of(records: Sequence[StreamRecord]) -> list[TurnTimes]:
+    """By turn; empty unless there are several."""
+    turns: dict[int, list[StreamRecord]] = {}
+    for record in records:
+        if record.is_clean and record.event_times_s:
+            turns.setdefault(record.turn, []).append(record)
+    median = statistics.median
+    found = [
+        TurnTimes(
+            turn=turn + 1,
+            prompt_tokens=median(each.prompt_tokens for each in group),
+            new_tokens=median(each.prompt_tokens - max(each.cached_tokens, 0) for each in group),
+            ttft_ms=median(map(ttft_ms, group)),
+        )
+        for turn, group in sorted(turns.items())
+    ]
+    return found if len(found) > 1 else []
 
 
 # -- tables and notes ----------------------------------------------------------------------------
@@ -299,11 +281,9 @@ def rate_table(summary: Summary) -> str:
     return table(header, rows)
 
 
-def notes(summary: Summary, server: ServerMetrics | None) -> str:
+def notes(summary: Summary) -> str:
     """One line per fact."""
-    return "\n".join(
-        f"- {line}" for line in [*_run_notes(summary), *_server_notes(server), *_faults(summary)]
-    )
+    return "\n".join(f"- {line}" for line in [*_run_notes(summary), *_faults(summary)])
 
 
 def warnings(summary: Summary, *, has_cap: bool) -> list[str]:
@@ -338,17 +318,6 @@ def _run_notes(summary: Summary) -> Iterator[str]:
         f"client: {summary.client_cpu_share:.0%} of a core; sent {summary.send_lag_ms.p50:.1f} ms "
         f"(p99 {summary.send_lag_ms.p99:.1f}) after due"
     )
-
-
-def _server_notes(server: ServerMetrics | None) -> Iterator[str]:
-    if server is None:
-        return
-    if server.prefix_cache_hit_rate is not None:
-        yield f"server: prefix cache hit rate {server.prefix_cache_hit_rate:.1%}"
-    if server.num_preemptions is not None:
-        yield f"server: {server.num_preemptions:,} preemptions"
-    if server.peak_kv_usage is not None:
-        yield f"server: KV cache in use, highest sample {server.peak_kv_usage:.1%}"
 
 
 def _faults(summary: Summary) -> Iterator[str]:

@@ -49,22 +49,3 @@ def publish(
     print(report)
     paths = [*write_report(out, name, markdown=f"# {title}\n\n{report}", data=data), *others]
     print("\nwrote", ", ".join(map(str, paths)))
-
-
-def replace_marked(page: Path, name: str, text: str) -> None:
-    """Replace the text between the page's two marker comments of this name."""
-    begin, end = _comments(name)
-    head, _, rest = page.read_text("utf-8").partition(begin)
-    _, found, tail = rest.partition(end)
-    assert found, f"{page} lacks the comments of {name!r}"
-    page.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}", encoding="utf-8")
-
-
-def marked(page: Path, name: str) -> str:
-    """The text between the two marker comments."""
-    begin, end = _comments(name)
-    return page.read_text("utf-8").partition(begin)[2].partition(end)[0].strip()
-
-
-def _comments(name: str) -> tuple[str, str]:
-    return f"<!-- {name} -->", f"<!-- end of {name} -->"

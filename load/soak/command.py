@@ -11,22 +11,21 @@ import argparse
 import asyncio
 import contextlib
 import random
-import signal
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import aiohttp
-from tqdm import tqdm
 
 from penstock.engine.errors import ConfigError
+from penstock.load.launch import end_as_interrupted
 from penstock.load.report.options import add_out
 from penstock.load.report.tables import publish, table, table_of
 from penstock.load.soak import hostile, traffic
-from penstock.load.soak.attack import attack, kill_once, kinds_of
+from penstock.load.soak.attack import attack, kinds_of
 from penstock.load.soak.journal import Journal, Kind
 from penstock.load.soak.prober import probing
 from penstock.load.soak.scene import Scene, open_scene
@@ -37,12 +36,13 @@ from penstock.load.soak.verdict import (
     Evidence,
     Fate,
     Finding,
+    costs,
     fate_of,
     findings,
     is_settled,
     slopes,
 )
-from penstock.load.soak.watch import Watch
+from penstock.load.soak.watch import ProcessSample, Watch
 
 # By the names that `--only` takes.
 KINDS = {kind.name.lower().replace("_", "-"): kind for kind in Kind if kind is not Kind.CALM}
@@ -63,12 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, default=10.0, help="duration")
     add("--concurrency", type=int, default=8, help="minimum number of concurrent clients")
     add("--seed", type=int, default=0, help="seed of everything random")
-    switch = argparse.BooleanOptionalAction
-    add("--resumes", action=switch, default=True, help="drop connections and resume")
-    add("--cancels-by-id", action=switch, default=True, help="cancel responses by id over HTTP")
     add(
         "--kills",
-        action=switch,
+        action=argparse.BooleanOptionalAction,
         help="kill the started server's engine and, if there are several, its gateways in turn; "
         "each must be back within a minute; default: yes, but not with --base-url",
     )
@@ -106,57 +103,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Soak; print and write the report; return 1 unless the verdict is clean. Raises ConfigError
     if the settings are invalid or the server does not start."""
+    is_given = parsed.base_url is not None
     if parsed.minutes <= 0 or parsed.concurrency < 1:
         raise ConfigError("--minutes and --concurrency must be more than 0")
-    if parsed.serve_flags and parsed.base_url is not None:
+    if is_given and parsed.serve_flags:
         raise ConfigError("--serve-flags is for a penstock server that soak starts")
-    if parsed.kills and parsed.base_url is not None:
+    if is_given and parsed.kills:
         raise ConfigError("--kills is for a server that soak starts, not for --base-url")
-    if parsed.attack and (parsed.base_url is not None or parsed.kills is False):
+    if parsed.attack and (is_given or parsed.kills is False):
         raise ConfigError("--attack is for a server that soak starts, and needs kills")
     if parsed.only and not parsed.attack:
         raise ConfigError("--only is for --attack")
     if parsed.images and (not parsed.attack or parsed.model is not None):
         raise ConfigError("--images is for --attack, and brings its own model")
     end_as_interrupted()
-    if parsed.base_url is not None:
+    if is_given:
         return soak_target(given_server(parsed.base_url), parsed)
+    is_attacked, has_images = parsed.attack, parsed.images
     with own_server(
-        parsed.model,
-        parsed.serve_flags,
-        is_attacked=parsed.attack,
-        has_images=parsed.images,
+        parsed.model, parsed.serve_flags, is_attacked=is_attacked, has_images=has_images
     ) as target:
         return soak_target(target, parsed)
 
 
-def end_as_interrupted() -> None:
-    """Let a terminated soak stop what it started and wake what it froze: asyncio cancels the
-    main task at SIGINT if this is its handler."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-
-
 def soak_target(target: Target, parsed: argparse.Namespace) -> int:
     """Soak a server; print and write the report; return 1 unless the verdict is clean."""
+    has_kills = parsed.base_url is None if parsed.kills is None else parsed.kills
+    kinds = [KINDS[name] for name in parsed.only or KINDS] if parsed.attack else [Kind.KILL]
     plan = Plan(
         duration_s=parsed.minutes * 60,
         concurrency=parsed.concurrency,
         seed=parsed.seed,
-        has_resumes=parsed.resumes,
-        has_cancels_by_id=parsed.cancels_by_id,
-        has_kills=parsed.base_url is None if parsed.kills is None else parsed.kills,
-        is_attack=parsed.attack,
-        only=tuple(KINDS[name] for name in parsed.only or KINDS),
+        kinds=kinds_of(target, kinds) if has_kills else (),
         api_key=parsed.api_key or target.api_key,
     )
     has_redis = parsed.attack or "--redis-url" in parsed.serve_flags
-    spare = _REDIS_CONNECTIONS if has_redis else 0
     bounds = Bounds(
         memory_kib_per_min=parsed.max_memory_growth,
-        spare_descriptors=Bounds().spare_descriptors + spare,
+        spare_descriptors=Bounds().spare_descriptors + _REDIS_CONNECTIONS * has_redis,
     )
-    attack = " under attack" if plan.is_attack else ""
+    attack = " under attack" * parsed.attack
     clients = f"{plan.concurrency} clients at once{attack}"
     title = f"{parsed.minutes:g} minutes of {clients}: {target.name}"
     print(title, flush=True)
@@ -190,17 +176,14 @@ def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) ->
     journal = evidence.journal
     acts = ", ".join(f"{name} {num:,}" for name, num in sorted(journal.num_done.items()))
     streams = [[name, *(f"{count:,}" for count in counts)] for name, *counts in _streams(evidence)]
-    victims = Counter(kill.victim for kill in journal.kills)
+    victims = Counter(kill.victim for kill in journal.of(Kind.KILL))
     kills = ", ".join(f"{victim} {num}" for victim, num in victims.items()) or "none"
-    processes = _process_rows(evidence, bounds)
     return "\n\n".join(
         [
             table(("streams", "ended", *_FATES), streams),
             f"Acts: {acts}. Kills: {kills}.",
             *([_costs_table(evidence)] if evidence.kinds else []),
-            table(("process", "MiB", "KiB/min", "descriptors", "sockets"), processes)
-            if processes
-            else "No process of the server is on this machine: memory was not watched.",
+            _processes_table(evidence, bounds),
             _NOTES,
             _verdict(found),
         ]
@@ -208,34 +191,22 @@ def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) ->
 
 
 def report_figures(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> dict[str, Any]:
-    """Everything as data, with every sample. Times count from the first of them."""
-    journal, began_s = evidence.journal, evidence.before.at_s
-    samples = [
-        {**asdict(sample), "at_s": round(sample.at_s - began_s, 3)}
-        for sample in (evidence.before, *evidence.samples, evidence.after)
-    ]
+    """Everything as data, with every sample. All times are of one clock."""
+    journal = evidence.journal
     names = ("actor", "ended", *(fate.name.lower() for fate in _FATES))
+    data: dict[str, Sequence[Any]] = {
+        "findings": found,
+        "adversities": journal.adversities,
+        "costs": costs(evidence),
+        "slopes": slopes(evidence.samples, bounds.warmup_share),
+        "samples": (evidence.before, *evidence.samples, evidence.after),
+    }
     return {
         "is_clean": not found,
-        "findings": [asdict(finding) for finding in found],
         "bounds": asdict(bounds),
         "acts": dict(journal.num_done),
         "streams": [dict(zip(names, row, strict=True)) for row in _streams(evidence)],
-        "kills": [
-            {
-                "victim": kill.victim,
-                "killed_s": round(kill.killed_s - began_s, 3),
-                "ready_s": round(kill.ready_s - began_s, 3),
-            }
-            for kill in journal.kills
-        ],
-        "adversities": [
-            {**asdict(each), "began_s": each.began_s - began_s, "ended_s": each.ended_s - began_s}
-            for each in journal.adversities
-        ],
-        "costs": [asdict(cost) for cost in evidence.costs()],
-        "slopes": [asdict(slope) for slope in slopes(evidence.samples, bounds.warmup_share)],
-        "samples": samples,
+        **{name: [asdict(row) for row in rows] for name, rows in data.items()},
     }
 
 
@@ -270,21 +241,28 @@ def _costs_table(evidence: Evidence) -> str:
         "MB kept": lambda cost: f"{cost.memory_bytes / 1e6:,.1f}",
         "prober's lag p99 ms": lambda cost: ms(cost.lag_p99_s),
     }
-    return f"{table_of(evidence.costs(), columns)}\n\n{_COST_NOTES}"
+    return f"{table_of(costs(evidence), columns)}\n\n{_COST_NOTES}"
 
 
-def _process_rows(evidence: Evidence, bounds: Bounds) -> list[list[str]]:
+def _processes_table(evidence: Evidence, bounds: Bounds) -> str:
     before = {process.name: process for process in evidence.before.processes}
-    rates = {slope.pid: slope for slope in slopes(evidence.samples, bounds.warmup_share)}
-    rows = []
-    for process in evidence.after.processes:
-        first, rate = before.get(process.name, process), rates.get(process.pid)
-        row = [process.name, f"{first.rss_bytes / _MIB:,.1f} → {process.rss_bytes / _MIB:,.1f}"]
-        row.append("–" if rate is None else f"{rate.kib_per_min:,.0f}")
-        row.append(f"{first.num_fds} → {process.num_fds}")
-        row.append(f"{first.num_sockets} → {process.num_sockets}")
-        rows.append(row)
-    return rows
+    rates = {each.pid: each.kib_per_min for each in slopes(evidence.samples, bounds.warmup_share)}
+
+    def change(text: Callable[[ProcessSample], str]) -> Callable[[ProcessSample], str]:
+        return lambda each: f"{text(before.get(each.name, each))} → {text(each)}"
+
+    if not evidence.after.processes:
+        return "No process of the server is on this machine: memory was not watched."
+    return table_of(
+        evidence.after.processes,
+        {
+            "process": lambda each: each.name,
+            "MiB": change(lambda each: f"{each.rss_bytes / _MIB:,.1f}"),
+            "KiB/min": lambda each: f"{rates[each.pid]:,.0f}" if each.pid in rates else "–",
+            "descriptors": change(lambda each: f"{each.num_fds}"),
+            "sockets": change(lambda each: f"{each.num_sockets}"),
+        },
+    )
 
 
 def _verdict(found: Sequence[Finding]) -> str:
@@ -306,26 +284,24 @@ _KILL_EVERY_S = (3.0, 30.0)
 _KILLS_SHARE = 0.5  # of a soak; the rest shows memory without kills
 
 # The actors and their weights.
-ALWAYS: tuple[tuple[Actor, float], ...] = (
-    (traffic.read_to_the_end, 8),
-    (traffic.converse, 3),
-    (traffic.leave, 4),
-    (traffic.drop_socket, 1),
-    (traffic.cancel_lanes, 2),
-    (traffic.read_slowly, 2),
-    (traffic.hoard, 0.3),
-    (traffic.crowd, 0.3),
-    (hostile.ask_nonsense, 3),
-    (hostile.ask_too_much, 0.5),
-    (hostile.send_nonsense, 1),
-    (hostile.send_garbage, 1),
-    (hostile.send_bad_frames, 1),
-)
-RESUMING: tuple[tuple[Actor, float], ...] = (
-    (traffic.resume_sse, 3),
-    (traffic.resume_socket, 3),
-)
-CANCELLING: tuple[tuple[Actor, float], ...] = ((traffic.cancel_by_id, 2),)
+ACTORS: Mapping[Actor, float] = {
+    traffic.read_to_the_end: 8,
+    traffic.converse: 3,
+    traffic.leave: 4,
+    traffic.drop_socket: 1,
+    traffic.cancel_lanes: 2,
+    traffic.read_slowly: 2,
+    traffic.hoard: 0.3,
+    traffic.crowd: 0.3,
+    hostile.ask_nonsense: 3,
+    hostile.ask_too_much: 0.5,
+    hostile.send_nonsense: 1,
+    hostile.send_garbage: 1,
+    hostile.send_bad_frames: 1,
+    traffic.resume_sse: 3,
+    traffic.resume_socket: 3,
+    traffic.cancel_by_id: 2,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,18 +311,8 @@ class Plan:
     duration_s: float
     concurrency: int  # actors at once; some run several streams
     seed: int
-    has_resumes: bool = False
-    has_cancels_by_id: bool = False
-    has_kills: bool = False
-    is_attack: bool = False  # kills, freezes, floods and more besides, one at a time
-    only: tuple[Kind, ...] = tuple(Kind)  # of an attack
+    kinds: Sequence[Kind] = ()  # adversities, in turn; besides kills they are watched by a prober
     api_key: str | None = None
-
-    @property
-    def actors(self) -> tuple[tuple[Actor, float], ...]:
-        resuming = RESUMING if self.has_resumes else ()
-        cancelling = CANCELLING if self.has_cancels_by_id else ()
-        return (*ALWAYS, *resuming, *cancelling)
 
 
 async def soak(target: Target, plan: Plan, bounds: Bounds) -> Evidence:
@@ -363,7 +329,7 @@ async def soak(target: Target, plan: Plan, bounds: Bounds) -> Evidence:
             watch.running(plan.duration_s),
             contextlib.AsyncExitStack() as stack,
         ):
-            if plan.is_attack:
+            if {*plan.kinds} - {Kind.KILL}:
                 probed = await stack.enter_async_context(
                     probing(target.base_url, scene.model, plan.api_key, journal)
                 )
@@ -376,7 +342,7 @@ async def soak(target: Target, plan: Plan, bounds: Bounds) -> Evidence:
         samples=watch.samples,
         after=after,
         journal=journal,
-        kinds=kinds_of(target, plan.only) if plan.is_attack else (),
+        kinds=plan.kinds,
         probing=probed,
     )
 
@@ -391,30 +357,24 @@ async def _warm_up(target: Target, plan: Plan) -> None:
 
 async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
     until_s = time.perf_counter() + plan.duration_s
-    progress = asyncio.create_task(_show(scene.journal, plan.duration_s))
     works = [
-        _act_until(until_s, scene, plan.actors, random.Random(f"{plan.seed} {number}"))
+        _act_until(until_s, scene, random.Random(f"{plan.seed} {number}"))
         for number in range(plan.concurrency)
     ]
     last_kill_s = time.perf_counter() + plan.duration_s * _KILLS_SHARE
-    if plan.is_attack:
+    if {*plan.kinds} == {Kind.KILL}:
+        every_s = min(max(plan.duration_s / _KILLS, _KILL_EVERY_S[0]), _KILL_EVERY_S[1])
+        times = {"until_s": last_kill_s, "kill_until_s": last_kill_s, "rest_s": every_s}
+    else:
         times = {"until_s": until_s, "kill_until_s": last_kill_s}
-        works.append(attack(scene, target, **times, only=plan.only))
-    elif plan.has_kills:
-        works.append(_kill_until(last_kill_s, scene.journal, target, plan))
-    try:
-        await asyncio.gather(*works)
-    finally:
-        progress.cancel()
-        await asyncio.gather(progress, return_exceptions=True)
+    if plan.kinds:
+        works.append(attack(scene, target, plan.kinds, **times))
+    await asyncio.gather(*works)
 
 
-async def _act_until(
-    until_s: float, scene: Scene, actors: tuple[tuple[Actor, float], ...], rng: random.Random
-) -> None:
-    choices, weights = zip(*actors, strict=True)
+async def _act_until(until_s: float, scene: Scene, rng: random.Random) -> None:
     while time.perf_counter() < until_s:
-        (actor,) = rng.choices(choices, weights)
+        (actor,) = rng.choices([*ACTORS], [*ACTORS.values()])
         await _act(scene, actor, rng)
 
 
@@ -432,26 +392,3 @@ async def _act(scene: Scene, actor: Actor, rng: random.Random) -> None:
     except Exception:  # a bug of ours must not look like a clean soak
         scene.journal.problem(name, traceback.format_exc())
     scene.journal.num_done[name] += 1
-
-
-async def _kill_until(until_s: float, journal: Journal, target: Target, plan: Plan) -> None:
-    rng = random.Random(f"{plan.seed} kills")
-    shortest_s, longest_s = _KILL_EVERY_S
-    every_s = min(max(plan.duration_s / _KILLS, shortest_s), longest_s)
-    while (pause_s := every_s * rng.uniform(0.7, 1.3)) < until_s - time.perf_counter():
-        await asyncio.sleep(pause_s)
-        if not await kill_once(journal, target):
-            return
-
-
-async def _show(journal: Journal, duration_s: float) -> None:
-    """A progress bar with the faults so far."""
-    with tqdm(total=round(duration_s), unit="s", disable=None) as bar:
-        while True:
-            await asyncio.sleep(1)
-            num_bad = sum(bool(outcome.faults) for outcome in journal.outcomes)
-            bar.set_postfix(
-                streams=len(journal.outcomes), open=journal.num_open,
-                faulty=num_bad, problems=len(journal.problems),
-            )  # fmt: skip
-            bar.update(1)

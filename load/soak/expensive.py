@@ -10,26 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
-import subprocess
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
-import aiohttp
 import orjson
-import psutil
 
-from penstock.engine.config import TlsFiles
 from penstock.engine.protocol.tls import CurrentContext, gateway_context
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import Tls
 from penstock.load.soak.journal import Kind
-from penstock.load.soak.scene import Scene
+from penstock.load.soak.scene import Scene, post
+from penstock.load.soak.target import Target
 
 NUM_CONNECTIONS = 3
 FOR_S = 8.0  # of each kind
@@ -37,9 +30,7 @@ NUM_GRAMMARS = 60
 NUM_STORED, STORED_BYTES = 60, 3_800_000
 STORE_MEMORY_BYTES = 100_000_000  # in Redis, at most: the tenant's quota, and what is sent
 NUM_IDLE, NUM_GATEWAYS, GATEWAY_WITHIN_S = 100, 5, 10.0
-_ANSWER_S = 60.0
-_REFUSALS = (*range(400, 500), 503)
-_CHAT = "/v1/chat/completions"
+_STATUSES = (200, *range(400, 500), 503)
 _SCHEMA_BYTES, _FORMAT_BYTES, _PLAIN_BYTES = 215_000, 151_000, 250_000
 _DEPTH, _NUM_MESSAGES, _NUM_IMAGES, _IMAGES_EVERY_S = 10, 4096, 4, 0.1
 Body: TypeAlias = Mapping[str, Any]
@@ -68,72 +59,55 @@ def _deep(level: int, path: str) -> Body:
     return {"anyOf": [_deep(level - 1, f"{path}{side}") for side in "ab"]}
 
 
+def _user(content: str | list[Any], count: int = 1) -> Body:
+    return {"messages": [{"role": "user", "content": content}] * count}
+
+
 def _format(schema: Body) -> Body:
-    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    named = {"name": "x", "strict": True, "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def _tool(schema: Body) -> Body:
+    function = {"name": "f", "strict": True, "parameters": schema}
+    return {"tools": [{"type": "function", "function": function}]}
 
 
 # The rest of a chat request, by a number that makes it another one.
 BODIES: Mapping[Kind, Callable[[int], Body]] = {
-    Kind.PLAIN_TEXT: lambda number: {
-        "messages": [{"role": "user", "content": f"{number} " + "words " * (_PLAIN_BYTES // 6)}]
-    },
-    Kind.TOOL_SCHEMAS: lambda number: {
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "f",
-                    "strict": True,
-                    "parameters": _schema(number, _SCHEMA_BYTES),
-                },
-            }
-        ]
-    },
-    Kind.RESPONSE_FORMATS: lambda number: {
-        "response_format": _format(_schema(number, _FORMAT_BYTES))
-    },
-    Kind.DEEP_SCHEMAS: lambda number: {"response_format": _format(_deep(_DEPTH, f"{number}_"))},
-    Kind.TINY_MESSAGES: lambda number: {
-        "messages": [{"role": "user", "content": str(number)}] * _NUM_MESSAGES
-    },
+    Kind.PLAIN_TEXT: lambda number: _user(f"{number} " + "words " * (_PLAIN_BYTES // 6)),
+    Kind.TOOL_SCHEMAS: lambda number: _tool(_schema(number, _SCHEMA_BYTES)),
+    Kind.RESPONSE_FORMATS: lambda number: _format(_schema(number, _FORMAT_BYTES)),
+    Kind.DEEP_SCHEMAS: lambda number: _format(_deep(_DEPTH, f"{number}_")),
+    Kind.TINY_MESSAGES: lambda number: _user(str(number), _NUM_MESSAGES),
 }
 
 
-async def keep_sending(scene: Scene, flood_key: str | None, kind: Kind) -> None:
+async def keep_sending(kind: Kind, scene: Scene, target: Target) -> None:
     """Requests of one kind, each another one, for a time."""
-    ends_s, numbers = time.perf_counter() + FOR_S, itertools.count()
-
-    async def send() -> None:
-        while time.perf_counter() < ends_s:
-            body = await asyncio.to_thread(BODIES[kind], next(numbers))
-            await _ask(scene, flood_key, kind, body)
-
-    await asyncio.gather(*(send() for _ in range(NUM_CONNECTIONS)))
+    bodies = map(partial(partial, BODIES[kind]), itertools.count())
+    await _send(scene, target, kind, _for_a_time(bodies))
 
 
-async def flood_grammars(scene: Scene, flood_key: str | None) -> None:
+async def flood_grammars(scene: Scene, target: Target) -> None:
     """Small patterns that become large grammars."""
 
-    async def send(number: int) -> None:
-        pattern = rf"(\w{{1,40}}[ ,.]){{1,240}}{number}"
-        await _ask(scene, flood_key, Kind.GRAMMARS, {"guided_regex": pattern, "max_tokens": 256})
+    def body(number: int) -> Body:
+        return {"guided_regex": rf"(\w{{1,40}}[ ,.]){{1,240}}{number}", "max_tokens": 256}
 
-    await _some_at_once(map(partial(partial, send), range(NUM_GRAMMARS)))
+    bodies = map(partial(partial, body), range(NUM_GRAMMARS))
+    await _send(scene, target, Kind.GRAMMARS, bodies)
 
 
-async def flood_store(scene: Scene, flood_key: str, redis: psutil.Process | None) -> None:
+async def flood_store(scene: Scene, target: Target) -> None:
     """Conversations as large as a body may be; those of other tenants must stay."""
     async with scene.http.post("/v1/conversations", json={}) as response:
         kept = orjson.loads(await response.read())["id"]
+    redis = target.victims().get("redis")
     before = 0 if redis is None else redis.memory_info().rss
-    content = "x" * STORED_BYTES
-    items = [{"type": "message", "role": "user", "content": content}]
-    body = await asyncio.to_thread(orjson.dumps, {"items": items})
-
-    async def send() -> None:
-        await _post(scene, flood_key, Kind.STORE, "/v1/conversations", body)
-
-    await _some_at_once(itertools.repeat(send, NUM_STORED))
+    item = {"type": "message", "role": "user", "content": "x" * STORED_BYTES}
+    bodies = itertools.repeat(lambda: {"items": [item]}, NUM_STORED)
+    await _send(scene, target, Kind.STORE, bodies, path="/v1/conversations")
     async with scene.http.get(f"/v1/conversations/{kept}") as response:
         if response.status != 200:
             detail = f"another tenant's conversation is gone: {response.status}"
@@ -143,122 +117,61 @@ async def flood_store(scene: Scene, flood_key: str, redis: psutil.Process | None
         scene.journal.problem(Kind.STORE, f"Redis took {taken / 1e6:,.0f} MB more")
 
 
-async def ask_image_host(scene: Scene, flood_key: str | None, host: str) -> None:
+async def ask_image_host(scene: Scene, target: Target) -> None:
     """Images from a listed host that sends chunks of one byte, without end."""
+    url = {"type": "image_url", "image_url": {"url": f"http://{target.image_host}/x.png"}}
+    body = _user([{"type": "text", "text": "what is this?"}, *[url] * _NUM_IMAGES])
+    bodies = _for_a_time(itertools.repeat(lambda: body))
+    # Not a flood of requests.
+    await _send(scene, target, Kind.IMAGE_HOST, bodies, every_s=_IMAGES_EVERY_S)
+
+
+def _for_a_time(bodies: Iterable[Callable[[], Body]]) -> Iterable[Callable[[], Body]]:
     ends_s = time.perf_counter() + FOR_S
-
-    async def send() -> None:
-        while time.perf_counter() < ends_s:
-            url = {"type": "image_url", "image_url": {"url": f"http://{host}/x.png"}}
-            content = [{"type": "text", "text": "what is this?"}, *[url] * _NUM_IMAGES]
-            body = {"messages": [{"role": "user", "content": content}]}
-            await _ask(scene, flood_key, Kind.IMAGE_HOST, body)
-            await asyncio.sleep(_IMAGES_EVERY_S)  # not a flood of requests
-
-    await asyncio.gather(*(send() for _ in range(NUM_CONNECTIONS)))
+    return itertools.takewhile(lambda _: time.perf_counter() < ends_s, bodies)
 
 
-async def _some_at_once(sends: Iterator[Callable[[], Awaitable[None]]]) -> None:
+async def _send(
+    scene: Scene,
+    target: Target,
+    kind: Kind,
+    bodies: Iterable[Callable[[], Body]],
+    *,
+    path: str = "/v1/chat/completions",
+    every_s: float = 0.0,
+) -> None:
+    """Post bodies over some connections at once; those of chat get the usual fields."""
+    usual: Body = {"model": scene.model, **_user("hello"), "max_tokens": 1}
+    usual = usual if path.endswith("completions") else {}
+    left = iter(bodies)
+
+    def dump(make: Callable[[], Body]) -> bytes:
+        return orjson.dumps({**usual, **make()})
+
     async def work() -> None:
-        for send in sends:
-            await send()
+        for make in left:
+            data, key = await asyncio.to_thread(dump, make), target.flood_key
+            await post(scene, path, data, actor=kind, key=key, statuses=_STATUSES)
+            await asyncio.sleep(every_s)
 
     await asyncio.gather(*(work() for _ in range(NUM_CONNECTIONS)))
-
-
-async def _ask(scene: Scene, key: str | None, kind: Kind, body: Body) -> None:
-    usual = {
-        "model": scene.model,
-        "messages": [{"role": "user", "content": "hello"}],
-        "max_tokens": 1,
-    }
-    data = await asyncio.to_thread(orjson.dumps, {**usual, **body})
-    await _post(scene, key, kind, _CHAT, data)
-
-
-async def _post(scene: Scene, key: str | None, kind: Kind, path: str, body: bytes) -> None:
-    """Post, and note an answer that is neither one nor a proper refusal."""
-    headers = {"Content-Type": "application/json"}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            async with scene.http.post(path, data=body, headers=headers) as response:
-                said = await response.read()
-    except TimeoutError:
-        scene.journal.problem(kind, f"no answer within {_ANSWER_S:g} s")
-    except (aiohttp.ClientError, OSError) as error:
-        scene.journal.problem(kind, f"the connection broke: {error!r}")
-    else:
-        if response.status != 200 and not (response.status in _REFUSALS and b'"error"' in said):
-            scene.journal.problem(kind, f"answered {response.status} {said[:200]!r}")
-
-
-# -- a host of images ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def dripping_host() -> Iterator[str]:
-    """HOST:PORT of one that answers every request with chunks of one byte, without end."""
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-    def serve(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.recv(1 << 16)
-            connection.sendall(head)
-            while True:
-                connection.sendall(b"1\r\nx\r\n" * 1000)
-
-    def accept(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=serve, args=(connection,), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
-        try:
-            yield f"127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
 
 
 # -- peers of an engine -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerEngine:
-    """An engine that listens for gateways of other machines."""
-
-    address: str
-    files: TlsFiles  # certificate, key and authority of engine and gateways alike
-
-
-def certificate(folder: Path) -> TlsFiles:
-    """One for 127.0.0.1 that signs itself, for engines and gateways."""
-    cert, key = folder / "peer.pem", folder / "peer.key"
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        "-subj /CN=peer -addext subjectAltName=IP:127.0.0.1 "
-        "-addext extendedKeyUsage=serverAuth,clientAuth"
-    )
-    subprocess.run(  # noqa: S603  (our own command)
-        [*command.split(), "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True
-    )
-    return TlsFiles(str(cert), str(key), str(cert))
-
-
-async def idle_peers(scene: Scene, engine: PeerEngine) -> None:
+async def idle_peers(scene: Scene, target: Target) -> None:
     """Peers that connect to an engine and say nothing, again when they are closed; beside them
     gateways must get in."""
-    host, _, port = engine.address.rpartition(":")
+    assert target.peer_engine is not None
+    address, files = target.peer_engine
+    host, _, port = address.rpartition(":")
     idle = [asyncio.create_task(_stay_idle(host, int(port))) for _ in range(NUM_IDLE)]
     try:
         await asyncio.sleep(1.0)  # until they are there
         for number in range(NUM_GATEWAYS):
-            context = CurrentContext(partial(gateway_context, engine.files), engine.files)
-            client = EngineClient(engine.address, tls=Tls(context))
+            context = CurrentContext(partial(gateway_context, files), files)
+            client = EngineClient(address, tls=Tls(context))
             client.start()
             try:
                 async with asyncio.timeout(GATEWAY_WITHIN_S):

@@ -8,25 +8,31 @@ on a stream beside it.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
+import os
 import random
 import struct
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import orjson
 
-from penstock.load.soak.scene import Scene, open_lane, open_socket, socket_body, unended
+from penstock.load.client.websocket import socket_body
+from penstock.load.soak.scene import (
+    ANSWER_S,
+    ERROR_FIELDS,
+    LARGE_BYTES,
+    Scene,
+    open_lane,
+    open_socket,
+    post,
+    raw_connection,
+    unended,
+)
 from penstock.load.workloads.datasets import WORDS
 
-_ANSWER_S = 45.0  # longer than a gateway is frozen
-_LARGE_BYTES = 6 << 20
 _PROMPT_BYTES = 4_000_000  # just below the limit of a body
-_REFUSALS = range(400, 500)
-_ERROR_FIELDS = frozenset({"message", "type", "param", "code"})
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _USER = [{"role": "user", "content": "hello"}]
 
@@ -87,7 +93,7 @@ MESSAGES = (
 
 async def ask_nonsense(scene: Scene, rng: random.Random) -> None:
     path, body = rng.choice(REQUESTS)
-    await refused(scene, path, body, what=f"{path} {body[:60]!r}")
+    await post(scene, path, body, actor="nonsense", what=f"{path} {body[:60]!r}")
 
 
 async def ask_too_much(scene: Scene, rng: random.Random) -> None:
@@ -98,10 +104,10 @@ async def ask_too_much(scene: Scene, rng: random.Random) -> None:
         ("too many token ids", _COMPLETIONS, lambda: _json(prompt=[1] * num)),
         ("too long a chat", _CHAT, lambda: _json(messages=_USER * num)),
         ("too long an input", _RESPONSES, lambda: _json(input="word " * num)),
-        ("too large a body", _CHAT, lambda: _json(messages=_USER, user="x" * _LARGE_BYTES)),
+        ("too large a body", _CHAT, lambda: _json(messages=_USER, user="x" * LARGE_BYTES)),
     )
     what, path, make = rng.choice(bodies)
-    await refused(scene, path, make(), what=what)
+    await post(scene, path, make(), actor="nonsense", what=what)
 
 
 def large_prompts() -> list[tuple[str, bytes]]:
@@ -117,34 +123,6 @@ def large_prompts() -> list[tuple[str, bytes]]:
     ]
 
 
-async def refused(
-    scene: Scene, path: str, body: bytes, *, what: str, statuses: Container[int] = _REFUSALS
-) -> None:
-    """Post, and note an answer that is not a proper refusal."""
-    headers = {"Content-Type": "application/json"}
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            async with scene.http.post(path, data=io.BytesIO(body), headers=headers) as response:
-                said = await response.read()
-    except TimeoutError:
-        scene.journal.problem("nonsense", f"{what}: no answer within {_ANSWER_S:g} s")
-        return
-    except (aiohttp.ClientError, OSError) as error:
-        # A server may close the connection before it has read all of a body that is too large.
-        if len(body) < _LARGE_BYTES:
-            scene.journal.problem("nonsense", f"{what}: the connection broke: {error!r}")
-        return
-    if not (response.status in statuses and _is_error(said)):
-        scene.journal.problem("nonsense", f"{what}: answered {response.status} {said[:200]!r}")
-
-
-def _is_error(body: bytes) -> bool:
-    try:
-        return set(orjson.loads(body)["error"]) >= _ERROR_FIELDS
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return False
-
-
 async def send_nonsense(scene: Scene, rng: random.Random) -> None:
     """Invalid messages on a socket beside a running stream."""
     call = scene.call(rng)
@@ -155,17 +133,17 @@ async def send_nonsense(scene: Scene, rng: random.Random) -> None:
                 await socket.send(message)
                 await _error_event(scene, socket.errors, message)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(lane.ended.wait(), _ANSWER_S)
+                await asyncio.wait_for(lane.ended.wait(), ANSWER_S)
             unended(lane)
 
 
 async def _error_event(scene: Scene, errors: asyncio.Queue[dict[str, Any]], message: str) -> None:
     try:
-        event = await asyncio.wait_for(errors.get(), _ANSWER_S)
+        event = await asyncio.wait_for(errors.get(), ANSWER_S)
     except TimeoutError:
         event = {"type": "nothing", "status": 0, "error": {}}
     is_refusal = event["type"] == "error" and 400 <= event.get("status", 0) < 500
-    if not (is_refusal and set(event["error"]) >= _ERROR_FIELDS):
+    if not (is_refusal and set(event["error"]) >= ERROR_FIELDS):
         scene.journal.problem("nonsense", f"the message {message!r} was answered by {event}")
 
 
@@ -183,7 +161,7 @@ def _frame(
 
 
 _TEXT, _CLOSE, _PING = 1, 8, 9
-_HEAD_OF_LARGE = struct.pack("!BBQI", 0x80 | _TEXT, 0xFF, _LARGE_BYTES, 0)
+_HEAD_OF_LARGE = struct.pack("!BBQI", 0x80 | _TEXT, 0xFF, LARGE_BYTES, 0)
 # What is wrong, the bytes, and the close code that answers them.
 FRAMES = (
     ("no mask", _frame(_TEXT, b"{}", is_masked=False), 1002),
@@ -199,6 +177,22 @@ FRAMES = (
 )
 
 
+async def send_bad_frames(scene: Scene, rng: random.Random) -> None:
+    what, frames, right_code = rng.choice(FRAMES)
+    code = 0
+    with contextlib.suppress(TimeoutError, ConnectionError, aiohttp.ClientError):
+        async with (
+            asyncio.timeout(ANSWER_S),
+            scene.http.ws_connect(_RESPONSES, max_msg_size=0, autoclose=False) as websocket,
+        ):
+            os.write(websocket.get_extra_info("socket").fileno(), frames)
+            while (message := await websocket.receive()).type is aiohttp.WSMsgType.TEXT:
+                pass
+            code = message.data if message.type is aiohttp.WSMsgType.CLOSE else 0
+    if code != right_code:
+        scene.journal.problem("bad frames", f"{what}: closed with {code}, must be {right_code}")
+
+
 async def send_garbage(scene: Scene, rng: random.Random) -> None:
     """Bytes that are not HTTP: expects an answer of 400, or the end of the connection."""
     data = rng.choice(
@@ -210,57 +204,12 @@ async def send_garbage(scene: Scene, rng: random.Random) -> None:
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200),  # TLS
         )
     )
-    answer = await _answer_to(scene, data, is_whole=bool)
+    answer: bytes | None = b""
+    async with raw_connection(scene) as (reader, writer):
+        writer.write(data)
+        try:
+            answer = await asyncio.wait_for(reader.read(65536), ANSWER_S)
+        except TimeoutError:
+            answer = None
     if answer is None or (answer and not answer.startswith(b"HTTP/1.1 4")):
         scene.journal.problem("garbage", f"{data[:40]!r} was answered by {answer!r:.80}")
-
-
-async def send_bad_frames(scene: Scene, rng: random.Random) -> None:
-    what, frames, right_code = rng.choice(FRAMES)
-    handshake = (
-        f"GET {_RESPONSES} HTTP/1.1\r\nHost: {scene.address.netloc}\r\n"
-        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-        f"Sec-WebSocket-Key: {base64.b64encode(rng.randbytes(16)).decode()}\r\n"
-        f"{scene.authorization}\r\n"
-    ).encode()
-    answer = await _answer_to(scene, frames, handshake=handshake, is_whole=_close_code)
-    code = _close_code(answer or b"")
-    if code != right_code:
-        scene.journal.problem("bad frames", f"{what}: closed with {code}, must be {right_code}")
-
-
-async def _answer_to(
-    scene: Scene, data: bytes, *, is_whole: Callable[[bytes], object], handshake: bytes = b""
-) -> bytes | None:
-    """What a fresh connection answers until `is_whole`; empty if it just ends, None if it stays
-    silent. A `handshake` is sent and answered before; the head of its answer is left out."""
-    answer, is_over = b"", False
-    reader, writer = await asyncio.open_connection(scene.address.host, scene.address.port)
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            if handshake:
-                writer.write(handshake)
-                await reader.readuntil(b"\r\n\r\n")
-            writer.write(data)
-            while not is_over and not is_whole(answer):
-                piece = await reader.read(65536)
-                is_over, answer = not piece, answer + piece
-    except (ConnectionError, asyncio.IncompleteReadError):
-        return answer
-    except TimeoutError:
-        return answer or None
-    finally:
-        writer.transport.abort()
-    return answer
-
-
-def _close_code(frames: bytes) -> int:
-    """The code of the close frame in a WebSocket server's output; 0 without one."""
-    while len(frames) >= 2:
-        opcode, length, begin = frames[0] & 15, frames[1], 2
-        if length == 126 and len(frames) >= 4:
-            length, begin = int.from_bytes(frames[2:4], "big"), 4
-        if opcode == _CLOSE:
-            return int.from_bytes(frames[begin : begin + 2], "big")
-        frames = frames[begin + length :]
-    return 0

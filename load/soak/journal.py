@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from penstock.load.client.records import Fault, StreamRecord
 
@@ -24,6 +24,19 @@ class Outcome:
     faults: tuple[Fault, ...]
     detail: str
 
+    @classmethod
+    def of(
+        cls, record: StreamRecord, actor: str, *, ended_s: float, is_resumable: bool = False
+    ) -> Self:
+        return cls(
+            actor=actor,
+            began_s=record.scheduled_s,
+            ended_s=ended_s,
+            survives_kills=is_resumable and bool(record.response_id),
+            faults=tuple(record.faults),
+            detail=f"{record.detail}; {len(record.event_times_s)} events with text before",
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -34,31 +47,17 @@ class Problem:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """A process was killed at `killed_s`, and the server was ready again at `ready_s`."""
-
-    victim: str  # its name; all but an `engine` hold streams
-    killed_s: float
-    ready_s: float
-    is_freeze: bool = False  # it was frozen, not killed
-
-
 Point: TypeAlias = tuple[float, float]  # when, and how long
 
 
 @dataclass(slots=True, kw_only=True)
 class Probing:
-    """What a separate process saw of the server meanwhile.
+    """What a separate process saw of the server meanwhile: when, and how long."""
 
-    `health`: `/health`, when asked and how long it took. `streams`: began, ended, faults,
-    detail.
-    """
-
-    health: list[Point] = field(default_factory=list)
+    health: list[Point] = field(default_factory=list)  # from a question to its answer
     gaps: list[Point] = field(default_factory=list)  # of streams, from one event to the next
     lags: list[Point] = field(default_factory=list)  # how late the event loop of that process was
-    streams: list[tuple[float, float, list[Fault], str]] = field(default_factory=list)
+    streams: list[Outcome] = field(default_factory=list)
 
 
 class Kind(StrEnum):
@@ -85,35 +84,49 @@ class Kind(StrEnum):
     FREEZE_ENGINE = "freeze of the engine"
     FREEZE_REDIS = "freeze of Redis"
 
+    @classmethod
+    def freezes(cls) -> tuple[Kind, ...]:
+        return cls.FREEZE, cls.FREEZE_ENGINE, cls.FREEZE_REDIS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adversity:
-    """One application of an attack."""
+    """One application of an attack. What was killed or frozen is back when it ends."""
 
     kind: Kind
     began_s: float
     ended_s: float
-    victim: str = ""  # the affected process, if it was one
+    victim: str = ""  # the affected process, if it was one; all but an `engine` hold streams
+
+    @property
+    def is_outage(self) -> bool:
+        return self.kind is Kind.KILL or self.kind in Kind.freezes()
 
 
 @dataclass(slots=True)
 class Journal:
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    kills: list[Kill] = field(default_factory=list)
     adversities: list[Adversity] = field(default_factory=list)
     num_done: Counter[str] = field(default_factory=Counter)  # acts by the actor's name
     num_open: int = 0  # streams that a client waits for now
 
     @property
-    def outages(self) -> list[Kill]:
+    def outages(self) -> list[Adversity]:
         """Kills and freezes."""
-        freezes = (Kind.FREEZE, Kind.FREEZE_ENGINE, Kind.FREEZE_REDIS)
-        return self.kills + [
-            Kill(victim=each.victim, killed_s=each.began_s, ready_s=each.ended_s, is_freeze=True)
-            for each in self.adversities
-            if each.kind in freezes
-        ]
+        return [each for each in self.adversities if each.is_outage]
+
+    def of(self, kind: Kind) -> list[Adversity]:
+        return [each for each in self.adversities if each.kind is kind]
+
+    @contextlib.contextmanager
+    def applying(self, kind: Kind, victim: str = "") -> Iterator[None]:
+        """Note what is done in the block, unless it fails."""
+        began_s = time.perf_counter()
+        yield
+        self.adversities.append(
+            Adversity(kind=kind, victim=victim, began_s=began_s, ended_s=time.perf_counter())
+        )
 
     @contextlib.contextmanager
     def stream(self, actor: str, *, is_resumable: bool = False) -> Iterator[StreamRecord]:
@@ -125,15 +138,9 @@ class Journal:
             yield record
         finally:
             self.num_open -= 1
+            ended_s = time.perf_counter()
             self.outcomes.append(
-                Outcome(
-                    actor=actor,
-                    began_s=record.scheduled_s,
-                    ended_s=time.perf_counter(),
-                    survives_kills=is_resumable and bool(record.response_id),
-                    faults=tuple(record.faults),
-                    detail=f"{record.detail}; {len(record.event_times_s)} events with text before",
-                )
+                Outcome.of(record, actor, ended_s=ended_s, is_resumable=is_resumable)
             )
 
     def problem(self, actor: str, detail: str) -> None:

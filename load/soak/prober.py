@@ -1,24 +1,25 @@
 """A separate process that asks `/health` and reads streams while a soak runs.
 
 It does nothing else, so its figures exclude the event loop of the soak's clients; its own loop's
-lag is reported with them. It ends when its standard input does, so it does not outlive a soak.
+lag is reported with them. It ends when its pipe does, so it does not outlive a soak.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import random
-import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
 from itertools import pairwise
+from multiprocessing.connection import Connection
 
 import aiohttp
-import orjson
 
-from penstock.load.client.records import Call, Fault, Message, StreamRecord
-from penstock.load.client.transport import open_transport
+from penstock.load.client.records import Call, Message, StreamRecord
+from penstock.load.client.transport import Wire
 from penstock.load.soak.journal import Journal, Outcome, Probing
 from penstock.load.workloads.datasets import WORDS
 
@@ -38,47 +39,37 @@ async def probing(
     base_url: str, model: str, api_key: str | None, journal: Journal
 ) -> AsyncIterator[Probing]:
     """Probe during the block; the results, and its streams in the journal, are there at the end."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", __name__, base_url, model),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    process.stdin.write(f"{api_key or ''}\n".encode())
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=_run, args=(its, base_url, model, api_key), daemon=True)
+    process.start()
+    its.close()
     seen = Probing()
     try:
         yield seen
-        said, _ = await process.communicate(b"")
-        for name, points in orjson.loads(said).items():
+        ours.send("end")
+        for name, points in (await asyncio.to_thread(ours.recv)).items():
             setattr(seen, name, points)
-        for began_s, ended_s, faults, detail in seen.streams:
-            journal.outcomes.append(
-                Outcome(
-                    actor="steady",
-                    began_s=began_s,
-                    ended_s=ended_s,
-                    survives_kills=False,
-                    faults=tuple(map(Fault, faults)),
-                    detail=detail,
-                )
-            )
+        journal.outcomes.extend(seen.streams)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        process.join()
 
 
-async def _main() -> None:
-    (_, base_url, model), api_key = sys.argv, sys.stdin.readline().strip()
+def _run(pipe: Connection, base_url: str, model: str, api_key: str | None) -> None:
+    asyncio.run(_probe(pipe, base_url, model, api_key))
+
+
+async def _probe(pipe: Connection, base_url: str, model: str, api_key: str | None) -> None:
     seen = Probing()
     works = [_ask(base_url, seen) for _ in range(_NUM_CONNECTIONS)]
     works += [_read(base_url, model, api_key, seen, seed) for seed in range(_NUM_STREAMS)]
     tasks = [asyncio.create_task(work) for work in (*works, _watch_lag(seen))]
-    await asyncio.to_thread(sys.stdin.read)
+    with contextlib.suppress(EOFError):  # the soak was killed
+        await asyncio.to_thread(pipe.recv)
+        pipe.send(asdict(replace(seen, streams=[])) | {"streams": seen.streams})
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    sys.stdout.buffer.write(orjson.dumps(seen))
 
 
 async def _ask(base_url: str, seen: Probing) -> None:
@@ -99,11 +90,10 @@ async def _ask(base_url: str, seen: Probing) -> None:
                 await asyncio.sleep(PROBE_EVERY_S - took_s)
 
 
-async def _read(base_url: str, model: str, api_key: str, seen: Probing, seed: int) -> None:
+async def _read(base_url: str, model: str, api_key: str | None, seen: Probing, seed: int) -> None:
     rng = random.Random(seed)
-    async with open_transport(
-        "sse", "chat", base_url, api_key=api_key, stall_s=_PATIENCE_S
-    ) as transport:
+    wire = Wire(endpoint="chat", api_key=api_key, stall_s=_PATIENCE_S)
+    async with wire.open(base_url) as transport:
         while True:
             record = StreamRecord(scheduled_s=time.perf_counter())
             record.expected_tokens = _STREAM_TOKENS
@@ -121,7 +111,7 @@ async def _read(base_url: str, model: str, api_key: str, seen: Probing, seed: in
                 # The silence before a fault was a gap, too.
                 times_s = record.event_times_s + [ended_s] * bool(record.faults)
                 seen.gaps += [(at_s, next_s - at_s) for at_s, next_s in pairwise(times_s)]
-            seen.streams.append((record.scheduled_s, ended_s, record.faults, record.detail))
+            seen.streams.append(Outcome.of(record, "steady", ended_s=ended_s))
             if record.faults:
                 await asyncio.sleep(_PAUSE_S)
 
@@ -131,7 +121,3 @@ async def _watch_lag(seen: Probing) -> None:
         began_s = time.perf_counter()
         await asyncio.sleep(_LAG_EVERY_S)
         seen.lags.append((began_s, time.perf_counter() - began_s - _LAG_EVERY_S))
-
-
-if __name__ == "__main__":
-    asyncio.run(_main())

@@ -10,13 +10,13 @@ import os
 import select
 import shlex
 import shutil
+import socketserver
+import subprocess
 import tempfile
 import termios
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,12 +24,11 @@ import orjson
 import psutil
 import tokenizers
 
+from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
+from penstock.load import launch
 from penstock.load.client.records import Address
-from penstock.load.launch import Started, peer_engine, redis_server
-from penstock.load.launch import server as launch_server
-from penstock.load.soak.expensive import PeerEngine, certificate, dripping_host
 from penstock.load.soak.watch import Family
 
 _CAPACITY_BYTES = 4096  # the smallest that Linux allows: soon full
@@ -37,38 +36,33 @@ _PIECE_BYTES = 65536
 _LOOK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogPipe:
-    """A pipe for a server's log; a thread copies it to a file."""
+    """A small pipe for a server's log; a thread copies it to the file `path`."""
 
-    path: Path  # of that file
-    write_end: int  # for the server
-    _read_end: int
-    _reading: threading.Lock = field(default_factory=threading.Lock)
-    _is_over: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read_end, self.write_end = os.pipe()
+        fcntl.fcntl(self.write_end, fcntl.F_SETPIPE_SZ, _CAPACITY_BYTES)
+        self._reading, self._is_over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._copy)
+        self._thread.start()
 
     @classmethod
     @contextlib.contextmanager
     def opened(cls) -> Iterator[Self]:
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as directory:
-            read_end, write_end = os.pipe()
-            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _CAPACITY_BYTES)
-            pipe = cls(path=Path(directory) / "log", write_end=write_end, _read_end=read_end)
-            thread = threading.Thread(target=pipe._copy)
-            thread.start()
+            pipe = cls(Path(directory) / "log")
             try:
                 yield pipe
             finally:
                 pipe._is_over.set()
-                thread.join()
-                os.close(read_end)
-                os.close(write_end)
+                pipe._thread.join()
+                os.close(pipe._read_end)
+                os.close(pipe.write_end)
 
-    @contextlib.contextmanager
-    def unread(self) -> Iterator[None]:
-        """Pause the reader during the block."""
-        with self._reading:
-            yield
+    def unread(self) -> threading.Lock:
+        """Pauses the reader while it is held."""
+        return self._reading
 
     @property
     def is_full(self) -> bool:
@@ -135,7 +129,9 @@ class Target:
     api_key: str | None = None
     flood_key: str | None = None
     image_host: str | None = None  # a listed one that sends bytes one by one
-    peer_engine: PeerEngine | None = None  # one beside the server, for gateways of other machines
+    # Beside the server, an engine for gateways of other machines: its address, and certificate, key
+    # and authority of both.
+    peer_engine: tuple[str, TlsFiles] | None = None
 
 
 @contextlib.contextmanager
@@ -152,7 +148,7 @@ def own_server(
         if is_attacked:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             log = stack.enter_context(LogPipe.opened())
-            url, others["redis"] = stack.enter_context(redis_server())
+            url, others["redis"] = stack.enter_context(launch.redis_server())
             keys = folder / "keys.toml"
             keys.write_text(_KEYS, encoding="utf-8")
             flags = f"{_ATTACKED_FLAGS} {url} --api-keys-file {keys} {flags}"
@@ -163,13 +159,13 @@ def own_server(
                 flags = f"--allowed-media-domains {more['image_host']} --load-format dummy {flags}"
             files = certificate(folder)
             with_files = ("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca)
-            address = stack.enter_context(peer_engine(with_files))
-            more["peer_engine"] = PeerEngine(address=address, files=files)
+            address = stack.enter_context(launch.peer_engine(with_files))
+            more["peer_engine"] = (address, files)
         arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
         started = stack.enter_context(
-            launch_server(model, arguments, log=log.path, stderr=log.write_end)
+            launch.server(model, arguments, log=log.path, stderr=log.write_end)
             if log is not None
-            else launch_server(model, arguments)
+            else launch.server(model, arguments)
         )
         target = _own_target(started, others, log, f"{model or 'demo'} {shlex.join(arguments)}")
         yield replace(target, **more)
@@ -207,7 +203,9 @@ def vision_model(folder: Path) -> Path:
     return path
 
 
-def _own_target(started: Started, others: Family, log: LogPipe | None, arguments: str) -> Target:
+def _own_target(
+    started: launch.Started, others: Family, log: LogPipe | None, arguments: str
+) -> Target:
     def victims() -> dict[str, psutil.Process]:
         family = started.family().items()
         return {name: each for name, each in family if name == "engine" or "gateway" in name}
@@ -223,7 +221,7 @@ def _own_target(started: Started, others: Family, log: LogPipe | None, arguments
         async with asyncio.timeout(_READY_WITHIN_S):
             while num_ready < _NUM_READY:
                 await asyncio.sleep(0.05)
-                is_ready = await asyncio.to_thread(_is_ready, started.base_url)
+                is_ready = await asyncio.to_thread(launch.answers, f"{started.base_url}/ready")
                 num_ready = num_ready + 1 if is_ready else 0
 
     async def kill() -> str:
@@ -253,30 +251,54 @@ def given_server(base_url: str) -> Target:
     address = Address.parse(base_url)
     if address.is_tls or address.prefix:
         raise ConfigError(f"--base-url {base_url!r}: soak needs plain http://host:port")
-    is_here = address.host in ("127.0.0.1", "::1", "localhost")
-    everybody = psutil.process_iter() if is_here else ()
-    listeners = [process for process in everybody if _listens(process, address.port)]
-    found = {process.pid: process for process in listeners}
-    for process in listeners:
-        found.update({child.pid: child for child in process.children(recursive=True)})
+    found: dict[int, psutil.Process] = {}
+    if address.host in ("127.0.0.1", "::1", "localhost"):
+        for connection in psutil.net_connections(kind="tcp"):
+            is_its = (
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == address.port
+            )
+            if is_its and connection.pid is not None:
+                process = psutil.Process(connection.pid)
+                found |= {each.pid: each for each in launch.family(process)}
     family = {f"{process.name()} {pid}": process for pid, process in found.items()}
     return Target(name=base_url, base_url=f"http://{address.netloc}", family=lambda: family)
 
 
-def _listens(process: psutil.Process, port: int) -> bool:
-    try:
-        connections = process.net_connections(kind="inet")
-    except psutil.Error:  # no permission
-        return False
-    return any(
-        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        for connection in connections
+# -- what an attack needs beside it ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dripping_host() -> Iterator[str]:
+    """HOST:PORT of one that answers every request with chunks of one byte, without end."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    class Drip(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.recv(1 << 16)
+                self.request.sendall(head)
+                while True:
+                    self.request.sendall(b"1\r\nx\r\n" * 1000)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+def certificate(folder: Path) -> TlsFiles:
+    """One for 127.0.0.1 that signs itself, for engines and gateways."""
+    cert, key = folder / "peer.pem", folder / "peer.key"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=peer -addext subjectAltName=IP:127.0.0.1 "
+        "-addext extendedKeyUsage=serverAuth,clientAuth"
     )
-
-
-def _is_ready(base_url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{base_url}/ready", timeout=5) as response:  # noqa: S310
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
+    subprocess.run(  # noqa: S603  (our own command)
+        [*command.split(), "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True
+    )
+    return TlsFiles(str(cert), str(key), str(cert))

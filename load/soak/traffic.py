@@ -16,26 +16,29 @@ from typing import Any, TypeAlias
 import aiohttp
 import orjson
 
-from penstock.load.client.integrity import ResponseCheck
-from penstock.load.client.records import Call, Fault, StreamRecord, body_of
+from penstock.load.client.integrity import check_of
+from penstock.load.client.records import PATHS, Call, Fault, StreamRecord, body_of
 from penstock.load.client.sse import EventStreamParser
 from penstock.load.client.transport import Transport
+from penstock.load.client.websocket import Lane, LaneSocket, socket_body
 from penstock.load.soak.scene import (
     ENDS,
     STALL_S,
-    Lane,
-    LaneSocket,
+    TRANSPORTS,
     Scene,
     open_lane,
     open_socket,
-    socket_body,
+    post,
+    slow_session,
     unended,
 )
 
+_BROKEN = (aiohttp.ClientError, OSError, TimeoutError)
 _MAX_STAY_S = 1.0  # how long a client stays before it leaves
 _CROWD = 24
 _HOARD_S = 2.0  # before it starts to read
 _HOARD_LANES = 12
+_SLOW_BYTES_PER_S, _SLOW_PIECE_BYTES = 32_000, 640
 _MUCH = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "store": False}
 # A token is then some kilobytes, if the server knows these fields; too much for it to keep.
 _TEMPTATIONS: dict[str, dict[str, Any]] = {
@@ -78,7 +81,7 @@ async def drop_socket(scene: Scene, rng: random.Random) -> None:
     """Break a WebSocket with several streams."""
     async with open_socket(scene.http) as socket:
         for number in range(rng.randint(1, 6)):
-            lane = Lane(ResponseCheck(StreamRecord(scheduled_s=time.perf_counter())))
+            lane = Lane(StreamRecord(scheduled_s=time.perf_counter()))
             call = scene.call(rng, max_tokens=128)
             await socket.create(f"l{number}", socket_body(call), lane)
         await asyncio.sleep(rng.uniform(0, _MAX_STAY_S))
@@ -117,11 +120,35 @@ def _check_end(scene: Scene, actor: str, record: StreamRecord) -> None:
 
 
 async def read_slowly(scene: Scene, rng: random.Random) -> None:
-    """Read over a line that is slower than the answer comes."""
+    """Read more slowly than the answer comes."""
     name = rng.choice(sorted(scene.transports))
     call = scene.call(rng, extra=_TEMPTATIONS.get(name, {}), max_tokens=24)
-    async with scene.slow_transport(name) as transport:
-        await _finish(scene, call, transport, actor=f"read slowly, {name}")
+    endpoint = TRANSPORTS[name][1]
+    with scene.journal.stream(f"read slowly, {name}") as record:
+        record.expected_tokens = call.max_tokens
+        check, parser = check_of(endpoint, record), EventStreamParser()
+        async with slow_session(scene) as http:
+            try:
+                if name == "websocket":
+                    async with open_socket(http, bytes_per_s=_SLOW_BYTES_PER_S) as socket:
+                        await _run(socket, "slow", call, Lane(record))
+                    return
+                async with http.post(PATHS[endpoint], json=body_of(endpoint, call)) as response:
+                    if response.status != 200:
+                        said = f"{response.status} {(await response.read())[:200]!r}"
+                        check.fail(Fault.REFUSED, said, time.perf_counter())
+                    async for piece in response.content.iter_chunked(_SLOW_PIECE_BYTES):
+                        for data in parser.feed(piece):
+                            check.take(data, time.perf_counter())
+                        await asyncio.sleep(len(piece) / _SLOW_BYTES_PER_S)
+            except _BROKEN as error:
+                check.fail(Fault.CUT, repr(error), time.perf_counter())
+        check.close(time.perf_counter())
+
+
+async def _run(socket: LaneSocket, name: str, call: Call, lane: Lane) -> None:
+    await socket.create(name, socket_body(call), lane)
+    await _ended(lane)
 
 
 async def hoard(scene: Scene, rng: random.Random) -> None:
@@ -142,8 +169,7 @@ async def hoard(scene: Scene, rng: random.Random) -> None:
 async def _hoard_lane(scene: Scene, rng: random.Random, socket: LaneSocket, name: str) -> None:
     call = scene.call(rng, extra=_MUCH, max_tokens=48)
     with open_lane(scene, "hoard", call) as lane:
-        await socket.create(name, socket_body(call), lane)
-        await _ended(lane)
+        await _run(socket, name, call, lane)
 
 
 async def crowd(scene: Scene, rng: random.Random) -> None:
@@ -190,7 +216,6 @@ _MAX_AWAY_S = 1.5
 _RETRY_S = 0.2
 _BACK_WITHIN_S = 60.0  # after a kill
 _PATIENCE_S = 3.5  # with a silent gateway; its lease of 3 s has expired by then
-_BROKEN = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 async def resume_sse(scene: Scene, rng: random.Random, num_tokens: range = _NUM_TOKENS) -> None:
@@ -240,21 +265,11 @@ async def cancel_by_id(scene: Scene, rng: random.Random) -> None:
         await lane.heard.wait()
         await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
         if lane.record.response_id:
-            await _cancel(scene, lane.record.response_id)
+            path = f"{_PATH}/{lane.record.response_id}/cancel"
+            await post(scene, path, b"", actor="cancel by id", statuses=(200,))
         await asyncio.gather(reading, return_exceptions=True)
         unended(lane)
     _check_end(scene, "cancel by id", lane.record)
-
-
-async def _cancel(scene: Scene, response_id: str) -> None:
-    try:
-        async with scene.http.post(f"{_PATH}/{response_id}/cancel") as response:
-            said = await response.read()
-    except _BROKEN as error:
-        scene.journal.problem("cancel by id", f"no answer: {error!r}")
-        return
-    if response.status != 200:
-        scene.journal.problem("cancel by id", f"answered {response.status} {said[:200]!r}")
 
 
 async def _carry(
@@ -298,7 +313,7 @@ async def _read_events(
         async for piece in response.content.iter_any():
             silence.reschedule(now_s() + patience_s)
             for data in parser.feed(piece):
-                lane.take(orjson.loads(data))
+                lane.take(orjson.loads(data), time.perf_counter())
                 num_events += 1
                 if num_events >= max_events and not lane.check.is_ended:
                     response.close()

@@ -1,19 +1,6 @@
 """Judges what was seen in a soak: findings, or none. Pure: no clock, no process, no socket.
 
-    streams     no fault in any stream that ran to its end; no integrity fault in any
-    refusals    everything invalid was refused properly
-    memory      no process grows faster than a bound after its warm-up
-    idle        nothing runs, no KV block is held, descriptors and sockets are as before
-    processes   all live
-    adversities each intended kind was applied, and cost no more than allowed
-
-Only the unavoidable effects of a kill are excused:
-
-    an engine   new requests are refused until it is back; every stream continues with the next
-                engine; the same holds if it or a gateway is frozen and wakes again
-    a gateway   its streams are broken, except those that their clients resume elsewhere
-    Redis       while it is frozen, requests that need it are refused, and running responses can no
-                longer be resumed
+SOAK.md says what must hold, and which effects of a kill are excused.
 """
 
 from __future__ import annotations
@@ -22,25 +9,46 @@ import bisect
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+import numpy as np
 
 from penstock.engine.structured_outputs.kept_grammars import MAX_BYTES
 from penstock.load.client.records import Fault
-from penstock.load.soak.journal import Adversity, Journal, Kill, Kind, Outcome, Point, Probing
+from penstock.load.soak.journal import Adversity, Journal, Kind, Outcome, Point, Probing
 from penstock.load.soak.prober import PROBE_EVERY_S
 from penstock.load.soak.watch import IDLE_METRICS, Sample
 
-# What may cost other streams little more than plain text.
-_COMPARED = (Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS, Kind.DEEP_SCHEMAS, Kind.TINY_MESSAGES,
-             Kind.IMAGE_HOST)  # fmt: skip
-_COMPILED = (Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS, Kind.DEEP_SCHEMAS, Kind.GRAMMARS)
-# A gateway that is frozen or gone cannot answer.
-_ANSWERS = (Kind.LARGE_PROMPTS, Kind.UNDRAINED_LOG, Kind.SILENCE, Kind.PIPELINE,
-            Kind.CONNECTIONS, Kind.TRAILERS, Kind.PLAIN_TEXT, *_COMPARED, Kind.GRAMMARS,
-            Kind.STORE, Kind.IDLE_PEERS)  # fmt: skip
+_MB = 1_000_000
 _MEMORY_BACK_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one kind of adversity may cost."""
+
+    health_p99_s: float = 2.0
+    kept_bytes: float = 50 * _MB  # of memory, afterwards
+    # Compared with 250 KB of plain text as often: the p99 of gaps, and events a second.
+    is_compared: bool = False
+
+
+GAP_RATIO, THROUGHPUT_RATIO = 2.0, 0.8
+# Grammars that an engine keeps, and the usual beside them. After 260 of 25 to 38 MiB it had 155 MB
+# more, of which 134 MB are the bound.
+_COMPILED = Limits(kept_bytes=MAX_BYTES + 50 * _MB, is_compared=True)
+_SILENT = Limits(health_p99_s=math.inf)  # a gateway that is frozen or gone cannot answer
+LIMITS: Mapping[Kind, Limits] = {
+    **{kind: Limits() for kind in Kind},
+    Kind.CALM: Limits(health_p99_s=math.inf, kept_bytes=math.inf),
+    **dict.fromkeys((Kind.KILL, *Kind.freezes()), _SILENT),
+    Kind.LARGE_PROMPTS: Limits(health_p99_s=0.1),
+    **dict.fromkeys((Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS, Kind.DEEP_SCHEMAS), _COMPILED),
+    Kind.GRAMMARS: replace(_COMPILED, is_compared=False),
+    **dict.fromkeys((Kind.TINY_MESSAGES, Kind.IMAGE_HOST), Limits(is_compared=True)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +74,14 @@ class Cost:
     lag_p99_s: float | None  # of the prober itself
 
 
-def costs(
-    kinds: Sequence[Kind], journal: Journal, probing: Probing | None, samples: Sequence[Sample]
-) -> list[Cost]:
+def costs(evidence: Evidence) -> list[Cost]:
     """The costs of the kinds that were to be applied."""
-    seen = probing or Probing()
-    health, gaps, lags = sorted(_due(seen.health)), _sorted(seen.gaps), _sorted(seen.lags)
+    journal, seen = evidence.journal, evidence.probing or Probing()
+    samples = [*evidence.samples, evidence.after]
+    health, gaps, lags = map(sorted, (_due(seen.health), seen.gaps, seen.lags))
     found = []
-    for kind in kinds:
-        times = [each for each in journal.adversities if each.kind is kind]
+    for kind in evidence.kinds:
+        times = journal.of(kind)
         met = [
             outcome
             for outcome in journal.outcomes
@@ -102,76 +109,47 @@ def costs(
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """The limits of what an adversity may cost."""
-
-    large_health_p99_s: float = 0.1  # while large prompts are posted
-    health_p99_s: float = 2.0  # during others that leave the gateways alive
-    gap_ratio: float = 2.0  # largest gap with large prompts ÷ without
-    # With what is expensive ÷ with as many requests of 250 KB of plain text:
-    gap_p99_ratio: float = 2.0
-    throughput_ratio: float = 0.8
-    memory_bytes: int = 50_000_000  # kept afterwards
-    # Where grammars are compiled: those that an engine keeps, and the same beside them. After 260
-    # of 25 to 38 MiB it had 155 MB more, of which 134 MB are the bound.
-    grammar_bytes: int = MAX_BYTES + 50_000_000
-
-
-def objections(found: Sequence[Cost], bars: Bars) -> Iterator[tuple[str, str]]:
+def _cost_findings(found: Sequence[Cost]) -> Iterator[Finding]:
     """What cost too much, was not measured or did not happen; with the figures."""
     by_kind = {cost.kind: cost for cost in found}
+    plain, calm = by_kind.get(Kind.PLAIN_TEXT), by_kind.get(Kind.CALM)
     for cost in found:
+        kind, limits = cost.kind, LIMITS[cost.kind]
         if not cost.num_times:
-            yield f"{cost.kind} never happened", "a longer soak is needed"
+            yield Finding(f"{kind} never happened", "a longer soak is needed")
             continue
-        if cost.kind in _ANSWERS:
-            is_large = cost.kind is Kind.LARGE_PROMPTS
-            bar_s = bars.large_health_p99_s if is_large else bars.health_p99_s
-            if cost.health_p99_s is None:
-                yield f"/health during {cost.kind}", "nothing was measured"
-            elif cost.health_p99_s > bar_s:
-                detail = f"p99 {_ms(cost.health_p99_s)}, the bar is {_ms(bar_s)}"
-                yield f"/health during {cost.kind}", detail
-        bar_bytes = bars.grammar_bytes if cost.kind in _COMPILED else bars.memory_bytes
-        if cost.kind is not Kind.CALM and cost.memory_bytes > bar_bytes:
-            detail = f"{cost.memory_bytes / 1e6:,.0f} MB were kept, {bar_bytes / 1e6:g} may be"
-            yield f"memory after {cost.kind}", detail
-        if cost.kind in _COMPARED and Kind.PLAIN_TEXT in by_kind:
-            yield from _comparison(cost, by_kind[Kind.PLAIN_TEXT], bars)
-    if Kind.LARGE_PROMPTS in by_kind and by_kind[Kind.LARGE_PROMPTS].num_times:
-        yield from _gap_objections(by_kind[Kind.LARGE_PROMPTS], by_kind[Kind.CALM], bars)
+        if limits.health_p99_s < math.inf:
+            detail = f"p99 {_ms(cost.health_p99_s)}, the bar is {_ms(limits.health_p99_s)}"
+            yield from _above(
+                f"/health during {kind}", cost.health_p99_s, limits.health_p99_s, detail
+            )
+        if cost.memory_bytes > limits.kept_bytes:
+            detail = f"{cost.memory_bytes / _MB:,.0f} MB were kept, {limits.kept_bytes / _MB:g} may"
+            yield Finding(f"memory after {kind}", detail)
+        if limits.is_compared and plain is not None:
+            what = f"other streams during {kind}"
+            yield from _gaps(what, "p99 of their gaps", cost.gap_p99_s, plain.gap_p99_s)
+            bar = THROUGHPUT_RATIO * plain.events_per_s
+            if cost.gap_p99_s is not None and cost.events_per_s < bar:
+                detail = f"{cost.events_per_s:,.0f} events a second, the bar is {bar:,.0f}"
+                yield Finding(what, detail)
+        if kind is Kind.LARGE_PROMPTS and calm is not None:
+            what = f"largest gap of other streams during {kind}"
+            yield from _gaps(what, "it is", cost.largest_gap_s, calm.largest_gap_s)
 
 
-def _gap_objections(large: Cost, calm: Cost, bars: Bars) -> Iterator[tuple[str, str]]:
-    what = f"largest gap of other streams during {large.kind}"
-    if large.largest_gap_s is None or calm.largest_gap_s is None:
-        yield what, "nothing was measured"
-    elif large.largest_gap_s > bars.gap_ratio * calm.largest_gap_s:
-        yield (
-            what,
-            f"{_ms(large.largest_gap_s)}, without them {_ms(calm.largest_gap_s)}; "
-            f"the bar is {bars.gap_ratio:g} times that",
-        )
+def _gaps(what: str, name: str, seen_s: float | None, without_s: float | None) -> Iterator[Finding]:
+    """A gap that is more than twice what it is without."""
+    bar_s = None if without_s is None else GAP_RATIO * without_s
+    detail = f"{name} {_ms(seen_s)}, without {_ms(without_s)}; the bar is {GAP_RATIO:g} times that"
+    yield from _above(what, seen_s, bar_s, detail)
 
 
-def _comparison(cost: Cost, plain: Cost, bars: Bars) -> Iterator[tuple[str, str]]:
-    what = f"other streams during {cost.kind}"
-    if cost.gap_p99_s is None or plain.gap_p99_s is None:
-        yield what, "nothing was measured"
-        return
-    if cost.gap_p99_s > bars.gap_p99_ratio * plain.gap_p99_s:
-        yield (
-            what,
-            f"p99 of their gaps {_ms(cost.gap_p99_s)}, with plain text {_ms(plain.gap_p99_s)}; "
-            f"the bar is {bars.gap_p99_ratio:g} times that",
-        )
-    if cost.events_per_s < bars.throughput_ratio * plain.events_per_s:
-        yield (
-            what,
-            f"{cost.events_per_s:,.0f} events a second, with plain text {plain.events_per_s:,.0f}; "
-            f"the bar is {bars.throughput_ratio:g} times that",
-        )
+def _above(what: str, seen: float | None, bar: float | None, detail: str) -> Iterator[Finding]:
+    if seen is None or bar is None:
+        yield Finding(what, "nothing was measured")
+    elif seen > bar:
+        yield Finding(what, detail)
 
 
 def _due(probes: Iterable[Point]) -> Iterator[Point]:
@@ -181,23 +159,19 @@ def _due(probes: Iterable[Point]) -> Iterator[Point]:
             yield at_s + number * PROBE_EVERY_S, took_s - number * PROBE_EVERY_S
 
 
-def _sorted(points: Iterable[Point]) -> list[Point]:
-    return sorted((at_s, value) for at_s, value in points)
-
-
 def _within(points: Sequence[Point], times: Sequence[Adversity]) -> list[float]:
-    """The values at these times, sorted."""
+    """The values at these times."""
     values = []
     for each in times:
         first = bisect.bisect_left(points, (each.began_s, -math.inf))
         last = bisect.bisect_right(points, (each.ended_s, math.inf))
         values += [value for _, value in points[first:last]]
-    return sorted(values)
+    return values
 
 
-def _percentile(ordered: Sequence[float], share: float) -> float | None:
+def _percentile(values: Sequence[float], share: float) -> float | None:
     """The smallest value that this share does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else None
 
 
 def _grown_bytes(
@@ -219,8 +193,8 @@ def _grown_bytes(
     return max((after[pid] - before[pid] for pid in before.keys() & after.keys()), default=0)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f} ms"
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1000:,.0f} ms"
 
 
 # -- the verdict --------------------------------------------------------------------------------
@@ -245,7 +219,6 @@ class Bounds:
     min_slope_s: float = 40.0  # a slope over less is that of a start
     warmup_share: float = 0.3  # of a soak, from the start of each process: caches and stores fill
     spare_descriptors: int = 2  # growth that is no leak
-    bars: Bars = field(default_factory=Bars)  # for the cost of an adversity
 
 
 class Fate(StrEnum):
@@ -269,18 +242,14 @@ class Evidence:
     kinds: Sequence[Kind] = ()  # adversities that were to be applied; `probing` says what they cost
     probing: Probing | None = None
 
-    def costs(self) -> list[Cost]:
-        """The costs of the adversities."""
-        return costs(self.kinds, self.journal, self.probing, [*self.samples, self.after])
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """Something wrong."""
 
     what: str
-    count: int
     detail: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +267,6 @@ class Slope:
     kib_per_min: float
     growth_mib: float
     duration_s: float
-    last_bytes: int
 
 
 def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
@@ -309,10 +277,7 @@ def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
         *_memory_findings(evidence.samples, bounds),
         *_idle_findings(evidence, bounds),
         *_process_findings(evidence),
-        *(
-            Finding(what=what, count=1, detail=detail)
-            for what, detail in objections(evidence.costs(), bounds.bars)
-        ),
+        *_cost_findings(costs(evidence)),
     ]
 
 
@@ -322,20 +287,20 @@ def is_settled(before: Sample, sample: Sample, bounds: Bounds) -> bool:
     return is_told and sample.is_idle and not list(_held_findings(before, sample, bounds))
 
 
-def fate_of(outcome: Outcome, kills: Sequence[Kill]) -> Fate:
-    """How a stream ended, and whether kills explain it."""
-    met = [kill for kill in kills if _meets(kill, outcome.began_s, outcome.ended_s)]
+def fate_of(outcome: Outcome, outages: Sequence[Adversity]) -> Fate:
+    """How a stream ended, and whether kills and freezes explain it."""
+    met = [each for each in outages if _meets(each, outcome.began_s, outcome.ended_s)]
     faults = set(outcome.faults)
     if not faults:
-        is_carried = any(outcome.began_s < kill.killed_s < outcome.ended_s for kill in met)
+        is_carried = any(outcome.began_s < each.began_s < outcome.ended_s for each in met)
         return Fate.CARRIED if is_carried else Fate.CLEAN
-    if any(kill.victim == "redis" for kill in met) and faults <= _WITHOUT_REDIS:
+    if any(each.victim == "redis" for each in met) and faults <= _WITHOUT_REDIS:
         return Fate.TURNED_AWAY
     if not met or outcome.survives_kills:
         return Fate.FAULTY
     if faults <= _TURNED_AWAY:
         return Fate.TURNED_AWAY
-    lost_its_gateway = any(kill.victim != "engine" and not kill.is_freeze for kill in met)
+    lost_its_gateway = any(each.kind is Kind.KILL and each.victim != "engine" for each in met)
     return Fate.BROKEN if lost_its_gateway and faults <= _BROKEN else Fate.FAULTY
 
 
@@ -353,49 +318,42 @@ def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
         points = [point for point in life if point[0] >= life[0][0] + warmup_s]
         if len(points) >= _MIN_FIT_SAMPLES:
             times, sizes = zip(*points, strict=True)
-            middle = len(points) // 2
-            bytes_per_s = min(_bytes_per_s(points[:middle]), _bytes_per_s(points[middle:]))
+            middle, fifth = len(points) // 2, max(1, len(points) // 5)
+            halves = (np.array(half).T for half in (points[:middle], points[middle:]))
+            bytes_per_s = min(
+                float(np.polyfit(at_s - at_s[0], size, 1)[0]) for at_s, size in halves
+            )
+            growth = statistics.median(sizes[-fifth:]) - statistics.median(sizes[:fifth])
             found.append(
                 Slope(
                     name=name,
                     pid=pid,
                     kib_per_min=bytes_per_s * 60 / _KIB,
-                    growth_mib=_growth_bytes(sizes) / _MIB,
+                    growth_mib=growth / _MIB,
                     duration_s=times[-1] - times[0],
-                    last_bytes=sizes[-1],
                 )
             )
     return found
 
 
-def _bytes_per_s(points: Sequence[tuple[float, int]]) -> float:
-    times, sizes = zip(*points, strict=True)
-    return statistics.linear_regression(times, sizes).slope
-
-
-def _growth_bytes(sizes: Sequence[int]) -> float:
-    num = max(1, len(sizes) // 5)
-    return statistics.median(sizes[-num:]) - statistics.median(sizes[:num])
-
-
 def _stream_findings(journal: Journal, *, began_s: float) -> Iterator[Finding]:
-    bad: defaultdict[tuple[str, Fault], list[str]] = defaultdict(list)
+    bad: defaultdict[str, list[str]] = defaultdict(list)
     for outcome in journal.outcomes:
         if fate_of(outcome, journal.outages) is Fate.FAULTY:
             for fault in outcome.faults:
                 when = f"{outcome.began_s - began_s:.0f} s to {outcome.ended_s - began_s:.0f} s"
-                bad[outcome.actor, fault].append(f"{when}: {outcome.detail}")
-    for (actor, fault), details in bad.items():
-        yield Finding(what=f"{fault} ({actor})", count=len(details), detail="; ".join(details[:3]))
+                bad[f"{fault} ({outcome.actor})"].append(f"{when}: {outcome.detail}")
+    for what, details in bad.items():
+        yield Finding(what, "; ".join(details[:3]), len(details))
 
 
 def _problem_findings(journal: Journal) -> Iterator[Finding]:
     bad: defaultdict[str, list[str]] = defaultdict(list)
     for problem in journal.problems:
-        if not any(_meets(kill, problem.at_s, problem.at_s) for kill in journal.outages):
+        if not any(_meets(each, problem.at_s, problem.at_s) for each in journal.outages):
             bad[problem.actor].append(problem.detail)
     for actor, details in bad.items():
-        yield Finding(what=actor, count=len(details), detail=details[0])
+        yield Finding(actor, details[0], len(details))
 
 
 def _memory_findings(samples: Sequence[Sample], bounds: Bounds) -> Iterator[Finding]:
@@ -407,17 +365,17 @@ def _memory_findings(samples: Sequence[Sample], bounds: Bounds) -> Iterator[Find
                 f"grows by {slope.kib_per_min:,.0f} KiB/min, by {slope.growth_mib:.1f} MiB in "
                 f"{slope.duration_s:.0f} s; the bound is {bound:,.0f}"
             )
-            yield Finding(what=f"memory of {slope.name}", count=1, detail=detail)
+            yield Finding(f"memory of {slope.name}", detail)
 
 
 def _idle_findings(evidence: Evidence, bounds: Bounds) -> Iterator[Finding]:
     if evidence.before.metrics and not evidence.after.metrics:
-        yield Finding(what="/metrics", count=1, detail="not answered any more")
+        yield Finding("/metrics", "not answered any more")
     for name in IDLE_METRICS:
         value = evidence.after.metrics.get(name, 0.0)
         if value:
             detail = f"{value:g} with no client connected"
-            yield Finding(what=f"{name} when idle", count=1, detail=detail)
+            yield Finding(f"{name} when idle", detail)
     yield from _held_findings(evidence.before, evidence.after, bounds)
 
 
@@ -431,8 +389,7 @@ def _held_findings(before: Sample, after: Sample, bounds: Bounds) -> Iterator[Fi
         ):
             if num_after > num_before + bounds.spare_descriptors:
                 detail = f"{num_before} before, {num_after} after, with no client connected"
-                what = f"{what} of {process.name}"
-                yield Finding(what=what, count=num_after - num_before, detail=detail)
+                yield Finding(f"{what} of {process.name}", detail, num_after - num_before)
 
 
 def _process_findings(evidence: Evidence) -> Iterator[Finding]:
@@ -440,10 +397,10 @@ def _process_findings(evidence: Evidence) -> Iterator[Finding]:
     after = {process.name: process.pid for process in evidence.after.processes}
     for process in evidence.before.processes:
         if process.name not in after:
-            yield Finding(what=f"process {process.name}", count=1, detail="it is gone")
-        elif after[process.name] != process.pid and not evidence.journal.kills:
-            yield Finding(what=f"process {process.name}", count=1, detail="it is another one now")
+            yield Finding(f"process {process.name}", "it is gone")
+        elif after[process.name] != process.pid and not evidence.journal.of(Kind.KILL):
+            yield Finding(f"process {process.name}", "it is another one now")
 
 
-def _meets(kill: Kill, began_s: float, ended_s: float) -> bool:
-    return began_s <= kill.ready_s + _KILL_MARGIN_S and ended_s >= kill.killed_s
+def _meets(outage: Adversity, began_s: float, ended_s: float) -> bool:
+    return began_s <= outage.ended_s + _KILL_MARGIN_S and ended_s >= outage.began_s

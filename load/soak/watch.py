@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
 import psutil
-
-from penstock.load.report.summary import sample_of
+from prometheus_client.parser import text_string_to_metric_families
 
 Family = Mapping[str, psutil.Process]
 
@@ -110,7 +110,7 @@ class Watch:
     async def _metrics(self) -> Mapping[str, float]:
         try:
             async with self.http.get("/metrics", timeout=aiohttp.ClientTimeout(5)) as response:
-                return sample_of(await response.text()) if response.status == 200 else {}
+                return figures_of(await response.text()) if response.status == 200 else {}
         except (aiohttp.ClientError, OSError, TimeoutError):
             return {}
 
@@ -124,3 +124,17 @@ def _sample(name: str, process: psutil.Process) -> ProcessSample:
             num_fds=process.num_fds(),
             num_sockets=len(process.net_connections(kind="all")),
         )
+
+
+def figures_of(text: str) -> dict[str, float]:
+    """Of a Prometheus text, by name without its prefix (`penstock:`), with a state if any: the sums
+    over other labels. Empty for what is no such text."""
+    values: defaultdict[str, float] = defaultdict(float)
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = sample.name.rpartition(":")[2]
+                values[f"{name} {sample.labels.get('state', '')}".strip()] += sample.value
+    except ValueError:
+        return {}
+    return dict(values)

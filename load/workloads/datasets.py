@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-import orjson
-from tokenizers import Tokenizer
+from pydantic import AliasChoices, BaseModel, Field, PositiveInt, ValidationError
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Prompt, Turn, single_turn
@@ -53,41 +52,6 @@ def lengths(text: str) -> Lengths:
     return Lengths(int(low), int(high or low))
 
 
-def read_lines(path: Path, *, max_lines: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The first objects of a file, each with its position for messages; empty lines do not
-    count. Raises ConfigError if the file is missing or empty, or a line is no JSON object."""
-    num_read = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if num_read == max_lines:
-                    return
-                if line.strip():
-                    num_read += 1
-                    yield f"{path}, line {number}", _object(line, f"{path}, line {number}")
-    except OSError as error:
-        raise ConfigError(f"--dataset-path: cannot read {path}: {error.strerror}") from error
-    if num_read == 0:
-        raise ConfigError(f"--dataset-path: {path} is empty")
-
-
-def positive_int(value: object, name: str, place: str) -> int:
-    """A count. Raises ConfigError if it is not one."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{place}: {name} must be a whole number of 1 or more, not {value!r}")
-    return value
-
-
-def _object(line: bytes, place: str) -> Mapping[str, Any]:
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: must be a JSON object")
-    return value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
     """Single turns with nothing in common, of uniform lengths."""
@@ -122,12 +86,6 @@ class ShareGpt:
     max_output_tokens: int = 1024
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if min(self.prompt_mean, self.output_mean) <= 0 or self.sigma < 0:
-            raise ConfigError(
-                "--prompt-mean and --output-mean must be positive, --sigma at least 0"
-            )
-
     def make(self, prompts: PromptMaker) -> list[Dialogue]:
         rng, lengths = random.Random(f"sharegpt {self.seed}"), random.Random(self.seed)
         dialogues = []
@@ -144,36 +102,6 @@ class ShareGpt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPrefix:
-    """Single turns, each over one of a few long prefixes, as a prefix cache is made for."""
-
-    num_dialogues: int
-    num_prefixes: int  # dialogues take them in turn
-    prefix_len: int  # tokens of each; a system prompt, or the first of the prompt's token ids
-    input_len: Lengths  # of the rest, which is not shared
-    output_len: Lengths
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_prefixes < 1:
-            raise ConfigError("--num-prefixes must be at least 1")
-
-    def make(self, prompts: PromptMaker) -> list[Dialogue]:
-        rng = random.Random(f"shared-prefix {self.seed}")
-        prefixes = [prompts.draw(rng, self.prefix_len) for _ in range(self.num_prefixes)]
-        dialogues = []
-        for index in range(self.num_dialogues):
-            prefix = prefixes[index % self.num_prefixes]
-            text = prompts.draw(rng, self.input_len.draw(rng))
-            max_tokens = self.output_len.draw(rng)
-            if isinstance(prefix, str) or isinstance(text, str):
-                dialogues.append(single_turn(text, max_tokens, system=str(prefix)))
-            else:
-                dialogues.append(single_turn(prefix + text, max_tokens))
-        return dialogues
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
     """Dialogues of several turns over one system prompt."""
 
@@ -182,14 +110,7 @@ class Conversations:
     system_len: int  # tokens of the system prompt, the same in every dialogue
     input_len: Lengths  # of what a user says in one turn
     output_len: Lengths
-    think_s: float = 0.0  # from an answer to the next turn; exponential with this mean
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_turns < 1:
-            raise ConfigError("--turns must be at least 1")
-        if self.think_s < 0:
-            raise ConfigError("--think-s must not be negative")
 
     def make(self, prompts: PromptMaker) -> list[Dialogue]:
         """Prompts are words, since answers come back as text and are sent again. Raises
@@ -199,22 +120,31 @@ class Conversations:
         if not isinstance(system, str):
             raise ConfigError("conversations need words, not token ids")
         return [
-            Dialogue(turns=tuple(self._turns(rng, prompts)), system=system)
+            Dialogue(
+                turns=tuple(
+                    Turn(
+                        text=prompts.draw(rng, self.input_len.draw(rng)),
+                        max_tokens=self.output_len.draw(rng),
+                    )
+                    for _ in range(self.num_turns)
+                ),
+                system=system,
+            )
             for _ in range(self.num_dialogues)
         ]
 
-    def _turns(self, rng: random.Random, prompts: PromptMaker) -> list[Turn]:
-        return [
-            Turn(
-                text=prompts.draw(rng, self.input_len.draw(rng)),
-                max_tokens=self.output_len.draw(rng),
-                think_s=rng.expovariate(1 / self.think_s) if number and self.think_s else 0.0,
-            )
-            for number in range(self.num_turns)
-        ]
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
 
 
-_SYSTEM_ROLES, _ROLES = ("system", "developer"), ("system", "developer", "user", "assistant")
+class _Line(BaseModel):
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)] = ""
+    messages: list[_Message] | None = None
+    max_tokens: PositiveInt | None = Field(
+        None, validation_alias=AliasChoices("max_tokens", "output_tokens")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,50 +163,45 @@ class Jsonl:
     max_tokens: int  # default
 
     def make(self, _: PromptMaker) -> list[Dialogue]:
-        """Raises ConfigError if the file or a line is invalid."""
-        lines = read_lines(self.path, max_lines=self.num_dialogues)
-        return [self._dialogue(item, place) for place, item in lines]
+        """Raises ConfigError if the file is missing or empty, or a line is invalid."""
+        dialogues: list[Dialogue] = []
+        try:
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if len(dialogues) < self.num_dialogues and line.strip():
+                        dialogues.append(self._dialogue(line, f"{self.path}, line {number}"))
+        except OSError as error:
+            raise ConfigError(
+                f"--dataset-path: cannot read {self.path}: {error.strerror}"
+            ) from error
+        if not dialogues:
+            raise ConfigError(f"--dataset-path: {self.path} is empty")
+        return dialogues
 
-    def _dialogue(self, item: Mapping[str, Any], place: str) -> Dialogue:
-        value = item.get("max_tokens", item.get("output_tokens", self.max_tokens))
-        max_tokens = positive_int(value, "max_tokens", place)
-        if "messages" not in item:
-            prompt = _prompt(item.get("prompt"), place)
-            return single_turn(prompt, max_tokens)
-        said = list(_messages(item["messages"], place))
-        users = [content for role, content in said if role == "user"]
+    def _dialogue(self, line: bytes, place: str) -> Dialogue:
+        try:
+            asked = _Line.model_validate_json(line, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            name = ".".join(map(str, wrong["loc"]))
+            raise ConfigError(f"{place}: {name or 'JSON'}: {wrong['msg']}") from error
+        max_tokens = asked.max_tokens or self.max_tokens
+        if asked.messages is None:
+            prompt = asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt)
+            users, system = [prompt] if prompt else [], ""
+        else:
+            users = [each.content for each in asked.messages if each.role == "user"]
+            systems = (each for each in asked.messages if each.role in ("system", "developer"))
+            system = "\n\n".join(each.content for each in systems)
         if not users:
-            raise ConfigError(f"{place}: no user message")
-        return Dialogue(
-            turns=tuple(Turn(text=content, max_tokens=max_tokens) for content in users),
-            system="\n\n".join(content for role, content in said if role in _SYSTEM_ROLES),
-        )
-
-
-def _prompt(value: object, place: str) -> Prompt:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
-        return tuple(value)
-    raise ConfigError(f"{place}: needs messages, or a prompt (a text or a list of token ids)")
-
-
-def _messages(value: object, place: str) -> Iterator[tuple[str, str]]:
-    """Role and content of each."""
-    if not isinstance(value, list):
-        raise ConfigError(f"{place}: messages must be a list")
-    for message in value:
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise ConfigError(f"{place}: a message needs a role: one of {', '.join(_ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise ConfigError(f"{place}: a message's content must be a text")
-        yield message["role"], message["content"]
+            raise ConfigError(f"{place}: needs a prompt, or messages with one of a user")
+        turns = tuple(Turn(text=text, max_tokens=max_tokens) for text in users)
+        return Dialogue(turns=turns, system=system)
 
 
 # -- prompts -------------------------------------------------------------------------------------
 
 DEFAULT_VOCAB_SIZE = 1000  # smaller than any vocabulary in use
-_MAX_ROUNDS = 4
 
 _COMMON_WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had
@@ -306,44 +231,9 @@ class TokenIds:
         return tuple(rng.choices(self.ids, k=num_tokens))
 
 
-@dataclass(frozen=True, slots=True)
 class Words:
-    """Prompts of common words. A tokenizer trims them to the wanted length, where its tokens
-    allow that; without one a word counts as a token, since most tokenizers have these words as
+    """Prompts of common words. A word counts as a token, since most tokenizers have these words as
     one token."""
 
-    tokenizer: Tokenizer | None = None
-
     def draw(self, rng: random.Random, num_tokens: int) -> str:
-        text = " ".join(rng.choices(WORDS, k=num_tokens))  # a word is at least a token
-        return text if self.tokenizer is None else _trimmed(text, num_tokens, self.tokenizer)
-
-
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory. Raises ConfigError if it cannot be read."""
-    path = directory / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"--tokenizer: cannot read {path}: {error}") from error
-
-
-def plain_ids(tokenizer: Tokenizer) -> list[int]:
-    """All token ids except special ones."""
-    special = tokenizer.get_added_tokens_decoder()
-    return [token_id for token_id in range(tokenizer.get_vocab_size()) if token_id not in special]
-
-
-def _trimmed(text: str, num_tokens: int, tokenizer: Tokenizer) -> str:
-    """The text cut to `num_tokens`. A cut inside a word may change its tokens, hence a few
-    rounds."""
-    for _ in range(_MAX_ROUNDS):
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        missing = num_tokens - len(encoding.ids)
-        if missing == 0:
-            break
-        if missing > 0:
-            text += " a" * missing
-        else:
-            text = text[: encoding.offsets[num_tokens - 1][1]]
-    return text
+        return " ".join(rng.choices(WORDS, k=num_tokens))

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Call, Dialogue, Message, StreamRecord, Turn
-from penstock.load.client.transport import Transport
+from penstock.load.client.transport import History, Transport
 from penstock.load.machine import frozen_garbage
 
 
@@ -31,9 +30,6 @@ class ClosedLoop:
 
     max_concurrency: int
 
-    def __post_init__(self) -> None:
-        _check(self.max_concurrency >= 1, "--max-concurrency must be at least 1")
-
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
@@ -45,12 +41,6 @@ class OpenLoop:
 
     offsets_s: tuple[float, ...]  # one for each dialogue, ascending
     max_concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        _check(
-            self.max_concurrency is None or self.max_concurrency >= 1,
-            "--max-concurrency must be at least 1",
-        )
 
 
 Arrivals: TypeAlias = ClosedLoop | OpenLoop
@@ -64,24 +54,15 @@ def gamma_offsets(
     The gaps are scaled so that the last arrival comes at exactly num ÷ rate: all seeds then
     offer the same load. `rate` is per second, infinite for all at once. `burstiness` is the
     shape of the gamma distribution: 1 is a Poisson process, less is burstier, more is more even,
-    infinite is equal gaps. Raises ConfigError if either is not positive.
+    infinite is equal gaps.
     """
-    _check(rate > 0, "a request rate must be positive")
-    _check(burstiness > 0, "--burstiness must be positive")
     if math.isinf(rate) or math.isinf(burstiness):
         return tuple((number + 1) / rate for number in range(num))
     gaps_s = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), num)
     return tuple(np.cumsum(gaps_s * (num / rate / gaps_s.sum())).tolist())
 
 
-def _check(is_valid: bool, rule: str) -> None:
-    if not is_valid:
-        raise ConfigError(rule)
-
-
 # -- the driver ---------------------------------------------------------------------------------
-
-History: TypeAlias = Literal["full", "previous_response_id"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +88,18 @@ async def run(
     model: str,
     history: History = "full",
     extra: Mapping[str, Any] | None = None,
+    ignore_eos: bool = True,
     on_end: Callable[[StreamRecord], None] | None = None,
 ) -> RunResult:
     """Hold every dialogue to its end.
 
     A first turn is scheduled at its offset (open loop), or when a place became free (closed
-    loop, whose places are free from the start). A later turn is scheduled `think_s` after the
+    loop, whose places are free from the start). A later turn is scheduled at the end of the
     answer before it. A turn with a fault ends its dialogue. `history` is either sent again in
     full each turn, answers included, or named by the id of the last answer.
     """
-    speaker = _Speaker(transport, model, history, extra or {}, on_end or (lambda _: None))
+    on_end = on_end or (lambda _: None)
+    speaker = _Speaker(transport, model, history, extra or {}, ignore_eos, on_end)
     with frozen_garbage():
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         if isinstance(arrivals, ClosedLoop):
@@ -142,6 +125,7 @@ class _Speaker:
     model: str
     history: History
     extra: Mapping[str, Any]
+    ignore_eos: bool
     on_end: Callable[[StreamRecord], None]
     records: list[StreamRecord] = field(default_factory=list)
 
@@ -153,7 +137,7 @@ class _Speaker:
         previous_id: str | None = None
         for number, turn in enumerate(dialogue.turns):
             record = StreamRecord(dialogue=index, turn=number, scheduled_s=scheduled_s)
-            if turn.ignore_eos:
+            if self.ignore_eos:
                 record.expected_tokens = turn.max_tokens
             self.records.append(record)
             if isinstance(turn.text, str):
@@ -168,15 +152,14 @@ class _Speaker:
                 said = (*said, Message(role="assistant", content=record.text))
             else:
                 said, previous_id = (), record.response_id
-            scheduled_s = record.ended_s + dialogue.turns[number + 1].think_s
-            await _sleep_until(scheduled_s)
+            scheduled_s = record.ended_s
         return record.ended_s
 
     def _call(self, turn: Turn, said: tuple[Message, ...], previous_id: str | None) -> Call:
         return Call(
             model=self.model,
             max_tokens=turn.max_tokens,
-            ignore_eos=turn.ignore_eos,
+            ignore_eos=self.ignore_eos,
             messages=said,
             prompt_token_ids=() if isinstance(turn.text, str) else turn.text,
             previous_response_id=previous_id,

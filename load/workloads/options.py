@@ -5,60 +5,31 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import orjson
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Endpoint
-from penstock.load.client.transport import Transport, TransportKind, open_transport
-from penstock.load.report.options import counts, rates
+from penstock.load.client.transport import Wire
+from penstock.load.report.options import counts, json_object, positive, rates
 from penstock.load.workloads.datasets import (
     DEFAULT_VOCAB_SIZE,
     Conversations,
     Dataset,
     Jsonl,
     Lengths,
-    PromptMaker,
     RandomLengths,
-    SharedPrefix,
     ShareGpt,
     TokenIds,
     Words,
     lengths,
-    load_tokenizer,
-    plain_ids,
 )
 from penstock.load.workloads.driver import (
     Arrivals,
     ClosedLoop,
-    History,
     OpenLoop,
     gamma_offsets,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
-    transport: TransportKind = "sse"
-    endpoint: Endpoint = "completions"
-    history: History = "full"
-    api_key: str | None = field(default=None, repr=False)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every body
-    stall_s: float = 60.0  # silence that counts as a fault
-
-    def __post_init__(self) -> None:
-        if self.history == "previous_response_id" and self.endpoint != "responses":
-            raise ConfigError("--history previous_response_id needs --endpoint responses")
-        if self.stall_s <= 0:
-            raise ConfigError("--stall-s must be positive")
-
-    def open(self, base_url: str) -> Transport:
-        return open_transport(
-            self.transport, self.endpoint, base_url, api_key=self.api_key, stall_s=self.stall_s
-        )
 
 
 def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,20 +51,17 @@ def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", help="default: the first in PENSTOCK_API_KEY")
     add(
         "--extra-body",
+        type=json_object,
         default='{"temperature": 0}',
         help="JSON object with more fields of every request",
     )
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+        help="generate exactly max_tokens")  # fmt: skip
     add("--stall-s", type=float, default=60.0, help="seconds of silence that are a fault")
 
 
 def wire_of(parsed: argparse.Namespace) -> Wire:
     """Raises ConfigError for arguments that cannot be combined."""
-    try:
-        extra = orjson.loads(parsed.extra_body)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--extra-body is not JSON: {error}") from error
-    if not isinstance(extra, dict):
-        raise ConfigError("--extra-body must be a JSON object")
     keys = os.environ.get("PENSTOCK_API_KEY", "")
     return Wire(
         transport=parsed.transport,
@@ -101,7 +69,8 @@ def wire_of(parsed: argparse.Namespace) -> Wire:
         or ("responses" if parsed.transport == "websocket" else "completions"),
         history=parsed.history,
         api_key=parsed.api_key or keys.split(",")[0].strip() or None,
-        extra=extra,
+        extra=parsed.extra_body,
+        ignore_eos=parsed.ignore_eos,
         stall_s=parsed.stall_s,
     )
 
@@ -126,25 +95,11 @@ def add_dataset_arguments(
             help="number of dialogues; the maximum from a file",
         )
     add("--seed", type=int, default=0, help="seed of everything random")
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="generate exactly max_tokens",
-    )
-    add("--tokenizer", type=Path, help="model directory; makes prompt lengths exact")
-    add(
-        "--vocab-size",
-        type=int,
-        help="token ids drawn for --endpoint completions; else the tokenizer's, or "
-        f"{DEFAULT_VOCAB_SIZE:,}",
-    )
+    add("--vocab-size", type=positive,
+        help="token ids drawn for --endpoint completions, which else are "
+        f"{DEFAULT_VOCAB_SIZE:,}; the other endpoints get words")  # fmt: skip
     add("--dataset-path", type=Path, help="the file of jsonl")
-    _add_length_arguments(parser)
-
-
-def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("lengths of random, shared-prefix and conversations")
+    group = parser.add_argument_group("lengths of random and conversations")
     fixed = Lengths.fixed(128)
     add = group.add_argument
     add("--input-len", type=lengths, default=fixed, help=f"{_LENGTHS}; of one user's turn")
@@ -154,21 +109,8 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
         default=fixed,
         help=f"{_LENGTHS}; the upper is also jsonl's where a line says none",
     )
-    add("--prefix-len", type=int, default=512, help="tokens of a shared prefix or system prompt")
-    add("--num-prefixes", type=int, default=1, help="shared-prefix: number of prefixes")
-    add("--turns", type=int, default=4, help="conversations: turns per dialogue")
-    add("--think-s", type=float, default=0.0, help="conversations: mean pause before the next turn")
-    group = parser.add_argument_group("lengths of sharegpt")
-    default = ShareGpt(num_dialogues=1)
-    for name, kind, value, text in (
-        ("--prompt-mean", float, default.prompt_mean, "tokens, before clipping"),
-        ("--output-mean", float, default.output_mean, "tokens, before clipping"),
-        ("--sigma", float, default.sigma, "of the logarithm of either length"),
-        ("--shortest", int, default.shortest, "tokens of either"),
-        ("--max-input-len", int, default.max_input_tokens, "tokens"),
-        ("--max-output-len", int, default.max_output_tokens, "tokens"),
-    ):
-        group.add_argument(name, type=kind, default=value, help=text)
+    add("--prefix-len", type=positive, default=512, help="tokens of a shared system prompt")
+    add("--turns", type=positive, default=4, help="conversations: turns per dialogue")
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -227,36 +169,21 @@ def make_dialogues(
     """The workload. Raises ConfigError for invalid arguments or an invalid file."""
     if num_dialogues < 1:
         raise ConfigError("--num-prompts must be at least 1")
+    is_text = endpoint != "completions" or parsed.dataset == "conversations"
     dataset = _dataset(parsed, num_dialogues, seed)
-    dialogues = dataset.make(_prompt_maker(parsed, endpoint))
+    dialogues = dataset.make(
+        Words() if is_text else TokenIds(range(parsed.vocab_size or DEFAULT_VOCAB_SIZE))
+    )
     if endpoint != "completions" and any(
         not isinstance(turn.text, str) for dialogue in dialogues for turn in dialogue.turns
     ):
         raise ConfigError("token ids as prompts need --endpoint completions")
-    return [
-        replace(
-            dialogue,
-            turns=tuple(replace(turn, ignore_eos=parsed.ignore_eos) for turn in dialogue.turns),
-        )
-        for dialogue in dialogues
-    ]
-
-
-def _prompt_maker(parsed: argparse.Namespace, endpoint: Endpoint) -> PromptMaker:
-    tokenizer = load_tokenizer(parsed.tokenizer) if parsed.tokenizer else None
-    if endpoint != "completions" or parsed.dataset == "conversations":
-        return Words(tokenizer)
-    if parsed.vocab_size is not None:
-        if parsed.vocab_size < 1:
-            raise ConfigError("--vocab-size must be at least 1")
-        return TokenIds(range(parsed.vocab_size))
-    return TokenIds(plain_ids(tokenizer)) if tokenizer else TokenIds()
+    return dialogues
 
 
 _DATASETS: Mapping[str, type[Dataset]] = {
     "random": RandomLengths,
     "sharegpt": ShareGpt,
-    "shared-prefix": SharedPrefix,
     "conversations": Conversations,
     "jsonl": Jsonl,
 }
@@ -271,12 +198,10 @@ def _dataset(parsed: argparse.Namespace, num_dialogues: int, seed: int) -> Datas
         "seed": seed,
         "num_turns": parsed.turns,
         "system_len": parsed.prefix_len,
-        "max_input_tokens": parsed.max_input_len,
-        "max_output_tokens": parsed.max_output_len,
         "path": parsed.dataset_path,
         "max_tokens": parsed.output_len.high,
     }
-    needed = {each.name: values[each.name] for each in fields(kind)}
+    needed = {each.name: values[each.name] for each in fields(kind) if each.name in values}
     if "path" in needed and parsed.dataset_path is None:
         raise ConfigError(f"--dataset {parsed.dataset} needs --dataset-path")
     return kind(**needed)

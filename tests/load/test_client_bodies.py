@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Call, Endpoint, Message, body_of
-from penstock.load.client.transport import open_transport
+from penstock.load.client.transport import Wire
 
 _HISTORY = (
     Message(role="system", content="Be brief."),
@@ -59,10 +59,10 @@ def test_extra_has_the_last_word() -> None:
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_the_websocket_is_for_responses_alone(endpoint: Endpoint) -> None:
     with pytest.raises(ConfigError, match="supports only the endpoint responses"):
-        open_transport("websocket", endpoint, "http://127.0.0.1:1")
+        Wire(transport="websocket", endpoint=endpoint).open("http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("base_url", ["127.0.0.1:8000", "ftp://host", "http://", "http://h:port"])
 def test_an_address_must_be_one(base_url: str) -> None:
     with pytest.raises(ConfigError, match="not a server address"):
-        open_transport("sse", "chat", base_url)
+        Wire(endpoint="chat").open(base_url)

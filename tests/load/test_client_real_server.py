@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from penstock.load.client.records import Call, Endpoint, Message, StreamRecord
-from penstock.load.client.transport import TransportKind, open_transport
+from penstock.load.client.transport import TransportKind, Wire
 from penstock.load.launch import Started
 
 from ..system.processes import metric
@@ -46,7 +46,7 @@ def test_every_stream_is_clean(demo: Started, kind: TransportKind, endpoint: End
     records = [_record(call) for call in calls]
 
     async def run() -> None:
-        async with open_transport(kind, endpoint, demo.base_url) as transport:
+        async with Wire(transport=kind, endpoint=endpoint).open(demo.base_url) as transport:
             pairs = zip(calls, records, strict=True)
             await asyncio.gather(*(transport.stream(call, record) for call, record in pairs))
 
@@ -74,7 +74,7 @@ def test_walking_away_frees_the_server(
 ) -> None:
     async def run() -> None:
         async with (
-            open_transport(kind, endpoint, demo.base_url) as transport,
+            Wire(transport=kind, endpoint=endpoint).open(demo.base_url) as transport,
             httpx.AsyncClient(base_url=demo.base_url, timeout=60) as metrics,
         ):
             # So long that none can have ended when the last has begun.

@@ -72,8 +72,7 @@ async def test_a_stream_fills_a_record() -> None:
 
 
 async def test_sockets_are_opened_as_needed_and_used_again() -> None:
-    async with connected(_answer_all, num_sockets=2) as (transport, peers):
-        await _until(lambda: len(peers) == 2)
+    async with connected(_answer_all) as (transport, peers):
         for _ in range(3):
             num_streams = 3 * LANES_PER_SOCKET + 1
             records = await asyncio.gather(*(_record(transport) for _ in range(num_streams)))

@@ -120,14 +120,9 @@ def single(num: int) -> list[Dialogue]:
     ]
 
 
-def talk(*, num_turns: int, think_s: float = 0.0, system: str = "be kind") -> Dialogue:
-    return Dialogue(
-        turns=tuple(
-            Turn(text=f"turn {number}", max_tokens=4, think_s=think_s)
-            for number in range(num_turns)
-        ),
-        system=system,
-    )
+def talk(*, num_turns: int, system: str = "be kind") -> Dialogue:
+    turns = (Turn(text=f"turn {number}", max_tokens=4) for number in range(num_turns))
+    return Dialogue(turns=tuple(turns), system=system)
 
 
 def scheduled(result: RunResult) -> list[float]:
@@ -174,11 +169,11 @@ def test_a_cap_holds_back_but_time_counts_from_when_it_was_due(play: Play) -> No
     assert sent(result) == [0.0, 1.0, 10.0, 11.0]
 
 
-def test_later_turns_are_due_after_the_answer_and_a_pause(play: Play) -> None:
-    dialogues = [talk(num_turns=3, think_s=2.0), talk(num_turns=1)]
+def test_later_turns_are_due_after_the_answer(play: Play) -> None:
+    dialogues = [talk(num_turns=3), talk(num_turns=1)]
     transport = FakeTransport({0: 5.0})
     result = play(driver.run(transport, dialogues, arrivals=OpenLoop((1.0, 2.0)), model="m"))
-    assert scheduled(result) == [1.0, 8.0, 15.0, 2.0]
+    assert scheduled(result) == [1.0, 6.0, 11.0, 2.0]
     assert [(record.dialogue, record.turn) for record in result.records] == [
         (0, 0), (0, 1), (0, 2), (1, 0),
     ]  # fmt: skip
@@ -223,19 +218,18 @@ def test_history_by_id_sends_the_new_turn_alone(play: Play) -> None:
 def test_a_call_carries_all_its_turn_says(play: Play) -> None:
     turns = (
         Dialogue(turns=(Turn(text=(7, 8, 9), max_tokens=3),)),
-        Dialogue(turns=(Turn(text="hello", max_tokens=5, ignore_eos=False),)),
+        Dialogue(turns=(Turn(text="hello", max_tokens=5),)),
     )
     transport = FakeTransport()
-    result = play(
-        driver.run(transport, turns, arrivals=ClosedLoop(1), model="name", extra={"temperature": 0})
-    )
+    settings = {"model": "name", "extra": {"temperature": 0}, "ignore_eos": False}
+    result = play(driver.run(transport, turns, arrivals=ClosedLoop(1), **settings))
     ids, words = (call for _, call in transport.calls)
     assert (ids.prompt_token_ids, ids.messages, ids.max_tokens) == ((7, 8, 9), (), 3)
     assert [each.content for each in words.messages] == ["hello"]
-    assert (words.prompt_token_ids, words.ignore_eos, ids.ignore_eos) == ((), False, True)
+    assert (words.prompt_token_ids, words.ignore_eos, ids.ignore_eos) == ((), False, False)
     assert {ids.model, words.model} == {"name"}
     assert ids.extra == {"temperature": 0}
-    assert [record.expected_tokens for record in result.records] == [3, -1]
+    assert [record.expected_tokens for record in result.records] == [-1, -1]
 
 
 # -- ends -------------------------------------------------------------------------------------

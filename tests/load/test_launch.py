@@ -31,9 +31,9 @@ def test_memory_is_each_process_own(demo: Started) -> None:
     memory = demo.memory()
     assert set(memory) == FAMILY
     for each in memory.values():
-        assert 0 < each.unique_bytes <= each.proportional_bytes <= each.resident_bytes
+        assert 0 < each["uss"] <= each["pss"] <= each["rss"]
     # Torch is in one of them alone, and the supervisor has no framework at all.
-    sizes = {name: each.resident_bytes >> 20 for name, each in memory.items()}
+    sizes = {name: each["rss"] >> 20 for name, each in memory.items()}
     assert sizes["engine"] > 150 > sizes["gateway"] > 40 > sizes["supervisor"] > 5
 
 

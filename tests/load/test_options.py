@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load.client.records import Dialogue, Endpoint
-from penstock.load.workloads.datasets import load_tokenizer, plain_ids
 from penstock.load.workloads.driver import Arrivals, ClosedLoop, OpenLoop, gamma_offsets
 from penstock.load.workloads.options import (
     add_dataset_arguments,
@@ -23,13 +18,6 @@ from penstock.load.workloads.options import (
     loads_of,
     make_dialogues,
 )
-
-DEMO_TOKENIZER = DEMO_MODEL_PATH
-
-
-def write_lines(path: Path, items: Sequence[object]) -> Path:
-    path.write_text("\n".join(json.dumps(item) for item in items))
-    return path
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -44,7 +32,7 @@ def dialogues_of(*arguments: str, endpoint: Endpoint = "completions") -> list[Di
     return make_dialogues(parsed, endpoint, num_dialogues=parsed.num_prompts, seed=parsed.seed)
 
 
-@pytest.mark.parametrize("name", ["random", "sharegpt", "shared-prefix"])
+@pytest.mark.parametrize("name", ["random", "sharegpt"])
 def test_completions_get_token_ids_and_the_others_words(name: str) -> None:
     kinds: dict[Endpoint, type] = {"completions": tuple, "chat": str, "responses": str}
     for endpoint, kind in kinds.items():
@@ -53,22 +41,11 @@ def test_completions_get_token_ids_and_the_others_words(name: str) -> None:
         assert {type(dialogue.turns[0].text) for dialogue in dialogues} == {kind}
 
 
-def test_a_tokenizer_bounds_token_ids() -> None:
-    dialogues = dialogues_of("--tokenizer", str(DEMO_TOKENIZER), "--input-len", "4000")
-    drawn = {token for dialogue in dialogues for token in dialogue.turns[0].text}
-    assert drawn == set(plain_ids(load_tokenizer(DEMO_TOKENIZER)))
-
-
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
         (("--num-prompts", "0"), "--num-prompts"),
         (("--dataset", "jsonl"), "--dataset-path"),
-        (("--dataset", "shared-prefix", "--num-prefixes", "0"), "--num-prefixes"),
-        (("--dataset", "conversations", "--turns", "0"), "--turns"),
-        (("--dataset", "conversations", "--think-s", "-1"), "--think-s"),
-        (("--dataset", "sharegpt", "--sigma", "-1"), "--sigma"),
-        (("--vocab-size", "0"), "--vocab-size"),
     ],
 )
 def test_datasets_without_sense_are_refused(arguments: tuple[str, ...], fault: str) -> None:
@@ -90,20 +67,6 @@ def test_loads_follow_from_the_arguments() -> None:
     sweep = loads_of(parse("--max-concurrency", "4,1,4"))
     assert list(map(str, sweep)) == ["1 in flight", "4 in flight"]
     assert [load.rate for load in loads_of(parse("--request-rate", "2,0.5"))] == [0.5, 2]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--burstiness", "2"),
-        ("--burstiness", "0", "--request-rate", "1"),
-        ("--burstiness", "2", "--max-concurrency", "4"),
-        ("--request-rate", "1", "--max-concurrency", "1,2"),
-    ],
-)
-def test_loads_without_sense_are_refused(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError):
-        loads_of(parse(*arguments))
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from penstock.engine.errors import ConfigError
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.load.client.records import Dialogue, StreamRecord, Turn
 from penstock.load.peers import environments, matrix, models, workloads
 from penstock.load.peers.environments import Environment, InstallError
 from penstock.load.peers.matrix import Matrix
-from penstock.load.peers.report import Report
-from penstock.load.peers.rivals import RIVALS, HttpServer, Rival, RivalError, Setting
+from penstock.load.peers.report import counts
+from penstock.load.peers.rivals import RIVALS, Rival, Running, Setting
 from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import RunResult
 
 from ..engine.model_files.gguf.written import convert
-from ..held_port import held_port, number_of
 from ..system.processes import wait_gone
 
 
@@ -38,29 +41,26 @@ def _own_build(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 class Scripted:
     """A rival whose speeds are given: tokens per second by setting, for each round."""
 
-    name = title = "vllm"
-    process = psutil.Process()
-    ready_s = 0.1
-
-    def __init__(self, speeds: dict[str, float]) -> None:
+    def __init__(self, **speeds: float) -> None:
         self.speeds = speeds
+        self.settings = [Setting(name=name) for name in speeds]
         self.log: list[str] = []
 
     def prepare(self, model: str) -> str:
+        if not self.speeds:
+            raise InstallError("no such wheel")
         return "0"
 
-    @property
-    def options(self) -> Sequence[Setting]:
-        return [Setting(name=name) for name in self.speeds]
-
-    def start(self, model: str, setting: Setting) -> Scripted:
+    @contextlib.contextmanager
+    def started(self, model: str, setting: Setting) -> Iterator[Running]:
         self.log.append(setting.name)
         if not self.speeds[setting.name]:
-            raise RivalError("it ended with 1")
-        return self
+            raise ConfigError("it ended with 1")
+        yield Running(psutil.Process(), 0.1, self.measure)
+        self.log.append("stop")
 
     def measure(self, workload: Workload) -> RunResult:
-        took_s = workload.num_output_tokens / self.speeds[self.log[-1]]
+        took_s = sum(turn.max_tokens for turn in workload.turns) / self.speeds[self.log[-1]]
         records = [
             StreamRecord(dialogue=index, scheduled_s=0.0, sent_s=0.0, ended_s=took_s)
             for index in range(len(workload.dialogues))
@@ -70,82 +70,62 @@ class Scripted:
             record.output_tokens = dialogue.turns[0].max_tokens
         return RunResult(records=records, began_s=0.0, ended_s=took_s, client_cpu_s=0.0)
 
-    def stop(self) -> None:
-        self.log.append("stop")
 
-
-class Missing(Scripted):
-    def prepare(self, model: str) -> str:
-        raise InstallError("no such wheel")
-
-
-def run(rivals: dict[str, Scripted | Rival], out: Path, repeats: int) -> Report:
-    report = Report.begin(is_real_time=False)
-    running = Matrix(rivals, report, out)  # type: ignore[arg-type]
+def run(rivals: Mapping[str, Any], out: Path, *, repeats: int = 1) -> dict[str, Any]:
+    running = Matrix.begin("bf16", rivals, out)
     running.prepare(["T"])
     running.run("T", ["single"], repeats)
-    return report
+    return running.data
 
 
 def test_rounds_alternate_and_keep_the_setting_that_was_best(tmp_path: Path) -> None:
-    ours, rival = Scripted({"default": 100.0}), Scripted({"slow": 40.0, "fast": 80.0, "broken": 0})
-    report = run({"penstock": ours, "vllm": rival}, tmp_path, 2)
-    seen = [(each.system, each.setting, each.round) for each in report.observations]
+    rival = Scripted(slow=40.0, fast=80.0, broken=0)
+    data = run({"penstock": Scripted(default=100.0), "vllm": rival}, tmp_path, repeats=2)
+    seen = [(each["system"], each["setting"], each["round"]) for each in data["observations"]]
     assert seen == [
         ("penstock", "default", 0), ("vllm", "slow", 0), ("vllm", "fast", 0),
         ("penstock", "default", 1), ("vllm", "fast", 1),
     ]  # fmt: skip
     assert rival.log.count("stop") == 3
-    assert [failure.reason for failure in report.failures] == ["it ended with 1"]
+    assert [failure["reason"] for failure in data["failures"]] == ["it ended with 1"]
     data = json.loads(next(tmp_path.glob("*-peers.json")).read_text("utf-8"))
     ratios = {cell["system"]: cell["ratio_to_penstock"] for cell in data["cells"]}
     assert ratios == {"penstock": 1.0, "vllm": pytest.approx(0.8)}
 
 
 def test_who_cannot_be_installed_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    rivals = {"penstock": Scripted({"default": 100.0}), "hf": Missing({"x": 1.0})}
-    report = run(rivals, tmp_path, 1)
-    assert report.unavailable == {"hf": "no such wheel"}
-    assert [each.system for each in report.observations] == ["penstock"]
+    data = run({"penstock": Scripted(default=100.0), "hf": Scripted()}, tmp_path)
+    assert data["unavailable"] == {"hf": "no such wheel"}
+    assert [each["system"] for each in data["observations"]] == ["penstock"]
 
 
 @pytest.mark.exhaustive
-def test_our_server_answers_every_kind_of_workload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    system = "".join(models.words("T")[900:920])
-    turns = (Turn(text=models.words("T")[950], max_tokens=6),) * 2
-    tiny = {
-        "single": Workload(
-            "single", "completions", 1, (Dialogue(turns=(Turn(text=(500, 501), max_tokens=8),)),)
-        ),
-        "turns8": Workload("turns8", "chat", 2, (Dialogue(system=system, turns=turns),) * 2),
-    }
-    monkeypatch.setattr(workloads, "make", lambda name, model: tiny[name])
-    report = Report.begin(is_real_time=False)
-    running = Matrix({"penstock": RIVALS["bf16"][0]}, report, tmp_path)
-    running.prepare(["T"])
-    running.run("T", ["single", "turns8"], 1)
-    single, turns8 = report.observations
-    assert single.counts
-    assert turns8.counts
-    assert len(turns8.turn_ttft_ms) == 2
-    assert turns8.num_cached_tokens > 0  # the second turn found the first, by its text
-    assert single.idle_memory_bytes > 1 << 20
-    assert {"penstock-engine", "penstock-gateway"} <= single.cpu_s_per_1k_tokens.keys()
+def test_our_server_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Workload("single", 1, (Dialogue(turns=(Turn(text=(500, 501), max_tokens=8),)),))
+    monkeypatch.setattr(workloads, "make", lambda *_: tiny)
+    [single] = run({"penstock": RIVALS["bf16"][0]}, tmp_path)["observations"]
+    assert counts(single)
+    assert single["idle_memory_bytes"] > 1 << 20
+    assert {"penstock-engine", "penstock-gateway"} <= single["cpu_s_per_1k_tokens"].keys()
 
 
-def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"]
+def rival_of(code: str) -> Rival:
+    """A server that is a program of ours; it gets its port."""
+    program = shlex.join([sys.executable, "-c", code])
+    return Rival(name="penstock", distribution="penstock-llm", command=f"{program} {{port}}")
+
+
+def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
+    rival = rival_of("print('out of luck'); raise SystemExit(3)")
     with (
-        held_port() as held,
-        pytest.raises(RivalError, match=r"ended with 3: out of luck"),
+        pytest.raises(ConfigError, match=r"(?s)ended with 3.*out of luck"),
+        rival.started("T", Setting()),
     ):
-        HttpServer(command, port=number_of(held), model="T", env={}, log=tmp_path / "log")
+        pytest.fail("it started")
 
 
-def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
-    code = (
+def test_a_server_is_stopped_with_its_children() -> None:
+    rival = rival_of(
         "import http.server, subprocess, sys\n"
         "class H(http.server.BaseHTTPRequestHandler):\n"
         "    def do_GET(self): self.send_response(200); self.end_headers()\n"
@@ -153,12 +133,8 @@ def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
     )
-    with held_port() as held:
-        port = number_of(held)
-        command = [sys.executable, "-c", code, str(port)]
-        running = HttpServer(command, port=port, model="T", env={}, log=tmp_path / "log")
-    [child] = running.process.children()
-    running.stop()
+    with rival.started("T", Setting()) as running:
+        [child] = running.process.children()
     assert not running.process.is_running()
     wait_gone([child])
 
@@ -189,26 +165,6 @@ def _signals() -> Iterator[None]:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("_signals")
-def test_speculation_is_a_comparison_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of rivals with and without, on models whose text is known; here ours, on the tiny one."""
-    monkeypatch.setattr(models, "SHAPES", {"M-cycles": models.SHAPES["T-cycles"]})
-    systems = ["penstock", "penstock-plain"]
-    arguments = ["--speculation", "--models", "M-cycles", "--repeats", "1", "--systems", *systems]
-    assert matrix.main([*arguments, "--out", str(tmp_path)]) == 0
-    [path] = tmp_path.glob("*-peers-speculation.json")
-    report = Report.read(path)
-    assert report.comparison == "speculation"
-    seen = {(each.system, each.workload): each for each in report.observations}
-    assert len(seen) == 4
-    assert all(each.counts for each in seen.values())
-    assert "ngram" in seen["penstock", "echo"].flags
-    assert "ngram" not in seen["penstock-plain", "echo"].flags
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_signals")
 def test_files_are_served_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's tokens count where it is what takes the time."""
     file = tmp_path / "demo.Q8_0.gguf"
@@ -217,13 +173,13 @@ def test_files_are_served_as_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     arguments = ["--systems", "penstock", "--workloads", "single", "prefill", "--repeats", "1"]
     assert matrix.main(["--files", str(file), *arguments, "--out", str(tmp_path)]) == 0
     [path] = tmp_path.glob("*-peers-gguf.json")
-    single, prefill = Report.read(path).observations
-    assert single.model == file.name
-    assert single.counts
-    assert prefill.output_tokens_per_s > 1000 / prefill.ttft_ms_p50
+    single, prefill = json.loads(path.read_text("utf-8"))["observations"]
+    assert single["model"] == file.name
+    assert counts(single)
+    assert prefill["output_tokens_per_s"] > 1000 / prefill["ttft_ms_p50"]
 
 
-def test_files_have_no_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_have_not_all_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        matrix.main(["--files", str(tmp_path / "x.gguf"), "--workloads", "turns8"])
-    assert "--workloads: files have none of turns8" in capsys.readouterr().err
+        matrix.main(["--files", str(tmp_path / "x.gguf"), "--workloads", "front128"])
+    assert "--workloads: files have none of front128" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.text import Tokenizer
+from penstock.load.engine import Setting
 from penstock.load.quality import (
     CORPUS,
     LoadedModel,
@@ -26,7 +27,6 @@ from penstock.load.quality import (
     corpus_texts,
     held_out_texts,
 )
-from penstock.load.setting import Setting
 
 from .conftest import Penstock
 

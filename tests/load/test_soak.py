@@ -53,7 +53,7 @@ def test_what_its_kills_break_is_clean(tmp_path: Path) -> None:
     with synthetic_server(QUICK) as target:
         done = run_command(lambda: bench.soak_target(target, flags))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "soak.json").read_text())["kills"]
+    assert json.loads((tmp_path / "soak.json").read_text())["adversities"]
 
 
 async def whats(target: Target, duration_s: float, **plan: Any) -> list[str]:
@@ -71,7 +71,7 @@ async def test_faulty_streams_are_found() -> None:
         assert given.kill is None
         (process,) = given.family().values()
         assert process.pid == faulty.family()["synthetic"].pid
-        found = await whats(given, 0.5, has_resumes=True)
+        found = await whats(given, 0.5)
     for fault in ("text_differs", "refused"):
         assert any(what.startswith(fault) for what in found), found
 

@@ -23,8 +23,9 @@ from penstock.load.soak import attack, expensive, traffic
 from penstock.load.soak.command import Plan, soak
 from penstock.load.soak.journal import Journal, Kind
 from penstock.load.soak.scene import open_scene
-from penstock.load.soak.target import LogPipe
+from penstock.load.soak.target import LogPipe, dripping_host
 from penstock.load.soak.verdict import Bounds, findings
+from penstock.load.soak.verdict import costs as costs_of
 
 from ..support.synthetic_target import ROOT, SOAK_SYNTHETIC, synthetic_server
 
@@ -82,7 +83,7 @@ def test_what_is_expensive_has_its_size_and_never_comes_twice(kind: Kind) -> Non
 
 
 async def test_a_dripping_host_never_ends() -> None:
-    with expensive.dripping_host() as address:
+    with dripping_host() as address:
         fetcher = ImageFetcher([address], max_bytes=1 << 20, timeout_s=60)
         with pytest.raises(RequestRefusedError, match="chunks"):
             await fetcher.fetch(f"http://{address}/x.png", param="x")
@@ -127,7 +128,7 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
     """The synthetic server takes trailers without end and lets silent connections be: both are
     found, and nothing else that a busy machine could not have done."""
     for name, value in (
-        ("FREEZES_S", (0.5,)), ("REST_S", 0.1), ("CALM_S", 1.0), ("NUM_BURSTS", 1),
+        ("FREEZES_S", (1.0,)), ("REST_S", 0.1), ("CALM_S", 1.0), ("NUM_BURSTS", 1),
         ("FLOOD_S", 2.0), ("NUM_PIPELINED", 5000), ("MAX_TRAILER_BYTES", 100_000),
         ("NUM_CONNECTIONS", 50), ("NUM_SILENT", 3), ("SILENT_FOR_S", 1.0), ("NUM_RESUMED", 1),
         ("RESUMED_TOKENS", range(600, 601)), ("TRAILERS_FOR_S", 0.5),
@@ -136,7 +137,7 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
     monkeypatch.setattr(expensive, "FOR_S", 0.5)
     monkeypatch.setattr(expensive, "NUM_GRAMMARS", 3)
     with synthetic_server("--ttft-ms 10 --itl-ms 2") as target:
-        plan = Plan(duration_s=1, concurrency=1, seed=0, is_attack=True)
+        plan = Plan(duration_s=1, concurrency=1, seed=0, kinds=attack.kinds_of(target))
         seen = await soak(target, plan, Bounds())
         kinds = [*seen.kinds]
     assert kinds == [
@@ -144,7 +145,7 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
         Kind.TRAILERS, Kind.PLAIN_TEXT, Kind.TOOL_SCHEMAS, Kind.RESPONSE_FORMATS,
         Kind.DEEP_SCHEMAS, Kind.TINY_MESSAGES, Kind.GRAMMARS, Kind.FREEZE,
     ]  # fmt: skip
-    costs = {cost.kind: cost for cost in seen.costs()}
+    costs = {cost.kind: cost for cost in costs_of(seen)}
     assert all(cost.num_times > 0 for cost in costs.values())
     assert costs[Kind.FREEZE].largest_gap_s is not None
     assert costs[Kind.CALM].health_p99_s is not None
@@ -159,7 +160,7 @@ async def test_an_attack_may_be_a_part_of_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(expensive, "FOR_S", 0.1)
     parts = (Kind.PLAIN_TEXT, Kind.TINY_MESSAGES)
     with synthetic_server("--ttft-ms 10 --itl-ms 2") as target:
-        plan = Plan(duration_s=0.5, concurrency=1, seed=0, is_attack=True, only=parts)
+        plan = Plan(duration_s=0.5, concurrency=1, seed=0, kinds=attack.kinds_of(target, parts))
         seen = await soak(target, plan, Bounds())
     assert tuple(seen.kinds) == parts
     assert {each.kind for each in seen.journal.adversities} == {*parts}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from hashlib import sha1
 
 import pytest
 
@@ -14,6 +16,8 @@ from penstock.load.soak.journal import Journal
 from penstock.load.soak.scene import open_scene
 
 from ..support.synthetic.server import serve
+
+_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
 
 
 @contextlib.asynccontextmanager
@@ -26,7 +30,9 @@ async def wrong_server(answer: bytes) -> AsyncIterator[str]:
             head = await reader.readuntil(b"\r\n\r\n")
             length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
             await reader.readexactly(int(length) if length.isdigit() else 0)
-            body = models if b"/v1/models" in head else answer
+            key = head.partition(b"Sec-WebSocket-Key: ")[2].partition(b"\r")[0]
+            accept = base64.b64encode(sha1(key + _GUID).digest())
+            body = models if b"/v1/models" in head else answer.replace(b"ACCEPT", accept)
             status = b"200 OK" if body is models else b"400 Bad Request"
             if not answer.startswith(b"HTTP") or body is models:
                 size = b"%d" % len(body)
@@ -72,7 +78,10 @@ async def test_a_wrong_refusal_is_a_problem(answer: bytes, is_right: bool) -> No
 async def test_a_socket_that_does_not_mind_broken_frames_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    upgraded = b"HTTP/1.1 101 Switching Protocols\r\n\r\n"
+    upgraded = (
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
+        b"Sec-WebSocket-Accept: ACCEPT\r\n\r\n"
+    )
     answers = {b"": False, b"\x88\x02\x03\xe8": False, b"\x88\x02\x03\xea": True}  # 1000, 1002
     for frames, is_right in answers.items():
         journal = Journal()

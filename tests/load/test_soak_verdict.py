@@ -12,7 +12,6 @@ from penstock.load.client.records import Fault
 from penstock.load.soak.journal import (
     Adversity,
     Journal,
-    Kill,
     Kind,
     Outcome,
     Probing,
@@ -90,15 +89,15 @@ def test_every_fault_of_a_stream_is_found_and_counted() -> None:
     ]
 
 
-def kill(victim: str, killed_s: float, ready_s: float) -> Kill:
-    return Kill(victim=victim, killed_s=killed_s, ready_s=ready_s)
+def kill(victim: str, began_s: float, ended_s: float) -> Adversity:
+    return Adversity(kind=Kind.KILL, victim=victim, began_s=began_s, ended_s=ended_s)
 
 
 def test_the_kill_of_a_gateway_excuses_what_it_breaks_and_nothing_else() -> None:
     kills = [kill("gateway", 11.0, 14.0)]
 
     def excused(*faults: Fault, **values: Any) -> bool:
-        return not whats(evidence(outcomes=[outcome(*faults, **values)], kills=kills))
+        return not whats(evidence(outcomes=[outcome(*faults, **values)], adversities=kills))
 
     assert excused(Fault.CUT)
     assert excused(Fault.UNREACHABLE, began_s=13, ended_s=13)
@@ -126,7 +125,7 @@ def test_the_kill_of_an_engine_breaks_no_stream() -> None:
 
 def test_problems_are_found_outside_of_kills() -> None:
     problems = [Problem(actor="nonsense", at_s=at_s, detail=f"at {at_s}") for at_s in (1, 5, 9)]
-    seen = evidence(problems=problems, kills=[kill("engine", 4.0, 6.0)])
+    seen = evidence(problems=problems, adversities=[kill("engine", 4.0, 6.0)])
     assert findings(seen, Bounds()) == [Finding(what="nonsense", count=2, detail="at 1")]
 
 
@@ -186,7 +185,7 @@ def test_processes_must_live() -> None:
     gone = dataclasses.replace(sample(100), processes=())
     assert whats(evidence(after=gone)) == ["process gateway"]
     assert whats(evidence(after=sample(100, pid=8))) == ["process gateway"]
-    assert whats(evidence(after=sample(100, pid=8), kills=[kill("gateway", 1.0, 2.0)])) == []
+    assert whats(evidence(after=sample(100, pid=8), adversities=[kill("gateway", 1.0, 2.0)])) == []
 
 
 def adversity(kind: Kind, began_s: float = 10, ended_s: float = 20, victim: str = "") -> Adversity:

@@ -36,12 +36,9 @@ def test_it_shows_start_memory_and_speed(penstock: Penstock, tmp_path: Path) -> 
         assert min(start["ready_s"], start["first_token_s"]) > 0.0
         for memory in (start["idle"], start["used"]):
             assert sorted(memory) == ["engine", "gateway", "supervisor"]
-    ways = [
-        (case["num_streams"], case["endpoint"], case["transport"]) for case in figures["speeds"]
-    ]
+    ways = [(run["server"], run["load"]["concurrency"]) for run in figures["speeds"]]
     assert ways == [
-        (1, "chat", "sse"), (3, "chat", "sse"), (3, "responses", "sse"),
-        (3, "responses", "websocket"),
+        ("chat, sse", 1), ("chat, sse", 3), ("responses, sse", 3), ("responses, websocket", 3)
     ]  # fmt: skip
     for case in figures["speeds"]:
         summary = case["summary"]

@@ -19,9 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.load.machine import commit
+from penstock.load.machine import commit, machine
 from penstock.load.peers import environments, models
-from penstock.load.peers.report import machine
 from penstock.load.peers.rivals import OFFLINE, preload
 from penstock.load.report.tables import table, write_report
 

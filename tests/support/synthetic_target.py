@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from penstock.load.launch import end_as_interrupted
 from penstock.load.soak import command as soak
 from penstock.load.soak.target import Target
 from penstock.load.soak.watch import Family
@@ -54,6 +55,6 @@ if __name__ == "__main__":
     soak_parser = argparse.ArgumentParser()
     soak.add_arguments(soak_parser)
     parsed = soak_parser.parse_args(["--kills", *sys.argv[2:]])
-    soak.end_as_interrupted()
+    end_as_interrupted()
     with synthetic_server(sys.argv[1]) as synthetic:
         sys.exit(soak.soak_target(synthetic, parsed))

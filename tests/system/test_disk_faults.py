@@ -85,6 +85,7 @@ def streams_of(served: Served, *, silence_s: float | None = None) -> list[Checke
             transport=("sse", "websocket")[number % 2],
             leaves_after=40 if number % 5 == 0 else 0,
             silence_s=silence_s if number % 4 < 2 else None,
+            give_up_s=3 * END_S,
         )
         for number in range(_NUM_STREAMS)
     ]

@@ -348,9 +348,10 @@ def quantize_blocks(
     *,
     columns_per_scale: int,
     code_bits: int,
+    zero: int,
     outliers: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bytes, scales and sums of x, and the scales times the sums.
+    """Bytes and scales of x, sums times -zero, and sums times scales.
 
     Args:
         outliers: where to put columns and values of its outliers; None: there are none.
@@ -374,6 +375,7 @@ def quantize_blocks(
         size=size,
         columns_per_scale=columns_per_scale,
         code_bits=code_bits,
+        zero=zero,
     )
     return values, scales, sums, float_sums
 
@@ -396,7 +398,7 @@ def linear_quantized(
         outliers = torch.full(shape, 77, dtype=torch.int32), torch.full(shape, torch.nan)
         has_outliers = size <= MAX_OUTLIER_BLOCK
         values, scales, sums, float_sums = quantize_blocks(
-            library, x, columns_per_scale=size, code_bits=packed.code_bits,
+            library, x, columns_per_scale=size, code_bits=packed.code_bits, zero=packed.zero,
             outliers=outliers if has_outliers else None,
         )  # fmt: skip
         given = {"x": values, "x_scales": scales, "x_sums": sums, "x_float_sums": float_sums}

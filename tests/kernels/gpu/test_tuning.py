@@ -17,7 +17,7 @@ from penstock.kernels.gpu import paged_attention, tune, tuning
 from penstock.kernels.gpu.measuring import Draw, Timer, seconds_of
 from penstock.kernels.gpu.sampling import config_for
 from penstock.kernels.gpu.tune import DECODE, Run, Tunable, Tuner, tunables
-from penstock.load.gpu.attention import FEW_DECODE
+from penstock.load.gpu.sections import FEW_DECODE
 
 KEY = "head_dim 32 group 2 block_size 16 float16 float16 paged"
 OWN, FAST, SLOW, WRONG = ({"BLOCK_N": n} for n in (0, 1, 2, 3))

@@ -1,6 +1,6 @@
 """Many conversations on disk: pages of the list, searches, and what a start takes.
 
-    python -m penstock.load.gateway.conversations [--folder FOLDER] [--conversations 100000]
+    python -m tests.support.stored_conversations [--folder FOLDER] [--conversations 100000]
 
 A folder that was filled before is only measured. Words are drawn as often as in a language (Zipf).
 """
