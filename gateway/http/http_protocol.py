@@ -12,9 +12,7 @@ stopped (SIGSTOP, a suspended laptop, an overloaded machine), its timers are due
 and uvloop runs them before it polls its sockets. Closing a connection then would reset it although
 its request arrived in time.
 
-Overridden members of uvicorn, beside asyncio's and httptools' callbacks: `_start_asgi_task`,
-`_should_upgrade`, `handle_websocket_upgrade`, `on_response_complete`, `flow`, and of a cycle
-`chunked_encoding` and `expected_content_length`.
+The package's docstring lists the parts of uvicorn that are overridden.
 """
 
 from __future__ import annotations
