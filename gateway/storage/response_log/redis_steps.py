@@ -415,6 +415,7 @@ class Takeovers:
             _LOG.warning("cannot take over %s: %s", claim.response_id, error)
             return False
         (is_cancelled,) = yield [("EXISTS", cancel_key(claim.response_id))]
+        _checked(is_cancelled)
         if self.leases.is_leaving:
             return False
         if claimed := log.replica.claimed(claim.epoch):
