@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.chat_formats import NAMESPACE_END
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 from penstock.gateway.storage.sealed_text import sealed
 
 JsonObject = dict[str, Any]
@@ -238,7 +238,7 @@ KINDS: Mapping[str, ItemKind] = {
 }
 
 
-def kind_of(header: ResponseHeader, kind: str) -> ItemKind:
+def kind_of(header: LogHeader, kind: str) -> ItemKind:
     """How items of this type look in a response.
 
     Args:
@@ -250,6 +250,6 @@ def kind_of(header: ResponseHeader, kind: str) -> ItemKind:
     return SUMMARY if is_summary else KINDS[kind]
 
 
-def item_number(header: ResponseHeader, output_index: int) -> str:
+def item_number(header: LogHeader, output_index: int) -> str:
     """What an item's id and its `call_id` are made from."""
     return f"{header.nonce}_{output_index}" if output_index else header.nonce

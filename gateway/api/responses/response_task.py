@@ -31,7 +31,7 @@ from penstock.gateway.generation.prompt_ids import origin_of, rendering_of
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.response_log.log import ResponseLog, Run
-from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
 
 _LOG = logging.getLogger(__name__)
 _STORE_WITHIN_S = 600.0  # if the store is away when a turn ends
@@ -295,7 +295,7 @@ class ResponseTask:
             self._writing.cancel()
 
 
-def _logged(usage: Usage, header: ResponseHeader) -> tuple[int, ...]:
+def _logged(usage: Usage, header: LogHeader) -> tuple[int, ...]:
     counted = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
     if usage.draft_tokens:
         drafted = (usage.draft_tokens, usage.accepted_draft_tokens)

@@ -22,7 +22,7 @@ from penstock.gateway.storage.conversations.store import (
     StoreUnavailableError,
 )
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
@@ -95,7 +95,7 @@ class RunningTurn:
             return True
 
 
-def turn_of(header: ResponseHeader) -> StoredTurn:
+def turn_of(header: LogHeader) -> StoredTurn:
     """The turn of a response, as stored while it runs."""
     request = header.request
     return StoredTurn(

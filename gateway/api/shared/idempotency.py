@@ -36,11 +36,11 @@ from penstock.gateway.storage.conversations.ids import conversation_of, derived_
 from penstock.gateway.storage.idempotency.claims import Claim, ClaimStore
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogExistsError
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 
 HEADER = "Idempotency-Key"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_DIGEST, _RESPONSE_ID = "body_digest", "response_id"  # keys of `ResponseHeader.echo`
+_DIGEST, _RESPONSE_ID = "body_digest", "response_id"  # keys of `LogHeader.echo`
 _MAX_BEGINNING_S = 5.0  # between a claim and its response; both are single writes
 _TRY_AGAIN_S = 0.05
 Plan = Callable[[str], Awaitable[Generation]]
@@ -258,11 +258,9 @@ class IdempotentAnswers:
             return None
 
 
-def _header(
-    generation: Generation, key: IdempotencyKey, *, continues_prompt: bool
-) -> ResponseHeader:
+def _header(generation: Generation, key: IdempotencyKey, *, continues_prompt: bool) -> LogHeader:
     request = generation.request
-    return ResponseHeader(
+    return LogHeader(
         response_id=request.request_id,
         conversation_id=conversation_of(request.request_id) or "",
         tenant=key.tenant,

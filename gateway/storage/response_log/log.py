@@ -21,7 +21,7 @@ from penstock.gateway.storage.response_log.record import (
     DeltaEntry,
     EndEntry,
     Entry,
-    ResponseHeader,
+    LogHeader,
 )
 from penstock.gateway.storage.response_log.replica import Commands, Replica, Role
 
@@ -99,7 +99,7 @@ class Outage:
     """What a store that was started again knows of a response that ran when it was stopped.
 
     Attributes:
-        pool: the engines that computed it (`EngineClient.pool`).
+        pool: the engines that computed it (`EnginePool.pool`).
         silent_s: since anything was last stored.
         is_complete: whether its log has all that readers may have seen.
     """
@@ -252,7 +252,7 @@ class ResponseLog:
 
     def __init__(
         self,
-        header: ResponseHeader,
+        header: LogHeader,
         *,
         storage: Storage = IN_MEMORY,
         role: Role = Role.OWNED,

@@ -24,7 +24,7 @@ from penstock.gateway.storage.response_log.log import (
     Storage,
     response_expired,
 )
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 from penstock.gateway.storage.response_log.replica import Commands, Role
 from penstock.gateway.storage.tenant_shares import TenantShares
 
@@ -57,7 +57,7 @@ class LogStore(Protocol):
         """
         ...
 
-    async def create(self, header: ResponseHeader) -> ResponseLog:
+    async def create(self, header: LogHeader) -> ResponseLog:
         """The log of a new response, which this gateway runs.
 
         Raises:
@@ -130,7 +130,7 @@ class MemoryLogStore(InMemory):
     ) -> None:
         """There are no other gateways to take responses over from."""
 
-    async def create(self, header: ResponseHeader) -> ResponseLog:
+    async def create(self, header: LogHeader) -> ResponseLog:
         self._ended.drop_old()
         if header.response_id in self._running or header.response_id in self._ended:
             raise LogExistsError(header.response_id)

@@ -28,7 +28,7 @@ from penstock.gateway.storage.redis.trips import ask, drive, round_trip
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.leases import Leases
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind, response_expired
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 from penstock.gateway.storage.response_log.redis_gateways import Gateways, log_failure
 from penstock.gateway.storage.response_log.redis_reader import StreamFollower
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
@@ -123,7 +123,7 @@ class RedisLogStore:
         work = (self._beat_on(), self._follower.run(), self._obey())
         self._tasks = [asyncio.create_task(each) for each in work]
 
-    async def create(self, header: ResponseHeader) -> ResponseLog:
+    async def create(self, header: LogHeader) -> ResponseLog:
         log = RedisLog(header, key=_key(header.response_id), storage=self)
         if self._leases.is_leaving:
             raise store_unavailable("this gateway is shutting down")

@@ -13,7 +13,7 @@ import pytest
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.storage.conversations.ids import conversation_of
 from penstock.gateway.storage.idempotency.claims import decode_claim
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 
 from ...redis_server import RedisServer
 from ..conftest import ANSWER, PATIENCE_S, Serve, Served, until
@@ -205,7 +205,7 @@ async def test_a_claim_of_an_older_gateway_holds(serve: Serve, redis_server: Red
             (name,) = client.keys("penstock:claim:*")
             claim = decode_claim(client.getdel(name))
         key_id = name.decode().rpartition(":")[2]
-        header = ResponseHeader(
+        header = LogHeader(
             response_id=key_id,
             conversation_id=conversation_of(key_id) or "",
             tenant="default",

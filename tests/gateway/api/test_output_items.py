@@ -37,7 +37,7 @@ from penstock.gateway.storage.response_log.codec import (
     encode_log,
 )
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import ITEM_EVENTS, DeltaEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import ITEM_EVENTS, DeltaEntry, LogHeader
 from penstock.gateway.storage.response_log.replica import Role
 
 from ..storage.conversations.making import a_conversation, a_turn, finished
@@ -79,7 +79,7 @@ def _continued(log: ResponseLog, num_said: int = 0) -> ResponseLog:
     return log
 
 
-def _header(*, has_summary: bool) -> ResponseHeader:
+def _header(*, has_summary: bool) -> LogHeader:
     plain = header(output_format=WITH_THOUGHTS)
     reasoning = {"effort": None, "summary": "auto" if has_summary else None}
     return dataclasses.replace(plain, echo={**plain.echo, "reasoning": reasoning})

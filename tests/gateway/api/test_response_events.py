@@ -20,7 +20,7 @@ from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, LogHeader
 
 from ..storage.response_log.records import Elsewhere, go_on_elsewhere, run_of
 
@@ -28,7 +28,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, None)
 
 
-def header(**values: Any) -> ResponseHeader:
+def header(**values: Any) -> LogHeader:
     tree, turn = "a" * 24, "b" * 24
     fixed: dict[str, Any] = {
         "response_id": f"resp_{tree}{turn}",
@@ -44,7 +44,7 @@ def header(**values: Any) -> ResponseHeader:
             request_id="r", prompt_token_ids=(1, 2), sampling_params=SamplingParams()
         ),
     }  # fmt: skip
-    return ResponseHeader(**{**fixed, **values})
+    return LogHeader(**{**fixed, **values})
 
 
 def end(log: ResponseLog, reason: FinishReason | None) -> EndEntry:

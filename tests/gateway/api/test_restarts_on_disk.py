@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.engine.request import Request
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.request_planner import RequestPlanner
 
 from ..conftest import ANSWER, Serve, Served, until
 from ..storage.response_log.records import header
@@ -216,15 +216,15 @@ async def test_what_cannot_go_on_keeps_nothing_else_from_it(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends, with an error, and the next one is taken over."""
-    resume = Generator.resume
+    resume = RequestPlanner.resume
     broken = header()
 
-    def resumed_unless_broken(self: Generator, request: Request, **options: Any) -> Any:
+    def resumed_unless_broken(self: RequestPlanner, request: Request, **options: Any) -> Any:
         if request.request_id == broken.response_id:
             raise ValueError
         return resume(self, request, **options)
 
-    monkeypatch.setattr(Generator, "resume", resumed_unless_broken)
+    monkeypatch.setattr(RequestPlanner, "resume", resumed_unless_broken)
     store = served.app.state.log_store
     logs = [await store.create(each) for each in (broken, header())]
     for log in logs:

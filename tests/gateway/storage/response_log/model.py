@@ -21,7 +21,7 @@ from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.leases import Leases
 from penstock.gateway.storage.response_log.log import LogReader, ResponseLog, Run, response_expired
 from penstock.gateway.storage.response_log.log_store import LogExistsError
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, LogHeader
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.response_log.redis_stream import (
     RedisLog,
@@ -365,7 +365,7 @@ class ModelGateway:
 
         self.begin("take over", scan())
 
-    def create(self, made: ResponseHeader) -> None:
+    def create(self, made: LogHeader) -> None:
         log = RedisLog(made, key=log_key(made.response_id) or "", storage=self)
 
         def done(result: Any) -> None:

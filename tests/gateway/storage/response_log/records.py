@@ -20,7 +20,7 @@ from penstock.gateway.storage.response_log.record import (
     DeltaEntry,
     EndEntry,
     Entry,
-    ResponseHeader,
+    LogHeader,
 )
 from penstock.gateway.storage.response_log.replica import Commands
 
@@ -28,14 +28,14 @@ TENANT = "acme"
 PATIENCE_S = 60.0  # of tests, with a machine that does other things too
 
 
-def header(tenant: str = TENANT) -> ResponseHeader:
+def header(tenant: str = TENANT) -> LogHeader:
     conversation_id = new_conversation_id()
     response_id = new_response_id(conversation_id)
     params = SamplingParams(seed=(1 << 64) - 1, stop=("\n\n",), max_tokens=100)
     request = Request(
         request_id=response_id, prompt_token_ids=(1, 2, 70_000), sampling_params=params
     )
-    return ResponseHeader(
+    return LogHeader(
         response_id=response_id,
         conversation_id=conversation_id,
         tenant=tenant,
