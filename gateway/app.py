@@ -43,7 +43,7 @@ from penstock.gateway.api.shared.json_api import UpgradeRequired
 from penstock.gateway.api.shared.operations import operations_of, routes_of
 from penstock.gateway.api.status.routes import Description, Status
 from penstock.gateway.api.status.stats_socket import StatsSocket
-from penstock.gateway.api.tickets import TicketDesk
+from penstock.gateway.api.tickets import TicketRoutes
 from penstock.gateway.api.tokens.routes import Tokens
 from penstock.gateway.api.wrong_paths import NoSuchSocket, handle_wrong_path, refusing_others
 from penstock.gateway.auth.callers import Caller
@@ -52,16 +52,16 @@ from penstock.gateway.auth.keys import KeyRing
 from penstock.gateway.auth.tickets import Tickets
 from penstock.gateway.config import ANY_NAME, GatewayConfig
 from penstock.gateway.engines.discovery import Discovery, Find, resolve
-from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import Tls
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.adapters import AdapterRegistry
-from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images.fetch import ImageFetcher
 from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.images.local import LocalImages
 from penstock.gateway.generation.pooled import Embedder
+from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.generation.served_model import ServedModel, load_model
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.http.http_protocol import StallTimer
@@ -114,13 +114,13 @@ def create_app(
         ModelLoadError: the model's tokenizer or settings cannot be read.
     """
     model = model or load_model(config)
-    engine = _engine_client(config)
+    engine = _engine_pool(config)
     metrics = Metrics(engine, model.name, _workers(config))
     keys = _key_ring(config)
     state = shared_state(config, quota_of=_store_quotas(config, keys), log_settings=log_settings)
     admission = _admission(config, engine, state)
     adapters = AdapterRegistry(engine, model, state.adapters, is_on=config.enable_lora)
-    generator = Generator(
+    planner = RequestPlanner(
         engine,
         model,
         metrics=metrics,
@@ -144,14 +144,14 @@ def create_app(
 
     discovery = _discovery(config, engine, state)
     service = ResponseService(
-        generator,
+        planner,
         engine=engine,
         conversations=state.conversations,
         logs=state.logs,
         settings=_service_settings(config),
         metrics=metrics,
     )
-    _watch(metrics, admission=admission, service=service, grammars=generator.grammars, log=log)
+    _watch(metrics, admission=admission, service=service, grammars=planner.grammars, log=log)
     state.watch(metrics)
     tracing = _tracing(config)
 
@@ -170,7 +170,7 @@ def create_app(
             await engine.close()
             await adapters.close()
             await service.close()
-            await generator.close()
+            await planner.close()
             await state.close()
             await metrics.close()
             if tracing is not None:
@@ -182,12 +182,12 @@ def create_app(
         adapters=adapters,
         metrics=metrics,
         admission=admission,
-        long_work=generator.long_work,
+        long_work=planner.long_work,
         max_prompt_bytes=config.max_prompt_bytes,
     )
     apis = _apis(
         config,
-        generator,
+        planner,
         embedder=embedder,
         service=service,
         engine=engine,
@@ -200,7 +200,7 @@ def create_app(
         return (*model.names, *any_name, *adapters.of(caller))
 
     status = Status(engine, metrics, kind=state.conversations.kind, trouble=state.trouble)
-    apis += [TicketDesk(state.tickets), status, Description(names, config.root_path or "")]
+    apis += [TicketRoutes(state.tickets), status, Description(names, config.root_path or "")]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
         WebSocketRoute("/v1/responses", ResponsesSocket(service).serve),
@@ -244,49 +244,49 @@ def create_app(
 
 def _apis(
     config: GatewayConfig,
-    generator: Generator,
+    planner: RequestPlanner,
     *,
     embedder: Embedder,
     service: ResponseService,
-    engine: EngineClient,
+    engine: EnginePool,
     state: SharedState,
     admission: Admission,
 ) -> list[object]:
     """The objects whose methods serve the operations that take a body, and the models."""
     max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
     answers = IdempotentAnswers(service)
-    prompts = PooledPrompts(embedder, generator)
+    prompts = PooledPrompts(embedder, planner)
     of_adapters: list[object] = []
     if config.enable_lora:
         of_adapters = [
             Adapters(
-                generator.adapters,
+                planner.adapters,
                 engine,
-                generator.model,
+                planner.model,
                 max_rank=config.max_lora_rank,
                 max_body_bytes=max_bytes,
             )
         ]
     return [
-        ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
+        ChatCompletions(planner, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Messages(
-            generator,
+            planner,
             engine,
             answers,
             drops_billing_line=config.drop_billing_line,
             max_body_bytes=max_bytes,
             ping_s=ping_s,
         ),
-        Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
-        Infill(generator, max_body_bytes=max_bytes, ping_s=ping_s),
+        Completions(planner, answers, max_body_bytes=max_bytes, ping_s=ping_s),
+        Infill(planner, max_body_bytes=max_bytes, ping_s=ping_s),
         Responses(service, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Embeddings(embedder, prompts, max_body_bytes=max_bytes),
         Classify(embedder, prompts, max_body_bytes=max_bytes),
         Rerank(embedder, max_body_bytes=max_bytes),
-        Models(engine, generator.model, generator.adapters),
+        Models(engine, planner.model, planner.adapters),
         Conversations(state.conversations, admission, service, max_body_bytes=max_bytes),
         ConversationItems(state.conversations, admission, service, max_body_bytes=max_bytes),
-        Tokens(generator, engine, max_body_bytes=max_bytes),
+        Tokens(planner, engine, max_body_bytes=max_bytes),
         *of_adapters,
     ]
 
@@ -395,13 +395,13 @@ def _store_quotas(config: GatewayConfig, keys: KeyRing) -> QuotaOf:
     return quota_of
 
 
-def _engine_client(config: GatewayConfig) -> EngineClient:
+def _engine_pool(config: GatewayConfig) -> EnginePool:
     addresses, files = config.engine_addresses, config.tls_files
     tls = None
     if files is not None:
         context = CurrentContext(partial(gateway_context, files), files)
         tls = Tls(context, config.tls_server_name)
-    return EngineClient(
+    return EnginePool(
         *((config.engine_address,) if addresses is None else addresses),
         engine_wait_s=config.engine_wait_s,
         routing=config.routing,
@@ -410,7 +410,7 @@ def _engine_client(config: GatewayConfig) -> EngineClient:
     )
 
 
-def _discovery(config: GatewayConfig, engine: EngineClient, state: SharedState) -> Discovery:
+def _discovery(config: GatewayConfig, engine: EnginePool, state: SharedState) -> Discovery:
     """Where engines on other machines are found."""
     finds: list[Find] = [partial(resolve, endpoint) for endpoint in config.remote_engines]
     if config.discover and state.engines is not None:
@@ -424,7 +424,7 @@ def _key_ring(config: GatewayConfig) -> KeyRing:
     return KeyRing(config.api_keys, None if file is None else Path(file))
 
 
-def _admission(config: GatewayConfig, engine: EngineClient, state: SharedState) -> Admission:
+def _admission(config: GatewayConfig, engine: EnginePool, state: SharedState) -> Admission:
     bounds = QueueBounds(
         max_requests=config.max_queue_requests,
         max_tokens=config.max_queue_tokens,

@@ -15,7 +15,7 @@ from penstock.gateway.api.anthropic.models import model_object, model_page
 from penstock.gateway.api.shared.json_api import json_response
 from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.served_model import ServedModel
 
@@ -23,7 +23,7 @@ from penstock.gateway.generation.served_model import ServedModel
 class Models:
     """The endpoints."""
 
-    def __init__(self, engine: EngineClient, model: ServedModel, adapters: AdapterRegistry) -> None:
+    def __init__(self, engine: EnginePool, model: ServedModel, adapters: AdapterRegistry) -> None:
         self._engine = engine
         self._model = model
         self._adapters = adapters

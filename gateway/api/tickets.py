@@ -11,7 +11,7 @@ from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.auth.tickets import TICKET_TTL_S, Tickets
 
 
-class TicketDesk:
+class TicketRoutes:
     """The endpoint. Every authenticated caller may create a ticket; the request needs no body."""
 
     def __init__(self, tickets: Tickets) -> None:

@@ -11,7 +11,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 
 LOOK_INTERVAL_S = 1.0
 _LOG = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Discovery:
         finds: each finds engines, as HOST:PORT, and raises an error where it cannot.
     """
 
-    def __init__(self, client: EngineClient, finds: Sequence[Find]) -> None:
+    def __init__(self, client: EnginePool, finds: Sequence[Find]) -> None:
         self._client = client
         self._finds = finds
         self._found: list[Collection[str]] = [() for _ in finds]

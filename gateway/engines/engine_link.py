@@ -1,10 +1,10 @@
-"""The link to one engine, over all its lives.
+"""The link to one engine, over all its connections.
 
-A connection to the engine is one *life*. It begins with `Hello` and `EngineInfo`, and ends when the
+A connection begins with `Hello` and `EngineInfo`, and ends when the
 connection is lost, the engine sends `Failure`, is silent for too long or loses a frame, or when
-`mark_dead` is called. The link then connects again, so it finds a restarted engine by itself.
+`disconnect` is called. The link then connects again, so it finds a restarted engine by itself.
 
-An engine that says what cannot be (`engine.protocol.checks`) is at fault: its life ends, and it is
+An engine that says what cannot be (`engine.protocol.checks`) is at fault: its connection ends, and it is
 left alone for a while, each time twice as long.
 """
 
@@ -79,13 +79,13 @@ class LinkOwner(Protocol):
     """Who is told what happens on a link."""
 
     def engine_found(self, link: EngineLink, *, is_same: bool) -> None:
-        """A life has begun. `is_same`: with the engine that was lost, which had not died."""
+        """A connection has begun. `is_same`: with the engine that was lost, which had not died."""
 
     def engine_draining(self, link: EngineLink) -> None:
         """The engine is about to end, and takes no more requests."""
 
     def engine_lost(self, link: EngineLink, reason: str, *, is_at_fault: bool) -> None:
-        """A life has ended. `is_at_fault`: what the engine said cannot be."""
+        """A connection has ended. `is_at_fault`: what the engine said cannot be."""
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """An iteration's outputs."""
@@ -106,7 +106,7 @@ class EngineLink:
         info: None while there is no engine.
         is_draining: the engine is about to end.
         load: what it has to compute, and which prefixes it has, for `routing`.
-        num_lives: engines that answered so far.
+        num_connections: that were made so far.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class EngineLink:
         self.info: EngineInfo | None = None
         self.is_draining = False
         self.load = EngineLoad()
-        self.num_lives = 0
+        self.num_connections = 0
         self._owner = owner
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._death: asyncio.Future[str] | None = None
@@ -162,7 +162,7 @@ class EngineLink:
                 await self._keeper
 
     def post(self, message: Message) -> None:
-        """Queue a message for the engine of the present life."""
+        """Queue a message for the engine of the present connection."""
         self._outbox.put_nowait(message)
 
     async def ask(self, message: FetchBlocks | KVBlocks) -> KVBlocks | BlocksStored:
@@ -172,7 +172,7 @@ class EngineLink:
             message: its number is that of no other question under way.
 
         Raises:
-            ConnectionError: the engine's life ended meanwhile.
+            ConnectionError: the connection ended meanwhile.
         """
         if self.info is None:
             raise ConnectionError(f"engine {self.name} is gone")
@@ -191,17 +191,17 @@ class EngineLink:
             self._last_step_s = time.monotonic()
 
     def want_keys(self) -> None:
-        """Have the engine publish the keys of its cached blocks, from now on in every life."""
+        """Have the engine publish the keys of its cached blocks, from now on in every connection."""
         if not self._wants_keys:
             self._wants_keys = True
             self._ask_for_keys()
 
-    def mark_dead(self, reason: str) -> None:
-        """End the current life, because the engine is known to be gone."""
+    def disconnect(self, reason: str) -> None:
+        """End the current connection, because the engine is known to be gone."""
         if self._death is not None and not self._death.done():
             self._death.set_result(reason)
 
-    # -- lives ------------------------------------------------------------------------------
+    # -- connections ------------------------------------------------------------------------
 
     async def _keep_connected(self) -> None:
         while True:
@@ -243,7 +243,7 @@ class EngineLink:
             await asyncio.sleep(_RETRY_REMOTE_S if is_remote(self.address) else _RETRY_S)
 
     async def _live(self, socket: EngineSocket) -> str:
-        """One life, from hello to the end; returns why it ended."""
+        """One connection, from hello to the end; returns why it ended."""
         self._death = asyncio.get_running_loop().create_future()
         self._num_silent_beats = self._num_steps = 0
         self._num_keys = None
@@ -265,12 +265,12 @@ class EngineLink:
             socket.close()
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
-        # A bug in one task must end the life instead of leaving a half-working link.
+        # A bug in one task must end the connection instead of leaving a half-working link.
         try:
             await work
         except Exception as error:
             _LOG.exception("the link to the engine failed")
-            self.mark_dead(f"{type(error).__name__}: {error}")
+            self.disconnect(f"{type(error).__name__}: {error}")
 
     def _end_life(self, reason: str) -> None:
         if self.info is None and reason == self._last_fault:
@@ -291,9 +291,9 @@ class EngineLink:
             await socket.send(encode(await self._outbox.get()))
 
     async def _watch(self, socket: EngineSocket) -> None:
-        """Ends the life when the socket closes: a killed engine's does at once."""
+        """Ends the connection when the socket closes: a killed engine's does at once."""
         await socket.disconnected.wait()
-        self.mark_dead("its connection closed")
+        self.disconnect("its connection closed")
 
     async def _beat(self) -> None:
         """Send `Hello` until the engine answers, then heartbeats, and count its silent beats.
@@ -307,7 +307,7 @@ class EngineLink:
             self._owner.tick()
             self._num_silent_beats += self.info is not None
             if self._num_silent_beats > MAX_SILENT_BEATS:
-                self.mark_dead(f"silent for {SILENCE_LIMIT_S:.0f} s")
+                self.disconnect(f"silent for {SILENCE_LIMIT_S:.0f} s")
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -318,10 +318,10 @@ class EngineLink:
             self._on_message(_decoded(frame))
         except PeerFaultError as fault:
             self._is_at_fault = True
-            self.mark_dead(f"it is at fault: {fault}")
+            self.disconnect(f"it is at fault: {fault}")
         except Exception as error:
             _LOG.exception("the link to the engine failed")
-            self.mark_dead(f"{type(error).__name__}: {error}")
+            self.disconnect(f"{type(error).__name__}: {error}")
 
     def _on_message(self, message: Message) -> None:
         self._num_silent_beats = 0
@@ -337,7 +337,7 @@ class EngineLink:
             self._on_answer(message)
         elif isinstance(message, EngineInfo):
             if self.info is None:  # otherwise it answers a second hello
-                self.num_lives += 1
+                self.num_connections += 1
                 self.info = message
                 is_same, self._engine_pid = message.pid == self._engine_pid, message.pid
                 if self._wants_keys:
@@ -348,12 +348,12 @@ class EngineLink:
                 self.is_draining = True
                 self._owner.engine_draining(self)
         elif isinstance(message, Failure):
-            self.mark_dead(message.message)
+            self.disconnect(message.message)
 
     def _on_step(self, step: Step) -> None:
         self._num_steps += 1
         if step.number != self._num_steps:
-            self.mark_dead(f"got frame {step.number} instead of {self._num_steps}")
+            self.disconnect(f"got frame {step.number} instead of {self._num_steps}")
             return
         self._on_stats(step.stats)
         if self.info is not None:

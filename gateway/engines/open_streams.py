@@ -49,7 +49,7 @@ class OpenStreams:
     """
     Args:
         choose: the engine for a stream; None: there is none.
-        max_engine_lives: a request fails when this many engines have died with it.
+        max_engine_deaths: a request fails when this many engines have died with it.
         engine_wait_s: how long to wait for the next engine.
         clock: monotonic seconds.
     """
@@ -58,12 +58,12 @@ class OpenStreams:
         self,
         choose: Callable[[EngineStream], Engine | None],
         *,
-        max_engine_lives: int,
+        max_engine_deaths: int,
         engine_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._choose = choose
-        self._max_engine_lives = max_engine_lives
+        self._max_engine_deaths = max_engine_deaths
         self._engine_wait_s = engine_wait_s
         self._clock = clock
         self._wake_ups = WakeUps()
@@ -133,7 +133,7 @@ class OpenStreams:
         if self._trial:
             self._check_trial()
 
-    # -- the engines' lives -----------------------------------------------------------------
+    # -- the engines' connections ------------------------------------------------------------
 
     def lose_engine(self, engine: Engine, reason: str, *, is_at_fault: bool = False) -> int:
         """An engine died or the link was lost. In the latter case it gets the aborts.
@@ -162,7 +162,7 @@ class OpenStreams:
             for stream in self._streams:
                 stream.forgive(killer.deaths)
         for stream in lost:
-            if stream in self._streams and stream.num_deaths >= self._max_engine_lives:
+            if stream in self._streams and stream.num_deaths >= self._max_engine_deaths:
                 self._fail(stream, EngineDeadError(f"the engine died: {reason}"))
         return len(lost)
 

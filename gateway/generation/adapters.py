@@ -17,7 +17,7 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.pooling.settings import Task
 from penstock.engine.request import Adapter
 from penstock.gateway.auth.callers import Caller
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.served_model import ServedModel
 
@@ -65,7 +65,7 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, engine: EngineClient, model: ServedModel, changes: AdapterChanges, *, is_on: bool
+        self, engine: EnginePool, model: ServedModel, changes: AdapterChanges, *, is_on: bool
     ) -> None:
         self.is_on = is_on
         self._engine, self._model, self._shared = engine, model, changes

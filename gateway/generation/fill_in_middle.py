@@ -23,7 +23,7 @@ _Text = str | Sequence[int]
 
 
 class Tokenise(Protocol):
-    """`Generator.tokenise`."""
+    """`RequestPlanner.tokenise`."""
 
     def __call__(
         self,
@@ -91,7 +91,7 @@ class GapPrompts:
 
         Raises:
             RequestRefusedError: the model does not fill in the middle.
-            InvalidRequestError: as `Generator.tokenise`.
+            InvalidRequestError: as `RequestPlanner.tokenise`.
         """
         fills = self.require(param="suffix")
         first = await self._ids(before, "prompt", num_known_tokens=fills.num_tokens)

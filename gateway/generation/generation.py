@@ -34,7 +34,7 @@ from penstock.engine.request import (
 )
 from penstock.engine.text import OutputText
 from penstock.gateway.admission.admission import Reservation
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError, SupersededError
 from penstock.gateway.generation.branch import Branch, Delta
@@ -73,7 +73,7 @@ class Generation:
         texts: one per branch that is computed.
         shown: the part of the output that was already delivered.
         output_format: how thoughts and tool calls are found in it; None: it is one message.
-        epoch: see `EngineClient.submit`.
+        epoch: see `EnginePool.submit`.
         reservation: released when the generation is left or discarded; None: nothing is reserved.
         has_end_logprobs: see `GenerationOptions`.
 
@@ -86,7 +86,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EnginePool,
         request: Request,
         *,
         texts: Sequence[OutputText],

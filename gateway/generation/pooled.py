@@ -17,7 +17,7 @@ from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import NO_OUTPUT, FinishReason, ImageInput, Request, RequestOutput
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.generation.adapters import AdapterRegistry
@@ -26,7 +26,7 @@ from penstock.gateway.generation.context_limits import (
     check_vocabulary,
     effective_priority,
 )
-from penstock.gateway.generation.generator import LONG_TEXT_CHARS, LongWork
+from penstock.gateway.generation.request_planner import LONG_TEXT_CHARS, LongWork
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.sources import next_of
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
@@ -62,7 +62,7 @@ class Embedder:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EnginePool,
         model: ServedModel,
         *,
         adapters: AdapterRegistry,
@@ -261,7 +261,7 @@ class Pooled:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EnginePool,
         requests: Sequence[Request],
         *,
         meter: StreamMeter,

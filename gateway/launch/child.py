@@ -103,7 +103,7 @@ class Child:
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process has ended and `bury` was not called yet."""
+        """Whether its process has ended and `reap` was not called yet."""
         return self.process is not None and self.process.poll() is not None
 
     def start(self) -> None:
@@ -183,7 +183,7 @@ class Child:
             return True
         return False
 
-    def bury(self) -> str:
+    def reap(self) -> str:
         """Reap the dead process; how it died. Sets `restart_at_s`."""
         assert self.process is not None
         code = self.process.wait()

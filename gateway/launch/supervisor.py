@@ -203,7 +203,7 @@ class Supervisor:
             for child in self._children:
                 # A child whose pipe is still open reports its reason there first.
                 if child.is_dead and child.status_fd is None:
-                    raise ServeError(child.bury())
+                    raise ServeError(child.reap())
             if all(child.ready is not None for child in self._children):
                 return
 
@@ -289,7 +289,7 @@ class Supervisor:
                         _LOG.error(text, child.label, silent_s)
 
     def _note_death(self, child: Child) -> None:
-        ending = child.bury()
+        ending = child.reap()
         assert child.restart_at_s is not None
         if child.restarts.is_hopeless:
             times = f"{MAX_FAILED_STARTS} times before it was ready"

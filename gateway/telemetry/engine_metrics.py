@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.engine.protocol.messages import EngineStats
-from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import EngineLink
+from penstock.gateway.engines.engine_pool import EnginePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class EngineCollector(Collector):
         model_name: the first label of every series.
     """
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
+    def __init__(self, engine: EnginePool, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
 

@@ -25,7 +25,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.telemetry.engine_metrics import EngineCollector
 from penstock.gateway.telemetry.request_record import CURRENT_REQUEST, RequestRecord
 from penstock.gateway.telemetry.worker_metrics import Workers
@@ -59,9 +59,7 @@ class Metrics:
         workers: the server's other gateway processes; None: there are none.
     """
 
-    def __init__(
-        self, engine: EngineClient, model_name: str, workers: Workers | None = None
-    ) -> None:
+    def __init__(self, engine: EnginePool, model_name: str, workers: Workers | None = None) -> None:
         self.model_name = model_name
         self._workers = workers
         self._client = engine

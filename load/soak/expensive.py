@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import orjson
 
 from penstock.engine.protocol.tls import CurrentContext, gateway_context
-from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import Tls
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.load.soak.journal import Kind
 from penstock.load.soak.scene import Scene, post
 from penstock.load.soak.target import Target
@@ -171,7 +171,7 @@ async def idle_peers(scene: Scene, target: Target) -> None:
         await asyncio.sleep(1.0)  # until they are there
         for number in range(NUM_GATEWAYS):
             context = CurrentContext(partial(gateway_context, files), files)
-            client = EngineClient(address, tls=Tls(context))
+            client = EnginePool(address, tls=Tls(context))
             client.start()
             try:
                 async with asyncio.timeout(GATEWAY_WITHIN_S):

@@ -30,7 +30,7 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.engines import engine_client, engine_link
+from penstock.gateway.engines import engine_link, engine_pool
 from penstock.gateway.http.http_protocol import HttpLimits, RefuseConnections, limited_protocol
 from penstock.gateway.http.server import HttpServer
 from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
@@ -347,7 +347,7 @@ def soon_alarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways notice at once that an engine is dead, and do not take its silence for that."""
     monkeypatch.setattr(engine_link, "HEARTBEAT_INTERVAL_S", 0.02)
     monkeypatch.setattr(engine_link, "MAX_SILENT_BEATS", 50 * PATIENCE_S)
-    monkeypatch.setattr(engine_client, "_FIND_AGAIN_S", 0.05)
+    monkeypatch.setattr(engine_pool, "_FIND_AGAIN_S", 0.05)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.shared.json_api import read_json
 from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import ANYBODY, caller_of
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.served_model import ServedModel
@@ -35,7 +35,7 @@ class Adapters:
     def __init__(
         self,
         registry: AdapterRegistry,
-        engine: EngineClient,
+        engine: EnginePool,
         model: ServedModel,
         *,
         max_rank: int,

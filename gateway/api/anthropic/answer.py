@@ -22,7 +22,7 @@ from penstock.gateway.api.anthropic.schema import MessagesRequest
 from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import DeltaSource, Output, Usage, collected
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.storage.sealed_text import sealed
@@ -52,7 +52,7 @@ class MessageAnswer:
         self,
         asked: MessagesRequest,
         source: DeltaSource,
-        generator: Generator,
+        planner: RequestPlanner,
         *,
         model: str,
         marks_cache: bool,
@@ -61,7 +61,7 @@ class MessageAnswer:
     ) -> None:
         self._asked = asked
         self._source = source
-        self._generator = generator
+        self._planner = planner
         self._marks_cache = marks_cache
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -210,7 +210,7 @@ class MessageAnswer:
         reason, stop = self._finish_reason, None
         ended = _STOP_REASONS[reason]
         if reason is FinishReason.STOP:
-            stop = await self._generator.stop_found(self._source)
+            stop = await self._planner.stop_found(self._source)
             if stop is not None:
                 ended = "stop_sequence"
             elif self._num_calls:

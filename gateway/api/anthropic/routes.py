@@ -27,9 +27,9 @@ from penstock.gateway.api.shared.json_api import (
 )
 from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.generation.generation import Generation
-from penstock.gateway.generation.generator import ChatPrompt, Generator
+from penstock.gateway.generation.request_planner import ChatPrompt, RequestPlanner
 from penstock.gateway.http.event_stream import EventStream
 
 
@@ -44,15 +44,15 @@ class Messages:
 
     def __init__(
         self,
-        generator: Generator,
-        engine: EngineClient,
+        planner: RequestPlanner,
+        engine: EnginePool,
         answers: IdempotentAnswers,
         *,
         drops_billing_line: bool,
         max_body_bytes: int,
         ping_s: float,
     ) -> None:
-        self._generator = generator
+        self._planner = planner
         self._engine = engine
         self._answers = answers
         self._drops_billing_line = drops_billing_line
@@ -71,9 +71,9 @@ class Messages:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        asked = await parsed(self._generator.paced_work, MessagesRequest, body, parse_request)
+        asked = await parsed(self._planner.paced_work, MessagesRequest, body, parse_request)
         caller = caller_of(request.scope)
-        model = await self._generator.adapters.require(asked.model, caller, task="generate")
+        model = await self._planner.adapters.require(asked.model, caller, task="generate")
         source, is_resumed = await self._answers.source(
             request,
             body,
@@ -85,7 +85,7 @@ class Messages:
         answer = MessageAnswer(
             asked,
             source,
-            self._generator,
+            self._planner,
             model=model,
             marks_cache=marks_cache(body),
             block_size=info.block_size,
@@ -107,9 +107,9 @@ class Messages:
     )
     async def count_tokens(self, request: Request) -> Response:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        asked = await parsed(self._generator.paced_work, CountTokensRequest, body, parse_request)
+        asked = await parsed(self._planner.paced_work, CountTokensRequest, body, parse_request)
         caller = caller_of(request.scope)
-        await self._generator.adapters.require(asked.model, caller, task="generate")
+        await self._planner.adapters.require(asked.model, caller, task="generate")
         num_tokens = await unless_gone(request, self._num_tokens(request, asked))
         if num_tokens is None:
             return Response(status_code=CLIENT_GONE)
@@ -117,14 +117,14 @@ class Messages:
 
     async def _num_tokens(self, request: Request, asked: Conversation) -> int:
         prompt = await self._prompt(asked, generates=True)
-        chat = await rendered(self._generator, prompt, must_fit=False, scope=request.scope)
+        chat = await rendered(self._planner, prompt, must_fit=False, scope=request.scope)
         return len(chat.token_ids)
 
     async def _planned(
         self, request: Request, asked: MessagesRequest, request_id: str
     ) -> Generation:
         return await planned(
-            self._generator,
+            self._planner,
             request_id,
             await self._prompt(asked, generates=asked.max_tokens > 0),
             asked,
@@ -141,6 +141,6 @@ class Messages:
             continue_final_message=asked.continues_prompt,
             kwargs=asked.template_kwargs,
             tools=asked.offered.for_template,
-            images=await self._generator.images.load(sources),
+            images=await self._planner.images.load(sources),
             keeps_places=True,
         )

@@ -11,7 +11,7 @@ from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.context_limits import GenerationOptions
 from penstock.gateway.generation.generation import Generation
-from penstock.gateway.generation.generator import ChatPrompt, Generator
+from penstock.gateway.generation.request_planner import ChatPrompt, RequestPlanner
 
 
 class Asked(Protocol):
@@ -29,12 +29,12 @@ class RenderedChat(NamedTuple):
 
 
 async def rendered(
-    generator: Generator, prompt: ChatPrompt, *, must_fit: bool, scope: Scope
+    planner: RequestPlanner, prompt: ChatPrompt, *, must_fit: bool, scope: Scope
 ) -> RenderedChat:
-    """The text and the token ids of a conversation. Raises as `Generator.render_chat` and
+    """The text and the token ids of a conversation. Raises as `RequestPlanner.render_chat` and
     `tokenise`."""
-    text = await generator.render_chat(prompt)
-    token_ids = await generator.tokenise_chat(
+    text = await planner.render_chat(prompt)
+    token_ids = await planner.tokenise_chat(
         text,
         add_special_tokens=prompt.add_special_tokens,
         must_fit=must_fit,
@@ -44,7 +44,7 @@ async def rendered(
 
 
 async def planned(
-    generator: Generator,
+    planner: RequestPlanner,
     request_id: str,
     prompt: ChatPrompt,
     asked: Asked,
@@ -57,21 +57,21 @@ async def planned(
     Args:
         cut: what is kept of the prompt; None: it must fit.
 
-    Raises as `Generator.plan`.
+    Raises as `RequestPlanner.plan`.
     """
-    chat = await rendered(generator, prompt, must_fit=cut is None, scope=scope)
-    model = generator.model
-    template = await generator.template_facts(prompt.template)
+    chat = await rendered(planner, prompt, must_fit=cut is None, scope=scope)
+    model = planner.model
+    template = await planner.template_facts(prompt.template)
     output_format = asked.offered.output_format(model.formats, chat.text, template=template)
     options = asked.options(model.sampling_defaults())
-    return await generator.plan(
+    return await planner.plan(
         request_id,
         chat.token_ids if cut is None else cut(chat.token_ids),
-        await generator.constrained(options, asked.offered, output_format),
+        await planner.constrained(options, asked.offered, output_format),
         param="messages",
         caller=caller_of(scope),
         deadline_s=deadline_of(scope),
-        images=generator.images.located(chat.token_ids, prompt.images, param="messages")
+        images=planner.images.located(chat.token_ids, prompt.images, param="messages")
         if prompt.images
         else (),
     )

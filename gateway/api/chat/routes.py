@@ -32,7 +32,7 @@ from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import DeltaSource, Generation, Output
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.http.event_stream import EventStream
 
 
@@ -46,13 +46,13 @@ class ChatCompletions:
 
     def __init__(
         self,
-        generator: Generator,
+        planner: RequestPlanner,
         answers: IdempotentAnswers,
         *,
         max_body_bytes: int,
         ping_s: float,
     ) -> None:
-        self._generator = generator
+        self._planner = planner
         self._answers = answers
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
@@ -68,9 +68,9 @@ class ChatCompletions:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        chat = await parsed(self._generator.paced_work, ChatRequest, body, parse_request)
+        chat = await parsed(self._planner.paced_work, ChatRequest, body, parse_request)
         caller = caller_of(request.scope)
-        model = await self._generator.adapters.require(chat.model, caller, task="generate")
+        model = await self._planner.adapters.require(chat.model, caller, task="generate")
         source, is_resumed = await self._answers.source(
             request,
             body,
@@ -79,13 +79,13 @@ class ChatCompletions:
             continues_prompt=chat.continues_prompt,
             unsupported=chat.beyond_one_output,
         )
-        served = self._generator.model
+        served = self._planner.model
         syntax = None if source.output_format is None else source.output_format.syntax
         answer = _Answer(
             chat,
             source,
             model=model,
-            fingerprint=self._generator.fingerprint(source.request.adapter),
+            fingerprint=self._planner.fingerprint(source.request.adapter),
             tokenizer=served.tokenizer,
             has_thoughts=bool(served.formats.reasoning or (syntax and syntax.reasoning)),
         )
@@ -96,9 +96,9 @@ class ChatCompletions:
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
         sources = image_sources(chat.messages)
-        images = await self._generator.images.load(sources) if sources else ()
+        images = await self._planner.images.load(sources) if sources else ()
         return await planned(
-            self._generator,
+            self._planner,
             request_id,
             chat_prompt(chat, images),
             chat,

@@ -29,8 +29,8 @@ from penstock.gateway.api.schema.tools import (
     template_kwargs,
 )
 from penstock.gateway.api.tokens.schema import TemplatedChat
-from penstock.gateway.generation.generator import ChatPrompt
 from penstock.gateway.generation.images.loader import ImageSource
+from penstock.gateway.generation.request_planner import ChatPrompt
 
 
 class ChatRequest(ChoicesRequest):

@@ -33,7 +33,7 @@ from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.fill_in_middle import ending_there
 from penstock.gateway.generation.generation import DeltaSource, Generation, Output
-from penstock.gateway.generation.generator import NUM_CONTEXT_TOKENS, Generator
+from penstock.gateway.generation.request_planner import NUM_CONTEXT_TOKENS, RequestPlanner
 from penstock.gateway.http.event_stream import EventStream
 
 
@@ -47,13 +47,13 @@ class Completions:
 
     def __init__(
         self,
-        generator: Generator,
+        planner: RequestPlanner,
         answers: IdempotentAnswers,
         *,
         max_body_bytes: int,
         ping_s: float,
     ) -> None:
-        self._generator = generator
+        self._planner = planner
         self._answers = answers
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
@@ -69,11 +69,9 @@ class Completions:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        completion = await parsed(
-            self._generator.paced_work, CompletionRequest, body, parse_request
-        )
+        completion = await parsed(self._planner.paced_work, CompletionRequest, body, parse_request)
         caller = caller_of(request.scope)
-        model = await self._generator.adapters.require(completion.model, caller, task="generate")
+        model = await self._planner.adapters.require(completion.model, caller, task="generate")
         key = idempotency_key(request, body, caller)
         sources: Sequence[DeltaSource]
         is_resumed = False
@@ -90,8 +88,8 @@ class Completions:
             completion,
             sources,
             model=model,
-            fingerprint=self._generator.fingerprint(sources[0].request.adapter),
-            tokenizer=self._generator.model.tokenizer,
+            fingerprint=self._planner.fingerprint(sources[0].request.adapter),
+            tokenizer=self._planner.model.tokenizer,
             echoes=[await self._echo(prompt, completion) for prompt in completion.prompts],
         )
         if completion.stream:
@@ -121,10 +119,10 @@ class Completions:
         request_id: str,
     ) -> Generation:
         token_ids = await self._token_ids(prompt, completion)
-        options = completion.options(self._generator.model.sampling_defaults())
+        options = completion.options(self._planner.model.sampling_defaults())
         if completion.suffix:
-            options = ending_there(options, self._generator.gaps.require(param="suffix"))
-        return await self._generator.plan(
+            options = ending_there(options, self._planner.gaps.require(param="suffix"))
+        return await self._planner.plan(
             request_id,
             completion.kept(token_ids),
             options,
@@ -138,12 +136,12 @@ class Completions:
     ) -> Sequence[int]:
         if completion.suffix:
             has_start = completion.add_special_tokens and isinstance(prompt, str)
-            return await self._generator.gaps.whole(
+            return await self._planner.gaps.whole(
                 prompt, completion.suffix, add_special_tokens=has_start
             )
         if not isinstance(prompt, str):
             return prompt
-        return await self._generator.tokenise(
+        return await self._planner.tokenise(
             prompt,
             add_special_tokens=completion.add_special_tokens,
             param="prompt",
@@ -155,7 +153,7 @@ class Completions:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return await self._generator.detokenise(
+        return await self._planner.detokenise(
             prompt, skip_special_tokens=completion.skip_special_tokens
         )
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from penstock.gateway.api.chat.schema import chat_prompt, image_sources
 from penstock.gateway.api.embeddings.schema import PooledChat, PooledTexts
-from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.pooled import Embedder, PooledPrompt
+from penstock.gateway.generation.request_planner import RequestPlanner
 
 
 class PooledPrompts:
     """Makes them.
 
     Args:
-        generator: renders conversations.
+        planner: renders conversations.
     """
 
-    def __init__(self, embedder: Embedder, generator: Generator) -> None:
+    def __init__(self, embedder: Embedder, planner: RequestPlanner) -> None:
         self._embedder = embedder
-        self._generator = generator
+        self._planner = planner
 
     async def of(self, asked: PooledTexts | PooledChat) -> list[PooledPrompt]:
         """The prompts of a request.
@@ -44,10 +44,10 @@ class PooledPrompts:
         ]
 
     async def _of_chat(self, asked: PooledChat) -> PooledPrompt:
-        generator = self._generator
-        images = await generator.images.load(image_sources(asked.messages))
-        token_ids = await generator.tokenise(
-            await generator.render_chat(chat_prompt(asked, images)),
+        planner = self._planner
+        images = await planner.images.load(image_sources(asked.messages))
+        token_ids = await planner.tokenise(
+            await planner.render_chat(chat_prompt(asked, images)),
             add_special_tokens=asked.add_special_tokens,
             param="messages",
             must_fit=asked.truncate_prompt_tokens is None,
@@ -56,5 +56,5 @@ class PooledPrompts:
         return PooledPrompt(
             token_ids[:max_tokens],
             param="messages",
-            images=generator.images.located(token_ids, images, param="messages"),
+            images=planner.images.located(token_ids, images, param="messages"),
         )

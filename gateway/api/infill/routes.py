@@ -27,7 +27,7 @@ from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.fill_in_middle import ending_there
 from penstock.gateway.generation.generation import Generation
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.http.event_stream import EventStream, data
 from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.sources import next_of
@@ -40,8 +40,8 @@ class Infill:
         ping_s: seconds of silence on a stream before a comment is sent.
     """
 
-    def __init__(self, generator: Generator, *, max_body_bytes: int, ping_s: float) -> None:
-        self._generator = generator
+    def __init__(self, planner: RequestPlanner, *, max_body_bytes: int, ping_s: float) -> None:
+        self._planner = planner
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
 
@@ -55,19 +55,19 @@ class Infill:
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
-        asked = await parsed(self._generator.paced_work, InfillRequest, body, parse_request)
+        asked = await parsed(self._planner.paced_work, InfillRequest, body, parse_request)
         caller = caller_of(request.scope)
-        model = await self._generator.adapters.require(asked.model, caller, task="generate")
-        fills = self._generator.gaps.require(param="input_suffix")
-        prompt = await self._generator.gaps.fitted(
+        model = await self._planner.adapters.require(asked.model, caller, task="generate")
+        fills = self._planner.gaps.require(param="input_suffix")
+        prompt = await self._planner.gaps.fitted(
             asked.input_prefix,
             asked.input_suffix,
             written=asked.prompt,
             extra=[(each.filename, each.text) for each in asked.input_extra],
             num_output_tokens=asked.output_limit,
         )
-        options = asked.options(self._generator.model.sampling_defaults())
-        generation = await self._generator.plan(
+        options = asked.options(self._planner.model.sampling_defaults())
+        generation = await self._planner.plan(
             f"infill-{uuid.uuid4().hex}",
             prompt.token_ids,
             ending_there(options, fills),

@@ -29,7 +29,7 @@ from penstock.gateway.storage.response_log.record import (
     DeltaEntry,
     EndEntry,
     Entry,
-    ResponseHeader,
+    LogHeader,
 )
 
 # Finish reason → (status of the response, terminal event, why it is incomplete).
@@ -72,7 +72,7 @@ class EventWriter:
     )
 
     def __init__(
-        self, header: ResponseHeader, *, notices: Collection[str] = (), after: int = -1
+        self, header: LogHeader, *, notices: Collection[str] = (), after: int = -1
     ) -> None:
         self._header = header
         self._notices = notices
@@ -176,7 +176,7 @@ def _numbered(events: Sequence[tuple[str, _Object]], *, first: int, after: int) 
     ]
 
 
-def _opening(header: ResponseHeader) -> list[tuple[str, _Object]]:
+def _opening(header: LogHeader) -> list[tuple[str, _Object]]:
     response = _new_response(header, "in_progress", output=[])
     events: list[tuple[str, _Object]] = [("response.created", {"response": response})]
     if header.is_background:
@@ -189,9 +189,7 @@ def _opening(header: ResponseHeader) -> list[tuple[str, _Object]]:
     return events
 
 
-def _opening_item(
-    header: ResponseHeader, item: _Object, output_index: int
-) -> list[tuple[str, _Object]]:
+def _opening_item(header: LogHeader, item: _Object, output_index: int) -> list[tuple[str, _Object]]:
     """The events before an item's first delta.
 
     Args:
@@ -204,9 +202,7 @@ def _opening_item(
     return [("response.output_item.added", added), *parts]
 
 
-def _closing_item(
-    header: ResponseHeader, item: _Object, output_index: int
-) -> list[tuple[str, _Object]]:
+def _closing_item(header: LogHeader, item: _Object, output_index: int) -> list[tuple[str, _Object]]:
     """The events after an item's last delta."""
     kind = header.kind_of(item["type"])
     place = _place(kind, item, output_index)
@@ -245,7 +241,7 @@ def _ended(log: ResponseLog, end: EndEntry) -> _Object:
     )
 
 
-def _reason(header: ResponseHeader, reason: FinishReason) -> FinishReason:
+def _reason(header: LogHeader, reason: FinishReason) -> FinishReason:
     if not header.generates and reason is FinishReason.LENGTH:
         return FinishReason.STOP  # only the prompt was to be prepared: it is complete
     return reason
@@ -264,9 +260,7 @@ def _output(log: ResponseLog, status: str) -> list[_Object]:
     ]
 
 
-def _item(
-    header: ResponseHeader, output_index: int, said: Sequence[DeltaEntry], status: str
-) -> _Object:
+def _item(header: LogHeader, output_index: int, said: Sequence[DeltaEntry], status: str) -> _Object:
     """An item from its deltas; without any it is an empty message."""
     kind = header.kind_of(said[0].kind if said else MESSAGE.type)
     return kind.item(
@@ -297,7 +291,7 @@ def _response(log: ResponseLog, status: str, **fields: Any) -> _Object:
 
 
 def _new_response(
-    header: ResponseHeader,
+    header: LogHeader,
     status: str,
     *,
     output: list[_Object],

@@ -1,7 +1,7 @@
 """A generation read from a log, with the interface of one that is computed here. It can be read
 repeatedly, from the start, on any gateway.
 
-Used for answers that are not Responses (`ResponseHeader.is_turn` is False).
+Used for answers that are not Responses (`LogHeader.is_turn` is False).
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from penstock.gateway.api.shared.items import (
 )
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
 from penstock.gateway.generation.images.loader import ImageSource
+from penstock.gateway.generation.request_planner import LONG_TEXT_CHARS, ChatPrompt, RequestPlanner
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,
@@ -143,8 +143,8 @@ class _Rendered(NamedTuple):
 class PromptBuilder:
     """Finds a turn's position and renders its prompt."""
 
-    def __init__(self, generator: Generator, conversations: ConversationStore) -> None:
-        self._generator = generator
+    def __init__(self, planner: RequestPlanner, conversations: ConversationStore) -> None:
+        self._planner = planner
         self._conversations = conversations
 
     async def build(
@@ -167,19 +167,19 @@ class PromptBuilder:
         """
         remembered = None if memory is None else memory.turn(request.previous_response_id)
         position = await self._position(request, caller.tenant, remembered)
-        loaded = await self._generator.images.load(_image_sources(request.items))
+        loaded = await self._planner.images.load(_image_sources(request.items))
         new = items = await self._items(request, caller, iter(loaded))
         _check_outputs(position.path, new)
         origin = self._origin(request)
         if position.is_new or (memory is not None and not request.store):
             items = (*all_items(position.path), *new)
         if request.penstock.continues:
-            model = self._generator.model
+            model = self._planner.model
             token_ids = _token_ids_to_continue(position, model, origin)
             images = stored_images([*all_items(position.path), *new], _files(position, loaded))
-            self._generator.images.check_number(len(images), param="input")
+            self._planner.images.check_number(len(images), param="input")
             return Prompt(
-                images=self._generator.images.located(token_ids, images, param="input"),
+                images=self._planner.images.located(token_ids, images, param="input"),
                 position=position,
                 items=items,
                 token_ids=token_ids,
@@ -193,7 +193,7 @@ class PromptBuilder:
         rendered = await self._within_threshold(request, position, shown, files, must_fit=must_fit)
         if rendered is None:
             summary, rendered = await self._compacting(request, position, shown, files)
-        located = self._generator.images.located(rendered.token_ids, rendered.images, param="input")
+        located = self._planner.images.located(rendered.token_ids, rendered.images, param="input")
         return Prompt(
             position=position,
             items=items,
@@ -210,9 +210,9 @@ class PromptBuilder:
         if not request.generates:
             return None
         return request.offered.output_format(
-            self._generator.model.formats,
+            self._planner.model.formats,
             text,
-            template=await self._generator.template_facts(request.chat_template),
+            template=await self._planner.template_facts(request.chat_template),
         )
 
     async def _within_threshold(
@@ -227,7 +227,7 @@ class PromptBuilder:
         """The rendering of a conversation; None: it is to be compacted first. Raises as `build`."""
         most = None
         if must_fit and request.context_management:
-            most = request.compacts_above(await self._generator.max_model_len())
+            most = request.compacts_above(await self._planner.max_model_len())
         if most is None:
             return await self._fitting(request, position, items, files, must_fit=must_fit)
         try:
@@ -248,7 +248,7 @@ class PromptBuilder:
         Raises:
             InvalidRequestError: the template does not show a summary.
         """
-        max_model_len = await self._generator.max_model_len()
+        max_model_len = await self._planner.max_model_len()
         num_tokens = room_for_output(MAX_SUMMARY_TOKENS, max_model_len)
         asked = request.for_summary(num_tokens)
         trigger = item_object(asked.items[-1], len(items))
@@ -271,7 +271,7 @@ class PromptBuilder:
             request=asked,
             token_ids=written.token_ids,
             output_format=await self._output_format(asked, written.text),
-            images=self._generator.images.located(written.token_ids, written.images, param="input"),
+            images=self._planner.images.located(written.token_ids, written.images, param="input"),
             around=(before, after),
         )
         return summary, rendered
@@ -295,7 +295,7 @@ class PromptBuilder:
         """
         if not (request.drops_items or num_more_tokens):
             return await self._rendered(request, position, items, files, must_fit=must_fit)
-        max_model_len = await self._generator.max_model_len()
+        max_model_len = await self._planner.max_model_len()
         groups = droppable(items)
 
         async def attempt(num_dropped: int, room: int) -> _Rendered | None:
@@ -336,12 +336,12 @@ class PromptBuilder:
     ) -> _Rendered:
         """The prompt of these items. Raises as `build`."""
         images = stored_images(items, files)
-        self._generator.images.check_number(len(images), param="input")
+        self._planner.images.check_number(len(images), param="input")
         # Instructions apply to this request only: they are not inherited.
         instructions = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
-        text = await self._generator.render_chat(
+        text = await self._planner.render_chat(
             ChatPrompt(
                 messages=[*instructions, *messages_of(items)],
                 # A prepared prompt may be extended, so it must not end with the answer's header.
@@ -352,17 +352,17 @@ class PromptBuilder:
                 images=images,
             )
         )
-        reused: Reused = await self._generator.long_work.run(
+        reused: Reused = await self._planner.long_work.run(
             partial(
                 reuse,
                 text,
                 position.path,
-                self._generator.model.tokenizer,
+                self._planner.model.tokenizer,
                 origin=self._origin(request),
             ),
             is_long=len(text) >= LONG_TEXT_CHARS,
         )
-        rest = await self._generator.tokenise(
+        rest = await self._planner.tokenise(
             reused.rest,
             add_special_tokens=False,
             param="input",
@@ -372,8 +372,8 @@ class PromptBuilder:
         return _Rendered(text, [*reused.token_ids, *rest], images)
 
     def _origin(self, request: ResponsesRequest) -> bytes:
-        adapter = self._generator.adapters.known(request.model)
-        return self._generator.model.origin(None if adapter is None else adapter.digest)
+        adapter = self._planner.adapters.known(request.model)
+        return self._planner.model.origin(None if adapter is None else adapter.digest)
 
     async def _items(
         self, request: ResponsesRequest, caller: Caller, images: Iterator[LoadedImage]

@@ -47,7 +47,7 @@ from penstock.gateway.storage.conversations.store import (
 )
 from penstock.gateway.storage.response_log.item_kinds import COMPACTION, MESSAGE
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
@@ -531,7 +531,7 @@ class ResponseTask:
             self._writing.cancel()
 
 
-def _logged(usage: Usage, header: ResponseHeader) -> tuple[int, ...]:
+def _logged(usage: Usage, header: LogHeader) -> tuple[int, ...]:
     counted = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
     if usage.draft_tokens:
         drafted = (usage.draft_tokens, usage.accepted_draft_tokens)
@@ -539,7 +539,7 @@ def _logged(usage: Usage, header: ResponseHeader) -> tuple[int, ...]:
     return counted if header.is_text_only else (*counted, usage.reasoning_tokens)
 
 
-def turn_of(header: ResponseHeader) -> StoredTurn:
+def turn_of(header: LogHeader) -> StoredTurn:
     """The turn of a response, as stored while it runs."""
     request = header.request
     return StoredTurn(

@@ -38,11 +38,11 @@ from penstock.gateway.api.responses.schema import CompactRequest, ResponsesReque
 from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generation import NO_USAGE, Generation, Usage
-from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.paced_work import PacedWork
+from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
@@ -62,7 +62,7 @@ from penstock.gateway.storage.response_log.record import (
     Compaction,
     DeltaEntry,
     EndEntry,
-    ResponseHeader,
+    LogHeader,
 )
 from penstock.gateway.telemetry.metrics import Metrics
 
@@ -91,21 +91,21 @@ class ResponseService:
 
     def __init__(
         self,
-        generator: Generator,
+        planner: RequestPlanner,
         *,
-        engine: EngineClient,
+        engine: EnginePool,
         conversations: ConversationStore,
         logs: LogStore,
         settings: ResponseServiceSettings,
         metrics: Metrics,
     ) -> None:
         self._metrics = metrics
-        self._generator = generator
+        self._planner = planner
         self._engine = engine
         self._conversations = conversations
         self._logs = logs
         self._settings = settings
-        self._prompts = PromptBuilder(generator, conversations)
+        self._prompts = PromptBuilder(planner, conversations)
         self._tasks: set[asyncio.Task[None]] = set()
         self._deletions: set[asyncio.Task[None]] = set()
 
@@ -129,7 +129,7 @@ class ResponseService:
     @property
     def paced_work(self) -> PacedWork:
         """Validates large requests."""
-        return self._generator.paced_work
+        return self._planner.paced_work
 
     async def create(
         self,
@@ -152,7 +152,7 @@ class ResponseService:
             RequestRefusedError: it was not admitted, or another turn holds the conversation.
             EngineDeadError: the engine is not available.
         """
-        model = await self._generator.adapters.require(request.model, caller, task="generate")
+        model = await self._planner.adapters.require(request.model, caller, task="generate")
         prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.position.conversation_id)
         retention = self._retention if request.store else None
@@ -204,7 +204,7 @@ class ResponseService:
     ) -> tuple[Prompt, Callable[[str], Awaitable[Generation]]]:
         """The prompt of a conversation that is to be compacted, and what plans the generation of
         its summary under the given id. Both raise as `create`."""
-        await self._generator.adapters.require(request.model, caller, task="generate")
+        await self._planner.adapters.require(request.model, caller, task="generate")
         prompt = await self._prompts.build(request, caller, None)
         plan = partial(
             self._planned, request=request, prompt=prompt, caller=caller, deadline_s=deadline_s
@@ -225,13 +225,13 @@ class ResponseService:
         """Plan the generation of a prompt. Raises as `create`.
 
         Args:
-            reservation: see `Generator.plan`.
+            reservation: see `RequestPlanner.plan`.
         """
-        options = request.options(self._generator.model.sampling_defaults())
-        return await self._generator.plan(
+        options = request.options(self._planner.model.sampling_defaults())
+        return await self._planner.plan(
             response_id,
             prompt.token_ids,
-            await self._generator.constrained(options, request.offered, prompt.output_format),
+            await self._planner.constrained(options, request.offered, prompt.output_format),
             param="input",
             caller=caller,
             deadline_s=deadline_s,
@@ -242,11 +242,11 @@ class ResponseService:
 
     async def num_input_tokens(self, request: ResponsesRequest, caller: Caller) -> int:
         """How many tokens the prompt of a request would have. Raises as `create`."""
-        await self._generator.adapters.require(request.model, caller, task="generate")
+        await self._planner.adapters.require(request.model, caller, task="generate")
         prompt = await self._prompts.build(request, caller, None, must_fit=False)
         return len(prompt.token_ids)
 
-    async def answer(self, generation: Generation, header: ResponseHeader) -> ResponseLog:
+    async def answer(self, generation: Generation, header: LogHeader) -> ResponseLog:
         """Start an answer that is not a turn, in a task of its own; returns its log.
 
         Raises:
@@ -262,7 +262,7 @@ class ResponseService:
         self._keep(task.start(after=self._wait_for_engine))
         return log
 
-    async def claim(self, header: ResponseHeader) -> None:
+    async def claim(self, header: LogHeader) -> None:
         """Store a log without events, whose header tells what it stands for.
 
         Raises:
@@ -283,7 +283,7 @@ class ResponseService:
         """Delete the log that `claim` stored."""
         await self._logs.delete(caller.tenant, claimed_id)
 
-    async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
+    async def _stored(self, header: LogHeader, prompt: Prompt) -> ResponseLog | None:
         """Begin the turn and create the log; None if the response is to run without storage."""
         position = prompt.position
         try:
@@ -320,7 +320,7 @@ class ResponseService:
         return ResponseTask(
             generation,
             log,
-            tokenizer=self._generator.model.tokenizer,
+            tokenizer=self._planner.model.tokenizer,
             turn=turn,
             remember=remember,
             prompt_text=text,
@@ -342,7 +342,7 @@ class ResponseService:
             written = [entry for entry in deltas if not entry.output_index]
             deltas = deltas[len(written) :]
             summary = self._taken_over(log, header.compaction, written, is_whole=bool(deltas))
-        generation = self._generator.resume(
+        generation = self._planner.resume(
             header.request,
             output_token_ids=token_ids_of(deltas),
             shown=pieces_of(deltas),
@@ -385,7 +385,7 @@ class ResponseService:
         spent = Usage(len(request.prompt_token_ids), len(token_ids), 0)
         generation = None
         if not is_whole:
-            generation = self._generator.resume(
+            generation = self._planner.resume(
                 request,
                 output_token_ids=token_ids,
                 shown=(),
@@ -396,7 +396,7 @@ class ResponseService:
 
     def _summary(
         self,
-        header: ResponseHeader,
+        header: LogHeader,
         generation: Generation | None,
         *,
         shown: str = "",
@@ -407,7 +407,7 @@ class ResponseService:
 
         async def prompt(summary: str) -> tuple[str, Sequence[int]]:
             text = f"{before}{summary}{after}"
-            token_ids = await self._generator.tokenise(
+            token_ids = await self._planner.tokenise(
                 text, add_special_tokens=False, param="input", must_fit=False
             )
             return text, token_ids
@@ -561,7 +561,7 @@ class ResponseService:
 
     def _drop_prefix_of(self, turn: StoredTurn) -> None:
         name = orjson.loads(turn.response).get("model") if turn.response else None
-        adapter = self._generator.adapters.known(name)
+        adapter = self._planner.adapters.known(name)
         self._engine.drop_prefix(
             [*turn.prompt_token_ids, *turn.output_token_ids],
             turn.cache_salt,
@@ -583,7 +583,7 @@ def _header(
     generation: Generation,
     summary: Generation | None,
     model: str,
-) -> ResponseHeader:
+) -> LogHeader:
     position, rendering = prompt.position, prompt.rendering
     compaction = None
     if summary is not None and prompt.summary is not None:
@@ -592,7 +592,7 @@ def _header(
             output_format=summary.output_format,
             around=prompt.summary.around,
         )
-    return ResponseHeader(
+    return LogHeader(
         response_id=generation.request.request_id,
         conversation_id=position.conversation_id,
         tenant=caller.tenant,

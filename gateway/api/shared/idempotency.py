@@ -39,11 +39,11 @@ from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.storage.conversations.ids import conversation_of, derived_response_id
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogExistsError
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 
 HEADER = "Idempotency-Key"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_DIGEST, _RESPONSE_ID = "body_digest", "response_id"  # keys of `ResponseHeader.echo`
+_DIGEST, _RESPONSE_ID = "body_digest", "response_id"  # keys of `LogHeader.echo`
 _MAX_BEGINNING_S = 5.0  # between a claim and its response; both are single writes
 _TRY_AGAIN_S = 0.05
 Plan = Callable[[str], Awaitable[Generation]]
@@ -218,7 +218,7 @@ class IdempotentAnswers:
                 await self._service.give_back(caller, claim_id)
             raise
 
-    async def _claimed(self, caller: Caller, claim: ResponseHeader) -> ResponseLog | None:
+    async def _claimed(self, caller: Caller, claim: LogHeader) -> ResponseLog | None:
         """The log of a claim's response, which another gateway may be about to store; None if the
         response was deleted or never stored."""
         while True:
@@ -240,11 +240,9 @@ class IdempotentAnswers:
             return None
 
 
-def _header(
-    generation: Generation, key: IdempotencyKey, *, continues_prompt: bool
-) -> ResponseHeader:
+def _header(generation: Generation, key: IdempotencyKey, *, continues_prompt: bool) -> LogHeader:
     request = generation.request
-    return ResponseHeader(
+    return LogHeader(
         response_id=request.request_id,
         conversation_id=conversation_of(request.request_id) or "",
         tenant=key.tenant,
@@ -258,11 +256,11 @@ def _header(
     )
 
 
-def _claim_header(key: IdempotencyKey, claim_id: str, response_id: str) -> ResponseHeader:
+def _claim_header(key: IdempotencyKey, claim_id: str, response_id: str) -> LogHeader:
     nothing = EngineRequest(
         request_id=claim_id, prompt_token_ids=(), sampling_params=SamplingParams(max_tokens=0)
     )
-    return ResponseHeader(
+    return LogHeader(
         response_id=claim_id,
         conversation_id=conversation_of(claim_id) or "",
         tenant=key.tenant,

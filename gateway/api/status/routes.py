@@ -12,8 +12,8 @@ from penstock.gateway import installed_version
 from penstock.gateway.api.shared.json_api import json_response
 from penstock.gateway.api.shared.operations import operation, operations_of
 from penstock.gateway.auth.callers import Caller, caller_of
-from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_link import EngineLink
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import refusal
 from penstock.gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -28,7 +28,7 @@ class Status:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EnginePool,
         metrics: Metrics,
         *,
         kind: str,
@@ -108,7 +108,7 @@ class Status:
 
 
 def _about(link: EngineLink) -> dict[str, Any]:
-    state = "ready" if link.info is not None else "lost" if link.num_lives else "starting"
+    state = "ready" if link.info is not None else "lost" if link.num_connections else "starting"
     stats = link.stats
     num_queries, num_blocks = stats.prefix_cache_queries_total, stats.num_blocks
     return {

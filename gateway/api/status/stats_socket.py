@@ -24,7 +24,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from penstock.gateway.api.responses.websocket import accepted_subprotocol
 from penstock.gateway.auth.callers import caller_of
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.telemetry.metrics import Metrics, is_by_tenant
 
 INTERVAL_S = 0.5  # between two messages
@@ -57,7 +57,7 @@ class Sample:
 class StatsSocket:
     """The endpoint. Metrics are collected at most twice per interval, for all clients together."""
 
-    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, engine: EnginePool, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._newest = Sample(0.0, {})

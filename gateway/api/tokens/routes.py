@@ -18,8 +18,8 @@ from penstock.gateway.api.shared.json_api import json_response, parsed, read_fie
 from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
 from penstock.gateway.auth.callers import caller_of
-from penstock.gateway.engines.engine_client import EngineClient
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.engines.engine_pool import EnginePool
+from penstock.gateway.generation.request_planner import RequestPlanner
 
 _MANY_TOKENS = 16 << 10  # from here on a loop over all tokens would stall the event loop
 
@@ -27,8 +27,8 @@ _MANY_TOKENS = 16 << 10  # from here on a loop over all tokens would stall the e
 class Tokens:
     """The endpoints."""
 
-    def __init__(self, generator: Generator, engine: EngineClient, *, max_body_bytes: int) -> None:
-        self._generator = generator
+    def __init__(self, planner: RequestPlanner, engine: EnginePool, *, max_body_bytes: int) -> None:
+        self._planner = planner
         self._engine = engine
         self._max_body_bytes = max_body_bytes
 
@@ -44,10 +44,10 @@ class Tokens:
         body = await self._body(request)
         asked: TokenizeChat | TokenizePrompt
         if "messages" in body:
-            asked = await parsed(self._generator.paced_work, TokenizeChat, body, parse_fields)
+            asked = await parsed(self._planner.paced_work, TokenizeChat, body, parse_fields)
         else:
             asked = parse_fields(TokenizePrompt, body)
-        await self._generator.adapters.require(asked.model, caller_of(request.scope))
+        await self._planner.adapters.require(asked.model, caller_of(request.scope))
         max_model_len = self._engine.info_for_running().max_model_len
         token_ids = await self._token_ids(asked)
         return json_response(
@@ -68,20 +68,20 @@ class Tokens:
     )
     async def detokenize(self, request: Request) -> Response:
         asked = parse_fields(Detokenize, await self._body(request))
-        await self._generator.adapters.require(asked.model, caller_of(request.scope))
-        piece = self._generator.model.tokenizer.token_piece
+        await self._planner.adapters.require(asked.model, caller_of(request.scope))
+        piece = self._planner.model.tokenizer.token_piece
         unknown = next((i for i in set(asked.tokens) if piece(i) is None), None)
         if unknown is not None:
             raise InvalidRequestError(
                 f"token id {unknown} is not in the vocabulary", param="tokens"
             )
-        text = await self._generator.detokenise(asked.tokens, skip_special_tokens=False)
+        text = await self._planner.detokenise(asked.tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
 
     @operation("GET /tokenizer_info", "The tokenizer's configuration.", "TokenizerInfo")
     async def tokenizer_info(self, _: Request) -> Response:
         """`tokenizer_config.json`, with the chat template that is used."""
-        model = self._generator.model
+        model = self._planner.model
         file = model.directory / "tokenizer_config.json"
         config = await asyncio.to_thread(read_json, file) if is_present(file) else {}
         for name, value in (
@@ -92,8 +92,8 @@ class Tokens:
         return json_response(config)
 
     async def _pieces(self, token_ids: Sequence[int]) -> list[str | None]:
-        pieces = map(self._generator.model.tokenizer.token_piece, token_ids)
-        return await self._generator.long_work.run(
+        pieces = map(self._planner.model.tokenizer.token_piece, token_ids)
+        return await self._planner.long_work.run(
             lambda: list(pieces), is_long=len(token_ids) >= _MANY_TOKENS
         )
 
@@ -102,15 +102,15 @@ class Tokens:
 
     async def _token_ids(self, asked: TokenizeChat | TokenizePrompt) -> Sequence[int]:
         if isinstance(asked, TokenizePrompt):
-            return await self._generator.tokenise(
+            return await self._planner.tokenise(
                 asked.prompt,
                 add_special_tokens=asked.add_special_tokens,
                 param="prompt",
                 must_fit=False,
             )
-        images = await self._generator.images.load(image_sources(asked.messages))
-        return await self._generator.tokenise_chat(
-            await self._generator.render_chat(chat_prompt(asked, images)),
+        images = await self._planner.images.load(image_sources(asked.messages))
+        return await self._planner.tokenise_chat(
+            await self._planner.render_chat(chat_prompt(asked, images)),
             add_special_tokens=asked.add_special_tokens,
             must_fit=False,
         )

@@ -38,7 +38,7 @@ from penstock.gateway.storage.response_log.record import (
     DeltaEntry,
     EndEntry,
     Entry,
-    ResponseHeader,
+    LogHeader,
 )
 
 VERSION = 2
@@ -63,7 +63,7 @@ LATER_FIELDS = {
 }
 _MESSAGE = MESSAGE.type
 _ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
-_HEADER_FIELDS = {field.name: field.name for field in fields(ResponseHeader)} | {"nonce": _ITEM_ID}
+_HEADER_FIELDS = {field.name: field.name for field in fields(LogHeader)} | {"nonce": _ITEM_ID}
 _text_fields = attrgetter("text", "token_ids", "logprobs")
 _item_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -74,11 +74,11 @@ class UnreadableEntryError(ValueError):
     """The bytes are not a header or entry of this version."""
 
 
-def encode_header(header: ResponseHeader) -> bytes:
+def encode_header(header: LogHeader) -> bytes:
     return _pack(_version_of(header), _header_fields(header))
 
 
-def decode_header(data: bytes) -> ResponseHeader:
+def decode_header(data: bytes) -> LogHeader:
     """Raises: UnreadableEntryError."""
     return _decode(data, _read_header)
 
@@ -110,7 +110,7 @@ def decode_end(data: bytes) -> EndEntry:
     return _decode(data, _read_end)
 
 
-def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
+def encode_log(header: LogHeader, entries: Sequence[Entry]) -> bytes:
     """Encode a response: deltas, and the end if it has ended."""
     end = entries[-1] if entries else None
     row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
@@ -121,7 +121,7 @@ def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
     return _pack(_version_of(header), _header_fields(header), rows, last)
 
 
-def decode_log(data: bytes) -> tuple[ResponseHeader, list[Entry]]:
+def decode_log(data: bytes) -> tuple[LogHeader, list[Entry]]:
     """Raises: UnreadableEntryError."""
     return _decode(data, _read_log)
 
@@ -163,7 +163,7 @@ def _decode(data: bytes, read: Callable[..., _T]) -> _T:
         raise UnreadableEntryError(f"not part of a response log: {error!r:.200}") from error
 
 
-def _version_of(header: ResponseHeader) -> int:
+def _version_of(header: LogHeader) -> int:
     return _TEXT_VERSION if header.is_text_only else VERSION
 
 
@@ -184,7 +184,7 @@ def _read_delta(
 
 def _read_log(
     named: dict[str, Any], rows: list[Any], end: list[Any] | None
-) -> tuple[ResponseHeader, list[Entry]]:
+) -> tuple[LogHeader, list[Entry]]:
     header = _read_header(named)
     number, entries = header.num_opening_events, list[Entry]()
     for row in rows:
@@ -219,7 +219,7 @@ def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> E
     )
 
 
-def _header_fields(header: ResponseHeader) -> dict[str, Any]:
+def _header_fields(header: LogHeader) -> dict[str, Any]:
     # Neither this nor `structs.asdict` copies deeply, as dataclasses.asdict does.
     named = {wire: getattr(header, name) for name, wire in _HEADER_FIELDS.items()}
     named[_ITEM_ID] = MESSAGE.id_prefix + header.nonce
@@ -276,11 +276,11 @@ def _request_fields(record: Struct) -> dict[str, Any]:
     return named
 
 
-def _read_header(named: dict[str, Any]) -> ResponseHeader:
+def _read_header(named: dict[str, Any]) -> LogHeader:
     rendering = named["rendering"]
     compaction = named.get("compaction")
     nonce = named.pop(_ITEM_ID).removeprefix(MESSAGE.id_prefix)
-    return ResponseHeader(
+    return LogHeader(
         **{
             **named,
             "nonce": nonce,

@@ -49,7 +49,7 @@ from penstock.gateway.storage.response_log.log_store import (
     TakeOver,
     response_expired,
 )
-from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import EndEntry, LogHeader
 from penstock.gateway.storage.tenant_shares import TenantShares
 from penstock.gateway.wake_ups import ENDS, WRITES
 
@@ -197,7 +197,7 @@ class DiskLogStore(InMemory):
 
     # -- logs --------------------------------------------------------------------------------
 
-    async def create(self, header: ResponseHeader) -> ResponseLog:
+    async def create(self, header: LogHeader) -> ResponseLog:
         self._ended.drop_old()
         response_id = header.response_id
         if self._is_leaving:

@@ -19,7 +19,7 @@ from penstock.engine.chat_formats import Piece
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, LogHeader
 
 FindAgain = Callable[[], Awaitable["ResponseLog"]]
 _NUM_TRIES = 20  # to find a log again
@@ -96,7 +96,7 @@ class Outage:
     """What a store that was started again knows of a response that ran when it was stopped.
 
     Attributes:
-        pool: the engines that computed it (`EngineClient.pool`).
+        pool: the engines that computed it (`EnginePool.pool`).
         silent_s: since anything was last stored.
         is_complete: whether its log has all that readers may have seen.
     """
@@ -136,7 +136,7 @@ class ResponseLog:
         outage: after which it is to go on; None: none, or another gateway ran it.
     """
 
-    def __init__(self, header: ResponseHeader, *, storage: Storage = IN_MEMORY) -> None:
+    def __init__(self, header: LogHeader, *, storage: Storage = IN_MEMORY) -> None:
         self.header = header
         self.epoch = 1
         self.entries: list[Entry] = []

@@ -17,7 +17,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.response_log.codec import decode_log, encode_log
 from penstock.gateway.storage.response_log.ended_logs import EndedLogs
 from penstock.gateway.storage.response_log.log import IN_MEMORY, InMemory, ResponseLog, Storage
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 from penstock.gateway.storage.tenant_shares import TenantShares
 
 DEFAULT_TTL_S: float = default_of(GatewayConfig, "response_log_ttl_s")
@@ -49,7 +49,7 @@ class LogStore(Protocol):
         """
         ...
 
-    async def create(self, header: ResponseHeader) -> ResponseLog:
+    async def create(self, header: LogHeader) -> ResponseLog:
         """The log of a new response, owned by this gateway.
 
         Raises:
@@ -125,7 +125,7 @@ class MemoryLogStore(InMemory):
     ) -> None:
         """There are no other gateways to take responses over from."""
 
-    async def create(self, header: ResponseHeader) -> ResponseLog:
+    async def create(self, header: LogHeader) -> ResponseLog:
         self._ended.drop_old()
         if header.response_id in self._running or header.response_id in self._ended:
             raise LogExistsError(header.response_id)

@@ -46,7 +46,7 @@ class Compaction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseHeader:
+class LogHeader:
     """Everything that is known before the first token.
 
     Attributes:

@@ -24,7 +24,7 @@ from penstock.gateway.storage.redis.health import RedisHealth
 from penstock.gateway.storage.redis.shares import RedisShares
 from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import TakeOver, response_expired
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 from penstock.gateway.storage.response_log.redis_ownership import Claim, Ownership
 from penstock.gateway.storage.response_log.redis_reader import StreamFollower
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
@@ -143,7 +143,7 @@ class RedisLogStore:
             asyncio.create_task(self._follower.run()),
         ]
 
-    async def create(self, header: ResponseHeader) -> ResponseLog:
+    async def create(self, header: LogHeader) -> ResponseLog:
         response_id = header.response_id
         key = _key(response_id)
         log = ResponseLog(header, storage=self._writer)

@@ -48,7 +48,7 @@ from penstock.gateway.storage.response_log.codec import (
     encode_header,
 )
 from penstock.gateway.storage.response_log.log import IN_MEMORY, ResponseLog, Storage
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, LogHeader
 
 HEADER, DELTA, END, FENCE, BROKEN = b"h", b"d", b"e", b"f", b"x"
 LAST_NUMBER = (1 << 64) - 1
@@ -80,7 +80,7 @@ def read_key(response_id: str) -> str:
     return f"penstock:read:{{{tree_of(response_id)}}}:{response_id}"
 
 
-def add_header(key: str, header: ResponseHeader) -> tuple[str, str, str, bytes, bytes]:
+def add_header(key: str, header: LogHeader) -> tuple[str, str, str, bytes, bytes]:
     entry_id = f"1-{header.num_opening_events - 1}"
     return "XADD", key, entry_id, HEADER, encode_header(header)
 
@@ -290,7 +290,7 @@ def unless_foreign(reply: Any) -> list[StreamEntry] | None:
     raise reply
 
 
-def header_of(fields: dict[bytes, bytes]) -> ResponseHeader:
+def header_of(fields: dict[bytes, bytes]) -> LogHeader:
     """The header in a stream's first entry.
 
     Raises:
@@ -302,7 +302,7 @@ def header_of(fields: dict[bytes, bytes]) -> ResponseHeader:
         raise BrokenLogError(f"no header: {error}") from error
 
 
-def is_begun_by(first: Sequence[StreamEntry], header: ResponseHeader) -> bool:
+def is_begun_by(first: Sequence[StreamEntry], header: LogHeader) -> bool:
     """Whether a stream's first entry is this header."""
     try:
         return bool(first) and header_of(first[0][1]).nonce == header.nonce

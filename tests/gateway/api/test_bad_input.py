@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.api.schema import parsing
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.request_planner import RequestPlanner
 
 from ..conftest import Serve, Served
 from .bad_requests import CASES, CHAT, COMPLETIONS, RESPONSES, USER, chat, says
@@ -147,7 +147,7 @@ async def test_a_bug_of_ours_shows_no_stack(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(Generator, "plan", broken)
+    monkeypatch.setattr(RequestPlanner, "plan", broken)
     response = await served.http.post(CHAT, content=chat())
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (500, "internal_error")

@@ -37,7 +37,7 @@ from penstock.gateway.storage.response_log.codec import (
 )
 from penstock.gateway.storage.response_log.item_kinds import KINDS
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
-from penstock.gateway.storage.response_log.record import DeltaEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, LogHeader
 
 from ..storage.conversations.making import a_conversation, a_turn, finished
 from .test_response_events import Seen, Subscriber, end, events_of, filled, header, jsons
@@ -77,7 +77,7 @@ def _continued(log: ResponseLog, num_said: int = 0) -> ResponseLog:
     return log
 
 
-def _header(*, has_summary: bool) -> ResponseHeader:
+def _header(*, has_summary: bool) -> LogHeader:
     plain = header(output_format=WITH_THOUGHTS)
     reasoning = {"effort": None, "summary": "auto" if has_summary else None}
     return dataclasses.replace(plain, echo={**plain.echo, "reasoning": reasoning})

@@ -20,13 +20,13 @@ from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, ResponseMovedError
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, LogHeader
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, None)
 
 
-def header(**values: Any) -> ResponseHeader:
+def header(**values: Any) -> LogHeader:
     tree, turn = "a" * 24, "b" * 24
     fixed: dict[str, Any] = {
         "response_id": f"resp_{tree}{turn}",
@@ -42,7 +42,7 @@ def header(**values: Any) -> ResponseHeader:
             request_id="r", prompt_token_ids=(1, 2), sampling_params=SamplingParams()
         ),
     }  # fmt: skip
-    return ResponseHeader(**{**fixed, **values})
+    return LogHeader(**{**fixed, **values})
 
 
 def end(log: ResponseLog, reason: FinishReason | None) -> EndEntry:

@@ -17,8 +17,8 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.protocol.messages import EngineStats
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.engines import engine_client
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines import engine_pool
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.telemetry.engine_metrics import EngineCollector
 
 from ..conftest import PATIENCE_S, Serve, Served, until
@@ -78,7 +78,7 @@ async def test_other_servers_names_of_the_same(served: Served) -> None:
 
 def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
     """What is exported of the engine, by name and labels."""
-    engine = EngineClient("unused")
+    engine = EnginePool("unused")
     engine.links[0].stats = stats
     return {
         (sample.name, str(sorted(sample.labels.items()))): sample.value
@@ -220,7 +220,7 @@ async def test_a_request_waits_a_moment_for_a_link_that_was_lost(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a gateway that was stopped: the engine has dropped it, and takes it again."""
-    monkeypatch.setattr(engine_client, "_FIND_AGAIN_S", 60.0)
+    monkeypatch.setattr(engine_pool, "_FIND_AGAIN_S", 60.0)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     served.engine.lose_gateways()
     await answers(served, "/ready", 503)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from penstock.gateway.engines.discovery import Discovery, resolve
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 
 from ..fake_engine import INFO
 
 
 async def test_engines_that_are_not_found_any_more_are_given_up_when_they_are_gone() -> None:
-    client = EngineClient()
+    client = EnginePool()
     # The path of a socket is no address: it would be connected to without TLS.
     found: list[set[str] | Exception] = [{"10.0.0.1:1", "10.0.0.2:1", "/tmp/engine:1"}]
 

@@ -15,7 +15,7 @@ from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import BeamSearch, FinishReason, Request, SamplingParams
 from penstock.engine.text import OutputText, Tokenizer
 from penstock.gateway.engines import engine_link
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.generation.generation import Generation, Output, collected
 from penstock.gateway.sources import next_of
@@ -30,7 +30,7 @@ OTHER = "Ein zweiter Text, schöner noch: 漢字."
 class Link:
     """A gateway's client and a mortal engine; somebody restarts it, unless told not to."""
 
-    def __init__(self, client: EngineClient, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    def __init__(self, client: EnginePool, engine: FakeEngine, tokenizer: Tokenizer) -> None:
         self.client = client
         self.engine = engine
         self.tokenizer = tokenizer
@@ -79,7 +79,7 @@ def connect(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatc
     @contextlib.asynccontextmanager
     async def start(*, step_s: float = 0.0, **options: Any) -> AsyncIterator[Link]:
         address = f"{tmp_path}/engine.sock"
-        client = EngineClient(address, **options)
+        client = EnginePool(address, **options)
         client.start()
         try:
             async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=step_s) as engine:
@@ -187,7 +187,7 @@ async def test_several_deaths_are_survived(connect: Connect) -> None:
 
 
 async def test_too_many_deaths_end_it(connect: Connect) -> None:
-    async with connect(step_s=0.002, max_engine_lives=2) as link:
+    async with connect(step_s=0.002, max_engine_deaths=2) as link:
         task = asyncio.create_task(link.outputs(ignore_eos=True))
         for num in range(2):
             await until(lambda num=num: link.engine.num_deaths == num)  # type: ignore[misc]

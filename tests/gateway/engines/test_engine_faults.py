@@ -20,7 +20,7 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
 from penstock.gateway.engines import engine_link
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.sources import next_of
 
@@ -31,10 +31,10 @@ SCRIPT = [5, 6, 7]
 
 
 @contextlib.asynccontextmanager
-async def pool(folder: Path) -> AsyncIterator[tuple[EngineClient, FakeEngine, FakeEngine]]:
+async def pool(folder: Path) -> AsyncIterator[tuple[EnginePool, FakeEngine, FakeEngine]]:
     """One that says nothing by itself, which has the stream, and one that speaks."""
     one, other = f"{folder}/one.sock", f"{folder}/other.sock"
-    client = EngineClient(one, other, routing="least-loaded")
+    client = EnginePool(one, other, routing="least-loaded")
     async with FakeEngine(one, SCRIPT) as silent, FakeEngine(other, SCRIPT) as speaking:
         silent.may_speak.clear()
         client.start()
@@ -46,7 +46,7 @@ async def pool(folder: Path) -> AsyncIterator[tuple[EngineClient, FakeEngine, Fa
             await client.close()
 
 
-def opened(client: EngineClient) -> EngineStream:
+def opened(client: EnginePool) -> EngineStream:
     """A stream that the silent engine has."""
     params = SamplingParams(max_tokens=10, ignore_eos=True)
     for number in range(4):

@@ -21,7 +21,7 @@ class Desk:
         self.posted: list[Message] = []
         self.load = EngineLoad()
         self.streams = OpenStreams(
-            lambda _: self, max_engine_lives=9, engine_wait_s=60.0, clock=lambda: self.now_s
+            lambda _: self, max_engine_deaths=9, engine_wait_s=60.0, clock=lambda: self.now_s
         )
 
     def post(self, message: Message) -> None:

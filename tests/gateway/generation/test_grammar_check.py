@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from penstock.engine.request import StructuredOutputs
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation import grammar_check
 from penstock.gateway.generation.grammar_check import MAX_WAITING, GrammarCheck
@@ -32,7 +32,7 @@ _TOO_SLOW = "p: it takes too long to compile (more than 0.25 s)"
 
 @pytest.fixture
 def metrics(tmp_path: Path) -> Metrics:
-    return Metrics(EngineClient(f"{tmp_path}/engine.sock"), "tiny")
+    return Metrics(EnginePool(f"{tmp_path}/engine.sock"), "tiny")
 
 
 async def count(metrics: Metrics, verdict: str) -> float:

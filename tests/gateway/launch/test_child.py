@@ -40,7 +40,7 @@ def child(silent: Path) -> Iterator[Child]:
     if started.process is not None:
         with contextlib.suppress(ProcessLookupError):
             started.kill()
-        started.bury()
+        started.reap()
     assert started.pulse_fd is None
 
 
@@ -71,7 +71,7 @@ def test_a_child_without_signs_of_life_shows_its_stacks_and_is_killed(
         assert not child.look(), "told once"
     assert child.process is not None
     assert child.process.wait(_PATIENCE_S) == -signal.SIGKILL
-    assert child.bury() == "it died (SIGKILL)"
+    assert child.reap() == "it died (SIGKILL)"
 
 
 @pytest.mark.process_kills

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.launch.cli import _parser
 from penstock.gateway.launch.settings import ENGINE_SETTINGS, SERVE_SETTINGS, resolve_settings
 from penstock.gateway.telemetry.engine_metrics import EngineCollector
@@ -112,7 +112,7 @@ def test_engines_are_scaled_by_metrics_that_there_are(
 ) -> None:
     scaled = objects["ScaledObject", "penstock-engine"]
     assert ("Deployment", scaled["spec"]["scaleTargetRef"]["name"]) in objects
-    client = EngineClient("/a", "/b")
+    client = EnginePool("/a", "/b")
     samples = [
         sample for family in EngineCollector(client, "m").collect() for sample in family.samples
     ]

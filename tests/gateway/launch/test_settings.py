@@ -24,7 +24,7 @@ from penstock.engine.settings.declaration import (
     take_twins,
 )
 from penstock.engine.settings.kinds import COUNT, JSON, whole
-from penstock.gateway.app import _engine_client, _service_settings
+from penstock.gateway.app import _engine_pool, _service_settings
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.arguments import SettingsParser
 from penstock.gateway.launch.cli import main
@@ -149,7 +149,7 @@ def test_defaults_are_those_of_the_declaration() -> None:
 def test_the_wait_for_an_engine_reaches_all_that_wait() -> None:
     config = GatewayConfig(engine_address="x", engine_wait_s=3.5)
     assert _service_settings(config).engine_wait_s == 3.5
-    assert _engine_client(config)._engine_wait_s == 3.5
+    assert _engine_pool(config)._engine_wait_s == 3.5
 
 
 def shown_by(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import websockets
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.telemetry.metrics import _MAX_TENANTS, Metrics, StreamMeter
 from penstock.gateway.telemetry.worker_metrics import Workers
 
@@ -141,7 +141,7 @@ async def test_routes_that_are_none_share_one_series(served: Served) -> None:
 
 
 def _own_metrics(workers: Workers | None = None) -> Metrics:
-    client = EngineClient("unused")
+    client = EnginePool("unused")
     return Metrics(client, "tiny", workers)
 
 
@@ -239,7 +239,7 @@ async def test_tenants_of_all_workers_are_left_out(tmp_path: Path) -> None:
 async def test_a_gateway_is_ready_when_all_have_an_engine(tmp_path: Path) -> None:
     async with FakeEngine(f"{tmp_path}/engine.sock", [1]) as engine:
         address = engine.address
-        clients = [EngineClient(address), EngineClient(address)]
+        clients = [EnginePool(address), EnginePool(address)]
         both = [
             Metrics(client, "tiny", Workers(address, index=index, num=2))
             for index, client in enumerate(clients)

@@ -14,20 +14,20 @@ from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, LogHeader
 
 TENANT = "acme"
 PATIENCE_S = 60.0  # of tests, with a machine that does other things too
 
 
-def header(tenant: str = TENANT) -> ResponseHeader:
+def header(tenant: str = TENANT) -> LogHeader:
     conversation_id = new_conversation_id()
     response_id = new_response_id(conversation_id)
     params = SamplingParams(seed=(1 << 64) - 1, stop=("\n\n",), max_tokens=100)
     request = Request(
         request_id=response_id, prompt_token_ids=(1, 2, 70_000), sampling_params=params
     )
-    return ResponseHeader(
+    return LogHeader(
         response_id=response_id,
         conversation_id=conversation_id,
         tenant=tenant,

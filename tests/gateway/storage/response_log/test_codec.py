@@ -38,7 +38,7 @@ from penstock.gateway.storage.response_log.record import (
     Compaction,
     DeltaEntry,
     EndEntry,
-    ResponseHeader,
+    LogHeader,
 )
 
 from .records import header
@@ -138,7 +138,7 @@ compactions = st.builds(
     around=st.tuples(st.text(), st.text()),
 )
 headers = st.builds(
-    ResponseHeader,
+    LogHeader,
     response_id=st.text(),
     conversation_id=st.text(),
     tenant=st.text(),
@@ -182,7 +182,7 @@ ends = st.builds(
 
 
 @given(headers)
-def test_a_header_survives(written: ResponseHeader) -> None:
+def test_a_header_survives(written: LogHeader) -> None:
     assert decode_header(encode_header(written)) == written
 
 
@@ -199,9 +199,7 @@ def test_an_end_survives(written: EndEntry) -> None:
 
 
 @given(headers, st.lists(deltas, max_size=4), ends)
-def test_an_ended_log_survives(
-    written: ResponseHeader, said: list[DeltaEntry], end: EndEntry
-) -> None:
+def test_an_ended_log_survives(written: LogHeader, said: list[DeltaEntry], end: EndEntry) -> None:
     number, numbered = written.num_opening_events, list[DeltaEntry]()
     for each in said:
         only = {"output_index": 0, "num_events": 1, "name": ""} if written.is_text_only else {}
@@ -215,7 +213,7 @@ def test_every_field_of_a_header_is_written() -> None:
     first = Compaction(request=header().request, output_format=None, around=("a", "b"))
     written = dataclasses.replace(header(), output_format=WITH_THOUGHTS, compaction=first)
     _, named = msgpack.unpackb(encode_header(written), strict_map_key=False)
-    names = {field.name for field in dataclasses.fields(ResponseHeader)}
+    names = {field.name for field in dataclasses.fields(LogHeader)}
     assert named.keys() == names - {"nonce"} | {"item_id"}
     later = LATER_FIELDS.keys()
     assert named["request"].keys() == set(Request.__struct_fields__) - later

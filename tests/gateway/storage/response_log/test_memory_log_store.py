@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.request import Request
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import MemoryLogStore
-from penstock.gateway.storage.response_log.record import DeltaEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import DeltaEntry, LogHeader
 
 from ....support.tiers import tiered
 from ...garbage import bytes_taken
@@ -34,7 +34,7 @@ def alternatives() -> Fields:
     return {"token": words(1), "logprob": -1.5, "bytes": [7], "top_logprobs": tokens}
 
 
-def with_prompt(**fields: Any) -> ResponseHeader:
+def with_prompt(**fields: Any) -> LogHeader:
     made = header()
     token_ids = tuple(random.randrange(1 << 17) for _ in range(2000))
     request = Request(
@@ -45,7 +45,7 @@ def with_prompt(**fields: Any) -> ResponseHeader:
     return dataclasses.replace(made, request=request, **fields)
 
 
-SAID: dict[str, Callable[[], tuple[ResponseHeader, list[Fields]]]] = {
+SAID: dict[str, Callable[[], tuple[LogHeader, list[Fields]]]] = {
     "nothing": lambda: (header(), []),
     "many deltas": lambda: (header(), [{"text": words(1)} for _ in range(200)]),
     "logprobs": lambda: (header(), [{"logprobs": (alternatives(),)} for _ in range(20)]),

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 
 from ....redis_server import RedisCluster, RedisServer
 from .conftest import Gateway, Gateways
@@ -39,13 +39,13 @@ def cluster(shared_cluster: RedisCluster) -> RedisCluster:
     return shared_cluster
 
 
-def node_of(cluster: RedisCluster, made: ResponseHeader) -> RedisServer:
+def node_of(cluster: RedisCluster, made: LogHeader) -> RedisServer:
     return cluster.node_of(log_key(made.response_id))
 
 
-def headers(cluster: RedisCluster) -> list[ResponseHeader]:
+def headers(cluster: RedisCluster) -> list[LogHeader]:
     """Some of each node."""
-    found: dict[int, list[ResponseHeader]] = {node.port: [] for node in cluster.nodes}
+    found: dict[int, list[LogHeader]] = {node.port: [] for node in cluster.nodes}
     while any(len(some) < _NUM_OF_EACH for some in found.values()):
         made = header()
         found[node_of(cluster, made).port].append(made)
@@ -68,7 +68,7 @@ async def two_gateways(
             await gateway.store.close()
 
 
-async def begun(gateway: Gateway, made: ResponseHeader) -> ResponseLog:
+async def begun(gateway: Gateway, made: LogHeader) -> ResponseLog:
     log = await gateway.store.create(made)
     gateway.run(log)
     return log

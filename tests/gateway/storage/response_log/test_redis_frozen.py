@@ -27,7 +27,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.protocol import sockets
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
@@ -130,9 +130,9 @@ class Gateway:
         return store
 
     @property
-    def engine(self) -> EngineClient:
+    def engine(self) -> EnginePool:
         engine = self.app.state.engine
-        assert isinstance(engine, EngineClient)
+        assert isinstance(engine, EnginePool)
         return engine
 
     async def log(self, response_id: str) -> ResponseLog:

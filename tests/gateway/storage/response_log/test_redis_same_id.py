@@ -10,7 +10,7 @@ import redis
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogExistsError
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import LogHeader
 
 from ....redis_server import RedisServer
 from .conftest import Gateway, Gateways
@@ -20,7 +20,7 @@ from .stored import beats, log_key, owned
 pytestmark = pytest.mark.redis
 
 
-def twin_of(log: ResponseLog) -> ResponseHeader:
+def twin_of(log: ResponseLog) -> LogHeader:
     """What another gateway would begin."""
     return dataclasses.replace(log.header, nonce="2")
 

@@ -48,7 +48,7 @@ from penstock.engine.vision.message_parts import MessageParts, with_parts
 from penstock.gateway import installed_version
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
-from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.context_limits import (
@@ -102,7 +102,7 @@ class ChatPrompt:
     keeps_places: bool = False
 
 
-class Generator:
+class RequestPlanner:
     """Tokenises prompts and plans their generations.
 
     Args:
@@ -113,7 +113,7 @@ class Generator:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EnginePool,
         model: ServedModel,
         *,
         metrics: Metrics,

@@ -38,7 +38,7 @@ from penstock.gateway.engines.kv_transfer import Handover
 from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.engines.routing import Router
 
-MAX_ENGINE_LIVES = 5
+MAX_ENGINE_DEATHS = 5
 ENGINE_WAIT_S: float = default_of(GatewayConfig, "engine_wait_s")
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
@@ -48,14 +48,14 @@ _FIND_AGAIN_S = 1.5  # how long after a loss new requests wait for the engine
 _MOVE_S = 0.02
 
 
-class EngineClient:
+class EnginePool:
     """A gateway's links to its engines.
 
     Args:
         addresses: the paths of the Unix sockets on which they listen; they need not exist yet.
         kv_transfer: whether the KV of streams that leave an engine is transferred.
         tls: for engines on other machines.
-        max_engine_lives: how many engines may die with a request before it fails.
+        max_engine_deaths: how many engines may die with a request before it fails.
         engine_wait_s: how long streams wait for an engine while there is none.
 
     Attributes:
@@ -68,7 +68,7 @@ class EngineClient:
     def __init__(
         self,
         *addresses: str,
-        max_engine_lives: int = MAX_ENGINE_LIVES,
+        max_engine_deaths: int = MAX_ENGINE_DEATHS,
         engine_wait_s: float = ENGINE_WAIT_S,
         routing: Routing = "prefix",
         kv_transfer: KVTransfer = "auto",
@@ -82,7 +82,7 @@ class EngineClient:
         self._kv_transfer = kv_transfer
         self._usable: list[EngineLink] = []
         self._streams = OpenStreams(
-            self._choose, max_engine_lives=max_engine_lives, engine_wait_s=engine_wait_s
+            self._choose, max_engine_deaths=max_engine_deaths, engine_wait_s=engine_wait_s
         )
         self._engine_wait_s = engine_wait_s
         self._has_info = asyncio.Event()
@@ -102,7 +102,7 @@ class EngineClient:
     @property
     def is_lost(self) -> bool:
         """Whether there was an engine and there is none now."""
-        return self.info is None and any(link.num_lives for link in self.links)
+        return self.info is None and any(link.num_connections for link in self.links)
 
     @property
     def stats(self) -> EngineStats:
@@ -253,10 +253,10 @@ class EngineClient:
         """Have the engines end all requests for the adapters of this name."""
         self._tell_all(UnloadAdapter(name=name))
 
-    def mark_dead(self, reason: str) -> None:
-        """End the current lives, because the engines are known to be gone."""
+    def disconnect(self, reason: str) -> None:
+        """End the current connections, because the engines are known to be gone."""
         for link in self.links:
-            link.mark_dead(reason)
+            link.disconnect(reason)
 
     def _tell_all(self, message: Message) -> None:
         for link in self.links:
