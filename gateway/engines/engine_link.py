@@ -1,11 +1,11 @@
 """The link to one engine, over all its connections.
 
-A connection begins with `Hello` and `EngineInfo`, and ends when the
-connection is lost, the engine sends `Failure`, is silent for too long or loses a frame, or when
-`disconnect` is called. The link then connects again, so it finds a restarted engine by itself.
+A connection begins with `Hello` and `EngineInfo`, and ends when it is lost, the engine sends
+`Failure`, is silent for too long or loses a frame, or when `disconnect` is called. The link then
+connects again, so it finds a restarted engine by itself.
 
-An engine that says what cannot be (`engine.protocol.checks`) is at fault: its connection ends, and it is
-left alone for a while, each time twice as long.
+An engine that says what cannot be (`engine.protocol.checks`) is at fault: its connection ends, and
+it is left alone for a while, each time twice as long.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class EngineLink:
             self._last_step_s = time.monotonic()
 
     def want_keys(self) -> None:
-        """Have the engine publish the keys of its cached blocks, from now on in every connection."""
+        """Have the engine publish the keys of its cached blocks, now and after each connect."""
         if not self._wants_keys:
             self._wants_keys = True
             self._ask_for_keys()
