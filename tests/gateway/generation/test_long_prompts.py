@@ -14,7 +14,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.api.schema import parsing
 from penstock.gateway.api.shared import json_api
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation import planner
+from penstock.gateway.generation import request_planner
 from penstock.gateway.generation.request_planner import LongWork
 
 from ..conftest import Serve, Served
@@ -127,7 +127,7 @@ async def test_the_loop_turns_while_a_large_body_is_parsed(
 
 
 async def test_long_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_MAX_OPEN", 5)
+    monkeypatch.setattr(request_planner, "_MAX_OPEN", 5)
     work = LongWork()
     may_end = threading.Event()
     running: list[int] = []
@@ -150,7 +150,7 @@ async def test_long_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end.set()
     await asyncio.gather(*tasks)
     assert len(most) == 5
-    assert max(most) <= planner._MAX_THREADS
+    assert max(most) <= request_planner._MAX_THREADS
     work.close()
 
 
