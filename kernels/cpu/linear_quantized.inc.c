@@ -262,7 +262,7 @@ INLINE void NAME(quantize_row_by)(
         const vec largest = (vec)NAME(largest_of_blocks)(a, &blocks, rest, &found, size);
         const vec scales = largest / splat(127.0f);
         const ivec sums = NAME(round_blocks)(bytes + blocks.start, &blocks, inverse_scales(largest), size, code_bits);
-        const ivec starts = sums * (int32_t)-a->zero;
+        const uvec starts = (uvec)sums * (uint32_t)-a->zero; /* of what is not finite a sum is any number */
         const vec float_sums = scales * __builtin_convertvector(sums, vec);
         memcpy(a->scales + at, &scales, blocks.num * sizeof(float));
         memcpy(a->sums + at, &starts, blocks.num * sizeof(float));
