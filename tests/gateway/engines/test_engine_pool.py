@@ -242,7 +242,7 @@ async def test_silence_is_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             await drain(stream)
 
 
-async def test_mark_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patiently(monkeypatch)
     async with linked(tmp_path, step_s=0.01, engine_wait_s=0.1) as (client, engine):
         stream = client.submit(request("r"))
