@@ -46,7 +46,7 @@ from penstock.gateway.storage.conversations.store import (
     StoreUnavailableError,
 )
 from penstock.gateway.storage.response_log.item_kinds import COMPACTION, MESSAGE
-from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.log import ResponseLog, token_ids_of
 from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
 
 _LOG = logging.getLogger(__name__)
@@ -403,7 +403,7 @@ class ResponseTask:
     ) -> EndEntry:
         usage = self._writing.usage
         if not usage.output_tokens:  # perhaps it was to go on, and has not
-            usage = dataclasses.replace(usage, output_tokens=len(self._token_ids))
+            usage = dataclasses.replace(usage, output_tokens=len(self.log.token_ids))
         return EndEntry(
             number=self.log.next_number,
             num_events=num_closing_events(self.log, reason),
@@ -413,11 +413,6 @@ class ResponseTask:
             error=error,
             prefix_id=self._generation.prefix_id,
         )
-
-    @property
-    def _token_ids(self) -> Sequence[int]:
-        """The output's, also if it ends before it could go on."""
-        return self._generation.branches[0].token_ids or self.log.token_ids
 
     # -- the stored turn ---------------------------------------------------------------------
 
@@ -443,7 +438,10 @@ class ResponseTask:
             return True
 
     def _finished(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
-        header, token_ids = self.log.header, self._token_ids
+        header = self.log.header
+        token_ids: Sequence[int] = self._generation.branches[0].token_ids
+        if not token_ids:  # perhaps it was to go on, and has not
+            token_ids = token_ids_of(self.log.parts[1])
         status = "failed" if end.reason is None else _STATUS[end.reason]
         if not header.generates and status == "incomplete":
             status = "completed"
