@@ -57,7 +57,7 @@ documents: $(VENV)/.installed-test ## write the documents that are made from the
 	$(BIN)/python -m tests.support.options_document
 
 path: $(VENV)/.installed-test ## list our files that a request meets, in order; ARGS=chat for one kind
-	$(BIN)/python -m tests.support.request_path $(ARGS)
+	PENSTOCK_DATA_DIR=none $(BIN)/python -m tests.support.request_path $(ARGS)
 
 bench: $(VENV)/.installed $(model_package) ## start-up time, memory and tokens per second on this machine
 	$(BIN)/penstock bench startup --repeats 1 $(if $(MODEL),--model $(MODEL)) $(ARGS)

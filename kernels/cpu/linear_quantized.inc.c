@@ -262,7 +262,7 @@ INLINE void NAME(quantize_row_by)(
         const vec largest = (vec)NAME(largest_of_blocks)(a, &blocks, rest, &found, size);
         const vec scales = largest / splat(127.0f);
         const ivec sums = NAME(round_blocks)(bytes + blocks.start, &blocks, inverse_scales(largest), size, code_bits);
-        const ivec starts = sums * (int32_t)-a->zero;
+        const uvec starts = (uvec)sums * (uint32_t)-a->zero; /* of what is not finite a sum is any number */
         const vec float_sums = scales * __builtin_convertvector(sums, vec);
         memcpy(a->scales + at, &scales, blocks.num * sizeof(float));
         memcpy(a->sums + at, &starts, blocks.num * sizeof(float));
@@ -464,17 +464,19 @@ INLINE void NAME(add_block)(
     }
 }
 
-/* totals += a row's outliers times their columns of the group whose blocks are given. */
+/* totals += a row's outliers times their columns of the group whose blocks are given. A thread that comes late to what
+ * another has done may find the list of a later, wider matrix: its columns end the loop, and the results are dropped. */
 static __attribute__((noinline)) void NAME(add_outliers)(
     const struct quantized_format *f, const struct quantized_layout *layout, union parts *totals,
-    const int32_t *columns, const float *values, const char *blocks, bvec table, const int code_bits) {
+    const int32_t *columns, const float *values, const long size, const char *blocks, bvec table,
+    const int code_bits) {
     enum { PARTS = GROUP * NUM_PARTS };
     const long per_line = k_per_line(code_bits), scales_size = layout->scales * (f->has_offsets ? 2 : 1);
-    for (long n = 0; columns[n] >= 0; n++) {
-        const long block = columns[n] / f->columns_per_scale, line = columns[n] / per_line;
+    for (long n = 0, column; (column = columns[n]) >= 0 && column < size; n++) {
+        const long block = column / f->columns_per_scale, line = column / per_line;
         const char *scales = blocks + block * (scales_size + f->columns_per_scale / per_line * GROUP * LINE_BYTES);
         const char *w = blocks + (block + 1) * scales_size + line * GROUP * LINE_BYTES;
-        const int k = columns[n] % per_line, shift = code_bits == 4 ? nibble_shift(k) : 8 * k;
+        const int k = column % per_line, shift = code_bits == 4 ? nibble_shift(k) : 8 * k;
 #pragma GCC unroll 8
         for (int i = 0; i < PARTS; i++) {
             uvec_part codes;
@@ -650,7 +652,7 @@ INLINE void NAME(quantized_rows_of_group)(
             if (a->outlier_columns[list] >= 0)
                 NAME(add_outliers)(
                     f, &layout, results + (r - first) * GROUP, a->outlier_columns + list,
-                    a->outlier_values + list, w, table, code_bits);
+                    a->outlier_values + list, a->linear.in_features, w, table, code_bits);
         }
         NAME(write_quantized_rows)(a, first, last, group, results, (const float *)start);
     }

@@ -39,7 +39,7 @@ def _without_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "penstock: error: give a command: serve, engine, status, chat, models or bench"),
+        ((), "penstock: error: give a command: serve, engine, status, chat, models, data or bench"),
         (("serv",), "penstock: error: unknown command 'serv' (did you mean serve?)"),
         (("--versoin",), "penstock: error: "),
         (("chat", "x"), "penstock chat: error: unexpected argument 'x'"),

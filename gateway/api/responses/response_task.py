@@ -30,7 +30,7 @@ from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.generation.prompt_ids import origin_of, rendering_of
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.records import StoredTurn
-from penstock.gateway.storage.response_log.log import ResponseLog, Run
+from penstock.gateway.storage.response_log.log import ResponseLog, Run, token_ids_of
 from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
 
 _LOG = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class ResponseTask:
     ) -> EndEntry:
         usage = self._writing.usage
         if not usage.output_tokens:  # perhaps it was to go on, and has not
-            usage = dataclasses.replace(usage, output_tokens=len(self._token_ids))
+            usage = dataclasses.replace(usage, output_tokens=len(self.log.token_ids))
         return EndEntry(
             number=self.log.next_number,
             num_events=num_closing_events(self.log, reason),
@@ -253,13 +253,11 @@ class ResponseTask:
             prefix_id=self._generation.prefix_id,
         )
 
-    @property
-    def _token_ids(self) -> Sequence[int]:
-        """The output's, also if it ends before it could go on."""
-        return self._generation.branches[0].token_ids or self.log.token_ids
-
     def _ended(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
-        token_ids, whole, prompt = self._token_ids, None, self._prompt_text
+        token_ids: Sequence[int] = self._generation.branches[0].token_ids
+        if not token_ids:  # perhaps it was to go on, and has not
+            token_ids = token_ids_of(self.log.parts[1])
+        whole, prompt = None, self._prompt_text
         if prompt is not None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
             whole = rendering_of(prompt + text, origin_of(turn))

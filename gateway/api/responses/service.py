@@ -342,11 +342,10 @@ class ResponseService:
         after = self._wait_for_engine
         if log.outage is not None:
             after = partial(self._wait_to_go_on, log, log.outage)
-        header, deltas = log.header, log.deltas
+        header = log.header
+        written, deltas = log.parts
         summary = None
         if header.compaction is not None:
-            written = [entry for entry in deltas if not entry.output_index]
-            deltas = deltas[len(written) :]
             summary = self._taken_over(log, header.compaction, written, is_whole=bool(deltas))
         generation = self._planner.resume(
             header.request,

@@ -41,7 +41,7 @@ from penstock.gateway.storage.conversations.store import (
     no_turn,
     store_unavailable,
 )
-from penstock.gateway.storage.conversations.tree import Change, Node, Tree, Uses
+from penstock.gateway.storage.conversations.tree import Node, Operation, Tree
 from penstock.gateway.storage.conversations.turn_codec import pack, unpack
 from penstock.gateway.storage.disk import Disk, DiskError
 from penstock.gateway.storage.tenant_shares import TenantShares
@@ -53,8 +53,6 @@ _MAX_UNSTORED_USES = 64
 _CLOSE_S = 5.0  # for which the end of a server waits for erasing
 _ERASE_DROPPED_S = 10.0  # how long what was dropped to make room may wait for more of it
 _MAX_MENDED = 8  # shards, in a search
-_NO_USES: Uses = {}
-_Operation = Callable[[Tree, int, Uses], "Change | None"]
 
 
 @dataclass(slots=True)
@@ -218,22 +216,18 @@ class DiskConversationStore:
         metadata: Mapping[str, str] | None = None,
         is_pinned: bool | None = None,
     ) -> Conversation:
-        def operation(before: Tree, _: int, __: Uses) -> Change:
-            return tree.update(before, metadata=metadata, is_pinned=is_pinned)
-
+        operation = partial(tree.update, metadata=metadata, is_pinned=is_pinned)
         deletes = metadata is not None
         after = await self._operate(tenant, conversation_id, operation, deletes=deletes)
         return after.conversation(self._now_ms)
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
-        await self._operate(tenant, conversation_id, lambda *_: Change(tree=None), deletes=True)
+        await self._operate(tenant, conversation_id, tree.delete, deletes=True)
 
     async def set_head(
         self, tenant: str, conversation_id: str, turn_id: str | None, *, expected: str | None
     ) -> None:
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change:
-            return tree.set_head(before, turn_id, expected=expected, now_ms=now_ms)
-
+        operation = partial(tree.set_head, turn_id=turn_id, expected=expected)
         await self._operate(tenant, conversation_id, operation)
 
     async def tree(self, tenant: str, conversation_id: str) -> Sequence[TurnSummary]:
@@ -243,18 +237,13 @@ class DiskConversationStore:
     # -- turns -------------------------------------------------------------------------------
 
     async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
-        packed = pack(turn)
-
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
-            return tree.begin_turn(
-                before,
-                turn,
-                packed,
-                takes_head=takes_head,
-                now_ms=now_ms,
-                until_ms=now_ms + self._lease_ms,
-            )
-
+        operation = partial(
+            tree.begin_turn,
+            turn=turn,
+            packed=pack(turn),
+            takes_head=takes_head,
+            lease_ms=self._lease_ms,
+        )
         await self._operate(turn.tenant, turn.conversation_id, operation)
         self._leases.until_ms.pop(turn.conversation_id, None)
 
@@ -263,39 +252,26 @@ class DiskConversationStore:
             self._leases.until_ms[turn_id] = self._now_ms + self._lease_ms
             return
 
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
-            return tree.touch_turn(before, turn_id, until_ms=now_ms + self._lease_ms)
-
+        operation = partial(tree.touch_turn, turn_id=turn_id, lease_ms=self._lease_ms)
         try:
             await self._operate_on_turn(tenant, turn_id, operation)
         except NotFoundError:
             return
 
     async def finish_turn(self, turn: StoredTurn) -> None:
-        packed = pack(turn)
-
-        def operation(before: Tree, _: int, __: Uses) -> Change:
-            return tree.finish_turn(before, turn, packed)
-
+        operation = partial(tree.finish_turn, turn=turn, packed=pack(turn))
         try:
             await self._operate(turn.tenant, turn.conversation_id, operation, text=_text_of(turn))
         except NotFoundError:  # deleted meanwhile
             return
 
     async def add_items(self, turn: StoredTurn) -> None:
-        packed, max_bytes = pack(turn), self._shelf.max_bytes_of(turn.tenant)
-
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
-            return tree.add_items(before, turn, packed, max_bytes=max_bytes, now_ms=now_ms)
-
+        max_bytes = self._shelf.max_bytes_of(turn.tenant)
+        operation = partial(tree.add_items, turn=turn, packed=pack(turn), max_bytes=max_bytes)
         await self._operate(turn.tenant, turn.conversation_id, operation, text=_text_of(turn))
 
     async def replace_items(self, turn: StoredTurn) -> None:
-        packed = pack(turn)
-
-        def operation(before: Tree, _: int, uses: Uses) -> Change:
-            return tree.replace_items(before, turn, packed, uses)
-
+        operation = partial(tree.replace_items, turn=turn, packed=pack(turn))
         await self._operate_on_turn(
             turn.tenant,
             turn.turn_id,
@@ -306,9 +282,7 @@ class DiskConversationStore:
         )
 
     async def delete_turn(self, tenant: str, turn_id: str) -> None:
-        def operation(before: Tree, _: int, uses: Uses) -> Change:
-            return tree.delete_turn(before, turn_id, uses)
-
+        operation = partial(tree.delete_turn, turn_id=turn_id)
         await self._operate_on_turn(tenant, turn_id, operation, needs_uses=True, deletes=True)
 
     async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
@@ -323,7 +297,7 @@ class DiskConversationStore:
         self,
         tenant: str,
         conversation_id: str,
-        operation: _Operation,
+        operation: Operation,
         *,
         text: rows.Text | None = None,
         needs_uses: bool = False,
@@ -358,7 +332,7 @@ class DiskConversationStore:
         return now
 
     async def _operate_on_turn(
-        self, tenant: str, turn_id: str, operation: _Operation, **options: Any
+        self, tenant: str, turn_id: str, operation: Operation, **options: Any
     ) -> None:
         conversation_id = conversation_of(turn_id)
         if conversation_id is None:
@@ -374,13 +348,13 @@ class DiskConversationStore:
         *,
         tenant: str,
         conversation_id: str,
-        operation: _Operation,
+        operation: Operation,
         text: rows.Text | None,
         needs_uses: bool,
     ) -> tuple[Tree, bool]:
         """An operation; the tree after it, and whether it is deleted."""
         row = self._row(connection, tenant, conversation_id)
-        uses = rows.uses(connection, row.number) if needs_uses else _NO_USES
+        uses = rows.uses(connection, row.number) if needs_uses else tree.NO_USES
         change = operation(row.tree, self._now_ms, uses)
         if change is None:
             return row.tree, False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from penstock.engine.request import ImageInput
 from penstock.gateway.storage.conversations.ids import conversation_of, tree_of
 from penstock.gateway.storage.conversations.records import (
     Conversation,
-    Item,
     Rendering,
     StoredTurn,
     TurnStatus,
@@ -203,8 +202,8 @@ def _turn(line: _Line, described: _Turn, of_parent: array[int]) -> StoredTurn:
         parent_id=described.parent,
         status="failed" if described.status == "in_progress" else described.status,
         created_at=described.created_at,
-        items=_items(described.input),
-        output=_items(described.output),
+        items=described.input,
+        output=described.output,
         continues=described.continues,
         prompt_token_ids=of_parent[: described.num_shared] + own,
         output_token_ids=output,
@@ -223,10 +222,6 @@ def _turn(line: _Line, described: _Turn, of_parent: array[int]) -> StoredTurn:
         ),
         response=b"" if described.response is None else orjson.dumps(described.response),
     )
-
-
-def _items(items: Sequence[Mapping[str, Any]]) -> tuple[Item, ...]:
-    return tuple(items)
 
 
 def _rendering(text: _Text | None) -> Rendering | None:

@@ -11,8 +11,9 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.gateway.storage.conversations import texts, tree
 from penstock.gateway.storage.conversations.ids import conversation_of
@@ -30,7 +31,7 @@ from penstock.gateway.storage.conversations.store import (
     no_conversation,
     no_turn,
 )
-from penstock.gateway.storage.conversations.tree import Change, Tree, Uses
+from penstock.gateway.storage.conversations.tree import Change, Operation, Tree, Uses
 from penstock.gateway.storage.conversations.turn_codec import chunk_names, pack, unpack
 from penstock.gateway.storage.tenant_shares import TenantShares
 
@@ -146,7 +147,7 @@ class MemoryConversationStore:
     async def holdings(self, tenant: str) -> Holdings:
         num_dropped, dropped_at = self._dropped.get(tenant, (0, None))
         return Holdings(
-            num_conversations=len(self._listed(tenant)),
+            num_conversations=sum(1 for _ in self._all_listed(tenant)),
             num_bytes=self._shelf.held_by(tenant)[0],
             num_dropped=num_dropped,
             dropped_at=dropped_at,
@@ -161,7 +162,7 @@ class MemoryConversationStore:
         is_pinned: bool | None = None,
     ) -> Conversation:
         kept = self._use(tenant, conversation_id)
-        self._apply(kept, tree.update(kept.tree, metadata=metadata, is_pinned=is_pinned))
+        self._apply(kept, partial(tree.update, metadata=metadata, is_pinned=is_pinned))
         return kept.tree.conversation(self._now_ms)
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
@@ -170,41 +171,38 @@ class MemoryConversationStore:
 
     async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
         kept = self._use(turn.tenant, turn.conversation_id)
-        now_ms = self._now_ms
-        change = tree.begin_turn(
-            kept.tree,
-            turn,
-            pack(turn),
+        operation = partial(
+            tree.begin_turn,
+            turn=turn,
+            packed=pack(turn),
             takes_head=takes_head,
-            now_ms=now_ms,
-            until_ms=now_ms + self._lease_ms,
+            lease_ms=self._lease_ms,
         )
-        self._apply(kept, change)
+        self._apply(kept, operation)
 
     async def touch_turn(self, tenant: str, turn_id: str) -> None:
         kept = self._find(tenant, conversation_of(turn_id))
         if kept is not None and turn_id in kept.tree.nodes:
             self._use(tenant, kept.tree.conversation_id)
-            until_ms = self._now_ms + self._lease_ms
-            self._apply(kept, tree.touch_turn(kept.tree, turn_id, until_ms=until_ms))
+            operation = partial(tree.touch_turn, turn_id=turn_id, lease_ms=self._lease_ms)
+            self._apply(kept, operation)
 
     async def finish_turn(self, turn: StoredTurn) -> None:
         kept = self._find(turn.tenant, turn.conversation_id)
         if kept is not None:
             self._use(turn.tenant, turn.conversation_id)
-            self._apply(kept, tree.finish_turn(kept.tree, turn, pack(turn)))
+            self._apply(kept, partial(tree.finish_turn, turn=turn, packed=pack(turn)))
 
     async def add_items(self, turn: StoredTurn) -> None:
         kept = self._use(turn.tenant, turn.conversation_id)
         max_bytes = self._shelf.max_bytes_of(turn.tenant)
-        change = tree.add_items(
-            kept.tree, turn, pack(turn), max_bytes=max_bytes, now_ms=self._now_ms
-        )
-        self._apply(kept, change)
+        operation = partial(tree.add_items, turn=turn, packed=pack(turn), max_bytes=max_bytes)
+        self._apply(kept, operation)
 
     async def replace_items(self, turn: StoredTurn) -> None:
         kept = self._with_turn(turn.tenant, turn.turn_id)
-        self._apply(kept, tree.replace_items(kept.tree, turn, pack(turn), kept.uses))
+        operation = partial(tree.replace_items, turn=turn, packed=pack(turn))
+        self._apply(kept, operation, needs_uses=True)
 
     async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
         return self._unpacked(self._with_turn(tenant, turn_id), turn_id)
@@ -220,12 +218,11 @@ class MemoryConversationStore:
         self, tenant: str, conversation_id: str, turn_id: str | None, *, expected: str | None
     ) -> None:
         kept = self._use(tenant, conversation_id)
-        change = tree.set_head(kept.tree, turn_id, expected=expected, now_ms=self._now_ms)
-        self._apply(kept, change)
+        self._apply(kept, partial(tree.set_head, turn_id=turn_id, expected=expected))
 
     async def delete_turn(self, tenant: str, turn_id: str) -> None:
         kept = self._with_turn(tenant, turn_id)
-        self._apply(kept, tree.delete_turn(kept.tree, turn_id, kept.uses))
+        self._apply(kept, partial(tree.delete_turn, turn_id=turn_id), needs_uses=True)
 
     # -- look-up -----------------------------------------------------------------------------
 
@@ -253,11 +250,14 @@ class MemoryConversationStore:
             raise no_turn(turn_id)
         return self._use(tenant, kept.tree.conversation_id)
 
-    def _listed(self, tenant: str, *, newest_first: bool = True) -> list[Tree]:
+    def _all_listed(self, tenant: str) -> Iterator[Tree]:
         self._drop_old()
         trees = (kept.tree for kept in self._kept.values())
+        return (each for each in trees if each.tenant == tenant and each.is_listed)
+
+    def _listed(self, tenant: str, *, newest_first: bool = True) -> list[Tree]:
         return sorted(
-            (each for each in trees if each.tenant == tenant and each.is_listed),
+            self._all_listed(tenant),
             key=lambda each: (each.used_at, each.conversation_id),
             reverse=newest_first,
         )
@@ -288,7 +288,9 @@ class MemoryConversationStore:
 
     # -- storage -----------------------------------------------------------------------------
 
-    def _apply(self, kept: _Kept, change: Change | None) -> None:
+    def _apply(self, kept: _Kept, operation: Operation, *, needs_uses: bool = False) -> None:
+        uses = kept.uses if needs_uses else tree.NO_USES
+        change = operation(kept.tree, self._now_ms, uses)
         if change is None:
             return
         if change.tree is None:

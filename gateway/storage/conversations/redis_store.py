@@ -22,8 +22,9 @@ import re
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,7 +56,7 @@ from penstock.gateway.storage.conversations.store import (
     search_not_supported,
     store_unavailable,
 )
-from penstock.gateway.storage.conversations.tree import Change, Tree, Uses
+from penstock.gateway.storage.conversations.tree import Change, Operation, Tree, Uses
 from penstock.gateway.storage.conversations.turn_codec import chunk_names, pack, unpack
 from penstock.gateway.storage.redis.link import RedisLink, Script
 from penstock.gateway.storage.redis.shares import RedisShares
@@ -79,7 +80,6 @@ _UNREADABLE = (
     msgpack.UnpackException,
 )
 _NUM_CLEANED = 256  # ids read at once after some turned out to be gone
-_Operation = Callable[[Tree, int, Uses], "Change | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +223,7 @@ class RedisConversationStore:
         metadata: Mapping[str, str] | None = None,
         is_pinned: bool | None = None,
     ) -> Conversation:
-        def operation(before: Tree, _: int, __: Uses) -> Change:
-            return tree.update(before, metadata=metadata, is_pinned=is_pinned)
-
+        operation = partial(tree.update, metadata=metadata, is_pinned=is_pinned)
         seen = await self._operate(tenant, conversation_id, operation, is_admitted=False)
         conversation = self._conversation(seen)
         await self._list(conversation)
@@ -234,37 +232,26 @@ class RedisConversationStore:
         return conversation
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
-        await self._operate(tenant, conversation_id, lambda *_: Change(tree=None))
+        await self._operate(tenant, conversation_id, tree.delete)
         await self._unlist(tenant, conversation_id)
 
     async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
-        packed = pack(turn)
-
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
-            return tree.begin_turn(
-                before,
-                turn,
-                packed,
-                takes_head=takes_head,
-                now_ms=now_ms,
-                until_ms=now_ms + self._lease_ms,
-            )
-
+        operation = partial(
+            tree.begin_turn,
+            turn=turn,
+            packed=pack(turn),
+            takes_head=takes_head,
+            lease_ms=self._lease_ms,
+        )
         await self._operate(turn.tenant, turn.conversation_id, operation)
 
     async def touch_turn(self, tenant: str, turn_id: str) -> None:
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
-            return tree.touch_turn(before, turn_id, until_ms=now_ms + self._lease_ms)
-
+        operation = partial(tree.touch_turn, turn_id=turn_id, lease_ms=self._lease_ms)
         with contextlib.suppress(NotFoundError):
             await self._operate_on_turn(tenant, turn_id, operation)
 
     async def finish_turn(self, turn: StoredTurn) -> None:
-        packed = pack(turn)
-
-        def operation(before: Tree, _: int, __: Uses) -> Change:
-            return tree.finish_turn(before, turn, packed)
-
+        operation = partial(tree.finish_turn, turn=turn, packed=pack(turn))
         try:
             seen = await self._operate(turn.tenant, turn.conversation_id, operation)
         except NotFoundError:  # deleted meanwhile
@@ -272,22 +259,14 @@ class RedisConversationStore:
         await self._list(self._conversation(seen))
 
     async def add_items(self, turn: StoredTurn) -> None:
-        packed = pack(turn)
         shares = self._shares
         max_bytes = None if shares is None else shares.max_bytes_of(turn.tenant)
-
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change | None:
-            return tree.add_items(before, turn, packed, max_bytes=max_bytes, now_ms=now_ms)
-
+        operation = partial(tree.add_items, turn=turn, packed=pack(turn), max_bytes=max_bytes)
         seen = await self._operate(turn.tenant, turn.conversation_id, operation, is_admitted=False)
         await self._list(self._conversation(seen))
 
     async def replace_items(self, turn: StoredTurn) -> None:
-        packed = pack(turn)
-
-        def operation(before: Tree, _: int, uses: Uses) -> Change:
-            return tree.replace_items(before, turn, packed, uses)
-
+        operation = partial(tree.replace_items, turn=turn, packed=pack(turn))
         await self._operate_on_turn(turn.tenant, turn.turn_id, operation, needs_uses=True)
 
     async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
@@ -304,21 +283,17 @@ class RedisConversationStore:
     async def set_head(
         self, tenant: str, conversation_id: str, turn_id: str | None, *, expected: str | None
     ) -> None:
-        def operation(before: Tree, now_ms: int, _: Uses) -> Change:
-            return tree.set_head(before, turn_id, expected=expected, now_ms=now_ms)
-
+        operation = partial(tree.set_head, turn_id=turn_id, expected=expected)
         await self._operate(tenant, conversation_id, operation)
 
     async def delete_turn(self, tenant: str, turn_id: str) -> None:
-        def operation(before: Tree, _: int, uses: Uses) -> Change:
-            return tree.delete_turn(before, turn_id, uses)
-
+        operation = partial(tree.delete_turn, turn_id=turn_id)
         await self._operate_on_turn(tenant, turn_id, operation, needs_uses=True)
 
     # -- operations --------------------------------------------------------------------------
 
     async def _operate_on_turn(
-        self, tenant: str, turn_id: str, operation: _Operation, *, needs_uses: bool = False
+        self, tenant: str, turn_id: str, operation: Operation, *, needs_uses: bool = False
     ) -> None:
         conversation_id = conversation_of(turn_id)
         if conversation_id is None:
@@ -332,7 +307,7 @@ class RedisConversationStore:
         self,
         tenant: str,
         conversation_id: str,
-        operation: _Operation,
+        operation: Operation,
         *,
         needs_uses: bool = False,
         is_admitted: bool = True,
@@ -356,7 +331,7 @@ class RedisConversationStore:
         return seen
 
     async def _changed(
-        self, tenant: str, conversation_id: str, operation: _Operation, *, needs_uses: bool
+        self, tenant: str, conversation_id: str, operation: Operation, *, needs_uses: bool
     ) -> tuple[_Seen, bool]:
         """Do an operation; the tree after it, and whether it is deleted."""
         what = "all" if needs_uses else ""
@@ -367,7 +342,9 @@ class RedisConversationStore:
         for _ in range(_MAX_TRIES):
             seen = known if found is None else found.seen
             assert seen is not None
-            uses = {} if found is None or not needs_uses else self._uses(conversation_id, found)
+            uses = tree.NO_USES
+            if needs_uses and found is not None:
+                uses = self._uses(conversation_id, found)
             try:
                 change = operation(seen.tree, seen.now_ms, uses)
             except RequestRefusedError:

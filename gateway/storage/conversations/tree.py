@@ -13,8 +13,9 @@ lasts; afterwards it reads as `failed`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import msgpack
 
@@ -189,6 +190,10 @@ class Change:
 
 
 NOTHING = None  # the effect of an operation is there already
+# From a tree, the time (ms), and the chunks that its turns use, which only some need: one of the
+# functions below, with its keywords bound.
+Operation = Callable[[Tree, int, Uses], Change | None]
+NO_USES: Uses = MappingProxyType({})
 
 
 def changed_nodes(before: Tree, after: Tree) -> dict[str, Node]:
@@ -212,7 +217,14 @@ def create(conversation: Conversation) -> Tree:
     )
 
 
-def update(tree: Tree, *, metadata: Mapping[str, str] | None, is_pinned: bool | None) -> Change:
+def update(
+    tree: Tree,
+    _now_ms: int,
+    _uses: Uses,
+    *,
+    metadata: Mapping[str, str] | None,
+    is_pinned: bool | None,
+) -> Change:
     return Change(
         tree=replace(
             tree,
@@ -222,13 +234,20 @@ def update(tree: Tree, *, metadata: Mapping[str, str] | None, is_pinned: bool | 
     )
 
 
+def delete(_tree: Tree, _now_ms: int, _uses: Uses) -> Change:
+    return Change(tree=None)
+
+
 def begin_turn(
-    tree: Tree, turn: StoredTurn, packed: Packed, *, takes_head: bool, now_ms: int, until_ms: int
+    tree: Tree,
+    now_ms: int,
+    _uses: Uses,
+    *,
+    turn: StoredTurn,
+    packed: Packed,
+    takes_head: bool,
+    lease_ms: int,
 ) -> Change | None:
-    """
-    Args:
-        until_ms: until when its lease lasts.
-    """
     if turn.turn_id in tree.nodes:
         return NOTHING
     if turn.parent_id is not None and turn.parent_id not in tree.nodes:
@@ -242,19 +261,23 @@ def begin_turn(
         status="in_progress",
         created_at=turn.created_at,
         order=tree.num_turns + 1,
-        lease_ms=until_ms,
+        lease_ms=now_ms + lease_ms,
     )
     return _put(tree, turn.turn_id, node, packed)
 
 
-def touch_turn(tree: Tree, turn_id: str, *, until_ms: int) -> Change | None:
+def touch_turn(
+    tree: Tree, now_ms: int, _uses: Uses, *, turn_id: str, lease_ms: int
+) -> Change | None:
     node = tree.nodes.get(turn_id)
     if node is None or node.status != "in_progress":
         return NOTHING
-    return Change(tree=_with_node(tree, turn_id, replace(node, lease_ms=until_ms)))
+    return Change(tree=_with_node(tree, turn_id, replace(node, lease_ms=now_ms + lease_ms)))
 
 
-def finish_turn(tree: Tree, turn: StoredTurn, packed: Packed) -> Change:
+def finish_turn(
+    tree: Tree, _now_ms: int, _uses: Uses, *, turn: StoredTurn, packed: Packed
+) -> Change:
     tree = replace(tree, used_at=max(tree.used_at, turn.created_at))
     node = tree.nodes.get(turn.turn_id)
     if node is None or node.status != "in_progress":
@@ -266,7 +289,13 @@ def finish_turn(tree: Tree, turn: StoredTurn, packed: Packed) -> Change:
 
 
 def add_items(
-    tree: Tree, turn: StoredTurn, packed: Packed, *, max_bytes: int | None, now_ms: int
+    tree: Tree,
+    now_ms: int,
+    _uses: Uses,
+    *,
+    turn: StoredTurn,
+    packed: Packed,
+    max_bytes: int | None,
 ) -> Change | None:
     """
     Args:
@@ -292,18 +321,19 @@ def add_items(
     return _put(tree, turn.turn_id, node, packed)
 
 
-def replace_items(tree: Tree, turn: StoredTurn, packed: Packed, uses: Uses) -> Change:
-    """
-    Args:
-        uses: of all turns.
-    """
+def replace_items(
+    tree: Tree, _now_ms: int, uses: Uses, *, turn: StoredTurn, packed: Packed
+) -> Change:
+    """Needs the uses."""
     change = _put(tree, turn.turn_id, tree.node(turn.turn_id), packed)
     assert change.tree is not None
     others = {name: names for name, names in uses.items() if name != turn.turn_id}
     return _without_unused(change, change.tree, {**others, turn.turn_id: packed.names})
 
 
-def set_head(tree: Tree, turn_id: str | None, *, expected: str | None, now_ms: int) -> Change:
+def set_head(
+    tree: Tree, now_ms: int, _uses: Uses, *, turn_id: str | None, expected: str | None
+) -> Change:
     if turn_id is not None and not tree.is_whole(turn_id):
         raise no_turn(turn_id)
     if tree.is_held(now_ms) or tree.head != expected:
@@ -311,11 +341,8 @@ def set_head(tree: Tree, turn_id: str | None, *, expected: str | None, now_ms: i
     return Change(tree=replace(tree, head=turn_id, running=None))
 
 
-def delete_turn(tree: Tree, turn_id: str, uses: Uses) -> Change:
-    """
-    Args:
-        uses: of all turns.
-    """
+def delete_turn(tree: Tree, _now_ms: int, uses: Uses, *, turn_id: str) -> Change:
+    """Needs the uses."""
     parent = tree.node(turn_id).parent
     nodes = {name: node for name, node in tree.nodes.items() if name != turn_id}
     if not nodes and not tree.is_listed:

@@ -310,6 +310,15 @@ class ResponseLog:
         return token_ids_of(self.deltas)
 
     @property
+    def parts(self) -> tuple[list[DeltaEntry], list[DeltaEntry]]:
+        """The deltas of the summary that comes before the answer, and those of the answer."""
+        deltas = self.deltas
+        num = 0
+        if self.header.compaction is not None:
+            num = sum(not entry.output_index for entry in deltas)
+        return deltas[:num], deltas[num:]
+
+    @property
     def open_item(self) -> tuple[int, str] | None:
         """Output index and kind of the newest item; None before the first."""
         for entry in reversed(self.entries):

@@ -222,6 +222,8 @@ async def test_cancelled_in_the_summary(serve: Serve) -> None:
         await until(lambda: not served.engine.may_speak.is_set())
         cancelled = await served.client.responses.cancel(response.id)
         assert cancelled.status == "cancelled"
+        stored = await served.app.state.conversations.turn("default", response.id)
+        assert not stored.output_token_ids  # of the answer, which had not begun
         served.engine.may_speak.set()
         assert len(served.engine.submitted) == 1
         await served.client.responses.create(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.kernels.cpu import operations
+from tests.support.tiers import tiered
 
 from penstock.kernels.cache_folder import CACHE_VARIABLE
 from penstock.kernels.cpu import build
@@ -116,7 +117,7 @@ def _planted(path: Path) -> None:
 @pytest.mark.parametrize(
     "give_away",
     [
-        lambda file: file.chmod(0o775),
+        pytest.param(lambda file: file.chmod(0o775), marks=pytest.mark.exhaustive),
         pytest.param(
             lambda file: os.chown(file, 12345, -1),
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
@@ -133,7 +134,7 @@ def test_a_library_that_others_may_have_written_is_compiled_again(compilations, 
     assert num_compilations(compilations) == 2
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+@pytest.mark.parametrize("mode", tiered([0o777, 0o1777, 0o775], first=[0o1777]))
 def test_in_a_cache_that_others_may_write_to_it_is_in_a_folder_of_its_own(
     compilations, cache, mode
 ):

@@ -395,7 +395,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
     writer.add_bos_token_id(ids[settings["eos_token"]])
     writer.add_eos_token_id(ids[settings["eos_token"]])
     writer.add_add_bos_token(False)
-    writer.add_chat_template(settings["chat_template"])
+    if "chat_template" in settings:
+        writer.add_chat_template(settings["chat_template"])
 
 
 def _is_matrix(there: str) -> bool:

@@ -149,6 +149,7 @@ async def test_an_operation_is_one_round_trip(
         await store.create(conversation)
         await store.get(TENANT, conversation.conversation_id)
         await store.begin_turn(turn, takes_head=True)
+        await asyncio.sleep(0.002)  # in the same millisecond the lease would not change
         await store.touch_turn(TENANT, turn.turn_id)
         await store.finish_turn(finished(turn))
         await store.path(TENANT, turn.turn_id)
