@@ -119,6 +119,7 @@ def memory(
         conversations=MemoryConversationStore(
             config.session_store_bytes or _MEMORY_BYTES,
             ttl_s=config.session_ttl_s,
+            running=logs.running,
             shares=shares,
         ),
         logs=logs,
@@ -153,12 +154,11 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
         folder.release()
         raise
     shares = TenantShares(quota_of)
-    conversations = DiskConversationStore(
-        database, config.session_store_bytes or _DISK_BYTES, shares=shares
-    )
     logs = DiskLogStore(
         database, config.response_log_bytes, ttl_s=config.response_log_ttl_s, shares=shares
     )
+    num_bytes = config.session_store_bytes or _DISK_BYTES
+    conversations = DiskConversationStore(database, num_bytes, running=logs.running, shares=shares)
 
     async def start() -> None:
         database.start()
@@ -246,7 +246,9 @@ def redis(
         watch_redis(metrics, health, link.is_up)
 
     return SharedState(
-        conversations=RedisConversationStore(link, ttl_s=config.session_ttl_s, shares=shares),
+        conversations=RedisConversationStore(
+            link, ttl_s=config.session_ttl_s, running=logs.running, shares=shares
+        ),
         logs=logs,
         claims=RedisClaims(link, ttl_s=config.response_log_ttl_s),
         quotas=quotas,

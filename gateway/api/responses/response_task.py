@@ -23,13 +23,14 @@ from penstock.gateway.api.responses.compaction import Summary
 from penstock.gateway.api.responses.delta_writer import DeltaWriter, SummaryText
 from penstock.gateway.api.responses.events import num_closing_events
 from penstock.gateway.api.responses.reader_grace import ReaderGrace
-from penstock.gateway.api.responses.running_turn import RunningTurn, ended_turn, turn_of
+from penstock.gateway.api.responses.running_turn import ended_turn, store_end, turn_of
 from penstock.gateway.errors import Failure, GenerationFailedError, SupersededError, failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.generation.prompt_ids import origin_of, rendering_of
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.records import StoredTurn
+from penstock.gateway.storage.conversations.store import ConversationStore
 from penstock.gateway.storage.response_log.log import ResponseLog, Run, token_ids_of
 from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
 
@@ -84,7 +85,7 @@ class ResponseTask:
     """Runs one response: the `Runner` of its log.
 
     Args:
-        turn: None if it is not to be stored.
+        conversations: has its turn; None: it is not to be stored.
         remember: called with the ended turn, before any reader sees the end.
         prompt_text: the text that the prompt was tokenised from, if known.
         summary: what is written first, the prompt being made from it.
@@ -100,7 +101,7 @@ class ResponseTask:
         log: ResponseLog,
         *,
         tokenizer: Tokenizer,
-        turn: RunningTurn | None,
+        conversations: ConversationStore | None,
         remember: Callable[[StoredTurn], None] | None = None,
         prompt_text: str | None = None,
         summary: Summary | None = None,
@@ -113,7 +114,7 @@ class ResponseTask:
         self._summary = summary
         self._writing = generation  # what is being written
         self._tokenizer = tokenizer
-        self._turn = turn
+        self._conversations = conversations
         self._remember = remember
         self._prompt_text = prompt_text
         self._settings = settings
@@ -122,7 +123,7 @@ class ResponseTask:
             run,
             grace_s=settings.grace_s,
             # A response that runs without storage has no turn either.
-            is_kept=turn is not None or not log.header.is_turn,
+            is_kept=conversations is not None or not log.header.is_turn,
             abandon=self._abandon,
         )
         self._task: asyncio.Task[None] | None = None
@@ -134,8 +135,6 @@ class ResponseTask:
 
     def start(self, *, after: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
         """Begin once `after` has returned. In every case the log gets its end."""
-        if self._turn is not None:
-            self._turn.begin(is_forgotten=self.log.outage is not None)
         self._task = asyncio.create_task(self._run(after))
         self._log_run.begin(self)
         self.readers_changed()
@@ -147,8 +146,6 @@ class ResponseTask:
         finally:
             self._log_run.end()
             self._grace.stop()
-            if self._turn is not None:
-                self._turn.stop()
         is_superseded = self._phase is Phase.SUPERSEDED
         is_natural = end.reason in _NATURAL
         if not (is_natural or await self._log_run.verify(is_superseded=is_superseded)):
@@ -156,15 +153,20 @@ class ResponseTask:
             self.failure = None
             return
         self._move_to(Phase.ENDED)
-        if self._remember is not None:
-            self._remember(self._ended(turn_of(self.log.header), end))
-        if self._turn is None:
+        conversations = self._conversations
+        if self._remember is None and conversations is None:
             self._log_run.append(end)
             return
-        ended = self._ended(self._turn.turn, end)
-        is_stored = await self._turn.finish(ended, within_s=self._settings.store_patience_s)
+        ended = self._ended(turn_of(self.log.header), end)
+        if self._remember is not None:
+            self._remember(ended)
+        if conversations is None:
+            self._log_run.append(end)
+            return
+        patience_s = self._settings.store_patience_s
+        is_stored = await store_end(conversations, ended, within_s=patience_s)
         self._log_run.append(end)
-        if not (is_stored or await self._turn.finish(ended, within_s=_STORE_WITHIN_S)):
+        if not (is_stored or await store_end(conversations, ended, within_s=_STORE_WITHIN_S)):
             _LOG.warning("cannot store turn %s: the store was away for too long", ended.turn_id)
 
     async def _generate(self, after: Callable[[], Awaitable[None]] | None) -> EndEntry:

@@ -17,7 +17,6 @@ from penstock.gateway.api.responses.events import response_object
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import (
-    DEFAULT_LEASE_S,
     ConversationStore,
     StoreUnavailableError,
 )
@@ -25,7 +24,6 @@ from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
 
 _LOG = logging.getLogger(__name__)
-_TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
 _STORE_EVERY_S = 0.1  # while the store is away
 _STATUS: dict[FinishReason, TurnStatus] = {
     FinishReason.STOP: "completed",
@@ -36,63 +34,28 @@ _STATUS: dict[FinishReason, TurnStatus] = {
 }
 
 
-class RunningTurn:
-    """Renews a turn's lease, then stores its end."""
+async def store_end(
+    conversations: ConversationStore, ended: StoredTurn, *, within_s: float
+) -> bool:
+    """Store the ended turn, before the end is logged: a reader may continue from it at once.
 
-    def __init__(self, turn: StoredTurn, conversations: ConversationStore) -> None:
-        self.turn = turn
-        self._conversations = conversations
-        self._timer: asyncio.TimerHandle | None = None
-        self._renewing: asyncio.Future[None] | None = None  # the event loop has a weak reference
-
-    def begin(self, *, is_forgotten: bool) -> None:
-        """
-        Args:
-            is_forgotten: the store was started again, and does not know which turns run.
-        """
-        if is_forgotten:
-            self._renew()
-        else:
-            self._renew_later()
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _renew_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_TOUCH_EVERY_S, self._renew)
-
-    def _renew(self) -> None:
-        self._renewing = asyncio.ensure_future(self._touch())
-        self._renew_later()
-
-    async def _touch(self) -> None:
-        turn = self.turn
+    Returns: False if the store was away all the time. An end that cannot be stored at all is
+    logged nevertheless.
+    """
+    give_up_s = time.monotonic() + within_s
+    while True:
         try:
-            await self._conversations.touch_turn(turn.tenant, turn.turn_id)
+            await conversations.finish_turn(ended)
+        except StoreUnavailableError:
+            if time.monotonic() >= give_up_s:
+                return False
+            await asyncio.sleep(_STORE_EVERY_S)
+            continue
         except RequestRefusedError as error:
-            _LOG.warning("cannot renew the lease of turn %s: %s", turn.turn_id, error)
-
-    async def finish(self, ended: StoredTurn, *, within_s: float) -> bool:
-        """Store the ended turn, before the end is logged: a reader may continue from it at once.
-
-        Returns: False if the store was away all the time. An end that cannot be stored at all is
-        logged nevertheless.
-        """
-        give_up_s = time.monotonic() + within_s
-        while True:
-            try:
-                await self._conversations.finish_turn(ended)
-            except StoreUnavailableError:
-                if time.monotonic() >= give_up_s:
-                    return False
-                await asyncio.sleep(_STORE_EVERY_S)
-                continue
-            except RequestRefusedError as error:
-                _LOG.warning("cannot store turn %s: %s", ended.turn_id, error)
-            except Exception:  # a bug
-                _LOG.exception("cannot store turn %s", ended.turn_id)
-            return True
+            _LOG.warning("cannot store turn %s: %s", ended.turn_id, error)
+        except Exception:  # a bug
+            _LOG.exception("cannot store turn %s", ended.turn_id)
+        return True
 
 
 def turn_of(header: LogHeader) -> StoredTurn:

@@ -34,7 +34,7 @@ from penstock.gateway.api.responses.response_task import (
     ResponseTask,
     ResponseTaskSettings,
 )
-from penstock.gateway.api.responses.running_turn import RunningTurn, turn_of
+from penstock.gateway.api.responses.running_turn import turn_of
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.api.shared.items import without_ids, without_item
@@ -304,7 +304,7 @@ class ResponseService:
             generation,
             log,
             tokenizer=self._planner.model.tokenizer,
-            turn=RunningTurn(turn_of(log.header), self._conversations) if has_turn else None,
+            conversations=self._conversations if has_turn else None,
             remember=remember,
             prompt_text=text,
             summary=summary,

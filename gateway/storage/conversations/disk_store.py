@@ -18,7 +18,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from penstock.gateway.storage.conversations.records import (
     TurnSummary,
 )
 from penstock.gateway.storage.conversations.store import (
-    DEFAULT_LEASE_S,
+    STARTS_S,
     NotFoundError,
     StoreKind,
     no_conversation,
@@ -57,17 +57,23 @@ _MAX_MENDED = 8  # shards, in a search
 
 @dataclass(slots=True)
 class _Leases:
-    """Until when turns run (ms), and new conversations wait for their first turn, by id. Used on
-    both threads."""
+    """Which turns run. Used on both threads.
 
+    Attributes:
+        running: ids of the responses that run.
+        until_ms: until when turns start, and new conversations wait for their first turn, by id.
+    """
+
+    running: Collection[str]
     until_ms: dict[str, int] = field(default_factory=dict)
+
+    def runs(self, turn_id: str | None, now_ms: int) -> bool:
+        return turn_id in self.running or self.until_ms.get(turn_id or "", 0) > now_ms
 
     def runs_in(self, conversation_id: str, now_ms: int) -> bool:
         digits = tree_of(conversation_id)
-        return any(
-            until_ms > now_ms and tree_of(name) == digits
-            for name, until_ms in list(self.until_ms.items())
-        )
+        names = [*self.running, *self.until_ms]
+        return any(tree_of(name) == digits and self.runs(name, now_ms) for name in names)
 
     def forget_old(self, now_ms: int) -> None:
         for name, until_ms in list(self.until_ms.items()):
@@ -80,7 +86,8 @@ class DiskConversationStore:
 
     Args:
         max_bytes: total size, not counting conversations with running turns.
-        lease_s: how long a turn may run without being touched.
+        running: ids of the responses that run.
+        starts_s: see `STARTS_S`.
         shares: of the tenants in all stores of this process; None: there is only this store.
         clock: monotonic seconds.
     """
@@ -93,7 +100,8 @@ class DiskConversationStore:
         disk: Disk,
         max_bytes: int = DEFAULT_MAX_BYTES,
         *,
-        lease_s: float = DEFAULT_LEASE_S,
+        running: Collection[str] = (),
+        starts_s: float = STARTS_S,
         shares: TenantShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,9 +109,9 @@ class DiskConversationStore:
         self._shelf = (shares or TenantShares()).shelf(
             max_bytes, drop=self._drop_for_room, is_in_use=self._is_in_use
         )
-        self._lease_ms = round(lease_s * 1000)
+        self._starts_ms = round(starts_s * 1000)
         self._clock = clock
-        self._leases = _Leases()
+        self._leases = _Leases(running)
         self._unstored_uses: dict[str, int] = {}  # by conversation: when it was last read
         self._dropping: set[str] = set()
         self._merger: asyncio.Task[None] | None = None
@@ -148,7 +156,7 @@ class DiskConversationStore:
     async def create(self, conversation: Conversation) -> None:
         made = tree.create(conversation)
         if not made.is_listed:
-            until_ms = self._now_ms + self._lease_ms
+            until_ms = self._now_ms + self._starts_ms
             self._leases.until_ms[made.conversation_id] = until_ms
         await self._run(partial(rows.insert, made=made, last_use=rows.wall_us()))
         self._account(made)
@@ -242,21 +250,10 @@ class DiskConversationStore:
             turn=turn,
             packed=pack(turn),
             takes_head=takes_head,
-            lease_ms=self._lease_ms,
+            starts_ms=self._starts_ms,
         )
         await self._operate(turn.tenant, turn.conversation_id, operation)
         self._leases.until_ms.pop(turn.conversation_id, None)
-
-    async def touch_turn(self, tenant: str, turn_id: str) -> None:
-        if turn_id in self._leases.until_ms:
-            self._leases.until_ms[turn_id] = self._now_ms + self._lease_ms
-            return
-
-        operation = partial(tree.touch_turn, turn_id=turn_id, lease_ms=self._lease_ms)
-        try:
-            await self._operate_on_turn(tenant, turn_id, operation)
-        except NotFoundError:
-            return
 
     async def finish_turn(self, turn: StoredTurn) -> None:
         operation = partial(tree.finish_turn, turn=turn, packed=pack(turn))
@@ -414,7 +411,9 @@ class DiskConversationStore:
 
     def _row(self, connection: sqlite3.Connection, tenant: str, conversation_id: str) -> rows.Row:
         """Raises: NotFoundError."""
-        return rows.load(connection, tenant, conversation_id, leases=self._leases.until_ms)
+        leases = self._leases
+        row = rows.load(connection, tenant, conversation_id, leases=leases.until_ms)
+        return replace(row, tree=tree.renewed(row.tree, self._now_ms, leases.running))
 
     def _page(
         self, connection: sqlite3.Connection, *, tenant: str, **options: Any
@@ -462,8 +461,8 @@ class DiskConversationStore:
     def _shown(self, listed: Tree) -> Conversation:
         """A conversation whose turns are not loaded."""
         shown = listed.conversation(self._now_ms)
-        until_ms = self._leases.until_ms.get(listed.running or "", 0)
-        return replace(shown, running=listed.running if until_ms > self._now_ms else None)
+        runs = self._leases.runs(listed.running, self._now_ms)
+        return replace(shown, running=listed.running if runs else None)
 
     # -- use and room ------------------------------------------------------------------------
 

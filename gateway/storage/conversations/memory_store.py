@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,8 +25,8 @@ from penstock.gateway.storage.conversations.records import (
     TurnSummary,
 )
 from penstock.gateway.storage.conversations.store import (
-    DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
+    STARTS_S,
     StoreKind,
     no_conversation,
     no_turn,
@@ -69,7 +69,8 @@ class MemoryConversationStore:
     Args:
         max_bytes: total size, not counting conversations with running turns.
         ttl_s: how long a conversation is kept after its last use.
-        lease_s: how long a turn may run without being touched.
+        running: ids of the responses that run.
+        starts_s: see `STARTS_S`.
         shares: of the tenants in all stores of this process; None: there is only this store.
         clock: monotonic seconds.
     """
@@ -82,7 +83,8 @@ class MemoryConversationStore:
         max_bytes: int,
         *,
         ttl_s: float = DEFAULT_TTL_S,
-        lease_s: float = DEFAULT_LEASE_S,
+        running: Collection[str] = (),
+        starts_s: float = STARTS_S,
         shares: TenantShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,7 +92,8 @@ class MemoryConversationStore:
             max_bytes, drop=self._drop_for_room, is_in_use=self._is_in_use
         )
         self._ttl_s = ttl_s
-        self._lease_ms = round(lease_s * 1000)
+        self._running = running
+        self._starts_ms = round(starts_s * 1000)
         self._clock = clock
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # used least recently first
         self._dropped: dict[str, tuple[int, int]] = {}  # by tenant: how many, and when the last
@@ -176,16 +179,9 @@ class MemoryConversationStore:
             turn=turn,
             packed=pack(turn),
             takes_head=takes_head,
-            lease_ms=self._lease_ms,
+            starts_ms=self._starts_ms,
         )
         self._apply(kept, operation)
-
-    async def touch_turn(self, tenant: str, turn_id: str) -> None:
-        kept = self._find(tenant, conversation_of(turn_id))
-        if kept is not None and turn_id in kept.tree.nodes:
-            self._use(tenant, kept.tree.conversation_id)
-            operation = partial(tree.touch_turn, turn_id=turn_id, lease_ms=self._lease_ms)
-            self._apply(kept, operation)
 
     async def finish_turn(self, turn: StoredTurn) -> None:
         kept = self._find(turn.tenant, turn.conversation_id)
@@ -233,7 +229,13 @@ class MemoryConversationStore:
     def _find(self, tenant: str, conversation_id: str | None) -> _Kept | None:
         self._drop_old()
         kept = None if conversation_id is None else self._kept.get(conversation_id)
-        return kept if kept is not None and kept.tree.tenant == tenant else None
+        if kept is None or kept.tree.tenant != tenant:
+            return None
+        kept.tree = self._renewed(kept)
+        return kept
+
+    def _renewed(self, kept: _Kept) -> Tree:
+        return tree.renewed(kept.tree, self._now_ms, self._running)
 
     def _use(self, tenant: str, conversation_id: str) -> _Kept:
         kept = self._find(tenant, conversation_id)
@@ -252,7 +254,7 @@ class MemoryConversationStore:
 
     def _all_listed(self, tenant: str) -> Iterator[Tree]:
         self._drop_old()
-        trees = (kept.tree for kept in self._kept.values())
+        trees = (self._renewed(kept) for kept in self._kept.values())
         return (each for each in trees if each.tenant == tenant and each.is_listed)
 
     def _listed(self, tenant: str, *, newest_first: bool = True) -> list[Tree]:
@@ -270,7 +272,7 @@ class MemoryConversationStore:
         self, kept: _Kept, phrases: Sequence[Sequence[str]]
     ) -> tuple[int, SearchHit] | None:
         """The newest hit of a conversation, and its time."""
-        conversation = kept.tree.conversation(self._now_ms)
+        conversation = self._renewed(kept).conversation(self._now_ms)
         for turn_id, node in sorted(kept.tree.nodes.items(), key=lambda each: -each[1].order):
             if node.status == "in_progress":
                 continue
@@ -306,8 +308,8 @@ class MemoryConversationStore:
     def _is_in_use(self, conversation_id: str) -> bool:
         kept = self._kept[conversation_id]
         if not (kept.tree.nodes or kept.tree.is_listed):  # its first turn is about to begin
-            return kept.used_s * 1000 + self._lease_ms > self._now_ms
-        return kept.tree.has_running(self._now_ms)
+            return kept.used_s * 1000 + self._starts_ms > self._now_ms
+        return self._renewed(kept).has_running(self._now_ms)
 
     def _drop_old(self) -> None:
         horizon_s = self._clock() - self._ttl_s

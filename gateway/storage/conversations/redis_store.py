@@ -22,8 +22,16 @@ import re
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -43,8 +51,8 @@ from penstock.gateway.storage.conversations.records import (
 )
 from penstock.gateway.storage.conversations.redis_format import keys_of, read_tree, writes_of
 from penstock.gateway.storage.conversations.store import (
-    DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
+    STARTS_S,
     ConversationLockedError,
     NotFoundError,
     StoreKind,
@@ -103,6 +111,13 @@ class _Seen:
         return 1 + len(self.tree.nodes) + len(self.tree.chunks)
 
 
+Running = Callable[[Collection[str]], Awaitable[Collection[str]]]
+
+
+async def _none_runs(_: Collection[str]) -> Collection[str]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A reply: whether the writes are done, the tree after that, and bodies by turn."""
@@ -117,7 +132,8 @@ class RedisConversationStore:
 
     Args:
         ttl_s: how long a conversation is kept after its last use.
-        lease_s: how long a turn may run without being touched.
+        running: tells which of some responses run at any gateway.
+        starts_s: see `STARTS_S`.
         shares: the account of what tenants keep in this Redis; None: nobody counts it.
     """
 
@@ -129,7 +145,8 @@ class RedisConversationStore:
         link: RedisLink,
         *,
         ttl_s: float = DEFAULT_TTL_S,
-        lease_s: float = DEFAULT_LEASE_S,
+        running: Running = _none_runs,
+        starts_s: float = STARTS_S,
         shares: RedisShares | None = None,
     ) -> None:
         self._link = link
@@ -138,7 +155,8 @@ class RedisConversationStore:
             shares.add_kind("conv_", self._evict)
         self._ttl_s = ttl_s
         self._ttl_ms = round(ttl_s * 1000)
-        self._lease_ms = round(lease_s * 1000)
+        self._running = running
+        self._starts_ms = round(starts_s * 1000)
         self._cache: OrderedDict[str, _Seen] = OrderedDict()  # used least recently first
         self._num_cached = 0
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -241,14 +259,9 @@ class RedisConversationStore:
             turn=turn,
             packed=pack(turn),
             takes_head=takes_head,
-            lease_ms=self._lease_ms,
+            starts_ms=self._starts_ms,
         )
         await self._operate(turn.tenant, turn.conversation_id, operation)
-
-    async def touch_turn(self, tenant: str, turn_id: str) -> None:
-        operation = partial(tree.touch_turn, turn_id=turn_id, lease_ms=self._lease_ms)
-        with contextlib.suppress(NotFoundError):
-            await self._operate_on_turn(tenant, turn_id, operation)
 
     async def finish_turn(self, turn: StoredTurn) -> None:
         operation = partial(tree.finish_turn, turn=turn, packed=pack(turn))
@@ -342,6 +355,7 @@ class RedisConversationStore:
         for _ in range(_MAX_TRIES):
             seen = known if found is None else found.seen
             assert seen is not None
+            seen = await self._renewed(seen)
             uses = tree.NO_USES
             if needs_uses and found is not None:
                 uses = self._uses(conversation_id, found)
@@ -377,7 +391,17 @@ class RedisConversationStore:
         if found is None:
             self._forget(conversation_id)
             raise no_conversation(conversation_id)
-        return found
+        return replace(found, seen=await self._renewed(found.seen))
+
+    async def _renewed(self, seen: _Seen) -> _Seen:
+        names = tree.overdue(seen.tree, seen.now_ms)
+        if not names:
+            return seen
+        now = tree.renewed(seen.tree, seen.now_ms, await self._running(names))
+        renewed = replace(seen, tree=now)
+        if self._cache.get(now.conversation_id) is seen:
+            self._keep(renewed)
+        return renewed
 
     async def _call(
         self,
@@ -561,8 +585,10 @@ class RedisConversationStore:
                     return None
                 with self._reading(conversation_id):
                     found = read_tree(conversation_id, *reply[4:])
+                    seen = _Seen(b"", found, int(reply[2]) - _monotonic_ms())
+                    found = (await self._renewed(seen)).tree
                     found = tree.with_use(found, used_at[conversation_id])
-                    return found.conversation(int(reply[2]))
+                    return found.conversation(seen.now_ms)
             except UnreadableDataError:
                 return None
 

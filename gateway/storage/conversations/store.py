@@ -4,10 +4,9 @@
 Every method takes the caller's tenant; another tenant's data is not found. Ids are those of `ids`;
 a malformed id is not found.
 
-A running turn has a lease: its gateway calls `touch_turn` every few seconds. A turn that was not
-touched for `DEFAULT_LEASE_S` reads as `failed` and no longer holds the head, so that a gateway that
-died does not lock a conversation. If the gateway was only slow, it can still touch and finish the
-turn, but another turn may have taken the head by then.
+Whether a turn runs is asked of the store of response logs. One that does not run reads as `failed`
+and no longer holds the head, so that a gateway that died does not lock a conversation. If the
+gateway was only slow, it can still finish the turn, but another may have taken the head by then.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from penstock.gateway.storage.conversations.records import (
 
 StoreKind = Literal["memory", "disk", "redis"]
 DEFAULT_TTL_S: float = default_of(GatewayConfig, "session_ttl_s")
-DEFAULT_LEASE_S = 30.0
+STARTS_S = 30.0  # a turn counts as running for so long before it must have a log
 # Of what a conversation has of items without a response, which no engine's context bounds: whoever
 # reads the conversation decodes them all, and 8 MiB of small parts take 0.2 s and 80 MB.
 MAX_ADDED_BYTES = 8 << 20
@@ -156,10 +155,6 @@ class ConversationStore(Protocol):
             NotFoundError: the conversation or the parent does not exist.
             ConversationLockedError: the head has moved, or another turn holds it.
         """
-        ...
-
-    async def touch_turn(self, tenant: str, turn_id: str) -> None:
-        """Renew the lease of a running turn. Does nothing if it has ended or does not exist."""
         ...
 
     async def finish_turn(self, turn: StoredTurn) -> None:

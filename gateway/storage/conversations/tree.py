@@ -7,8 +7,10 @@ one transaction, `redis_store` compares a version and sets. So what an operation
 once. An operation returns `NOTHING` where its effect is there already: a store may repeat it after
 a lost reply.
 
-Times are milliseconds of the store's clock. A turn with status `in_progress` runs while its lease
-lasts; afterwards it reads as `failed`.
+Times are milliseconds of the store's clock. Whether a turn with status `in_progress` runs is known
+to the store of response logs, whose gateways hold leases (`response_log.leases`). `renewed` puts
+that into a tree; a turn that does not run reads as `failed`. A turn begins before its log, so it
+counts as running for `STARTS_S` in any case.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from penstock.gateway.storage.tenant_shares import StoreLimitError
 TREE_BYTES = 1024  # objects and dictionary slots, without their content
 TURN_BYTES = 512
 CHUNK_BYTES = 128
+_KNOWN_MS = 1000  # for which it counts that a response runs
 # The chunks of token ids and images that turns use, by turn.
 Uses = Mapping[str, Collection[bytes]]
 
@@ -48,7 +51,7 @@ class Node:
     Attributes:
         order: children have a higher one than their parents.
         num_bytes: of its body.
-        lease_ms: until when it runs.
+        lease_ms: until when it counts as running, whatever the store of logs knows of it.
     """
 
     parent: str | None
@@ -196,6 +199,25 @@ Operation = Callable[[Tree, int, Uses], Change | None]
 NO_USES: Uses = MappingProxyType({})
 
 
+def overdue(tree: Tree, now_ms: int) -> list[str]:
+    """The turns that run only if the store of logs says so."""
+    return [
+        turn_id
+        for turn_id, node in tree.nodes.items()
+        if node.status == "in_progress" and node.lease_ms <= now_ms
+    ]
+
+
+def renewed(tree: Tree, now_ms: int, running: Collection[str]) -> Tree:
+    """With the leases of the turns whose responses run. That is never stored."""
+    nodes = {
+        turn_id: replace(tree.nodes[turn_id], lease_ms=now_ms + _KNOWN_MS)
+        for turn_id in overdue(tree, now_ms)
+        if turn_id in running
+    }
+    return replace(tree, nodes={**tree.nodes, **nodes}) if nodes else tree
+
+
 def changed_nodes(before: Tree, after: Tree) -> dict[str, Node]:
     """The turns that are new or other than they were."""
     known = before.nodes
@@ -246,7 +268,7 @@ def begin_turn(
     turn: StoredTurn,
     packed: Packed,
     takes_head: bool,
-    lease_ms: int,
+    starts_ms: int,
 ) -> Change | None:
     if turn.turn_id in tree.nodes:
         return NOTHING
@@ -261,18 +283,9 @@ def begin_turn(
         status="in_progress",
         created_at=turn.created_at,
         order=tree.num_turns + 1,
-        lease_ms=now_ms + lease_ms,
+        lease_ms=now_ms + starts_ms,
     )
     return _put(tree, turn.turn_id, node, packed)
-
-
-def touch_turn(
-    tree: Tree, now_ms: int, _uses: Uses, *, turn_id: str, lease_ms: int
-) -> Change | None:
-    node = tree.nodes.get(turn_id)
-    if node is None or node.status != "in_progress":
-        return NOTHING
-    return Change(tree=_with_node(tree, turn_id, replace(node, lease_ms=now_ms + lease_ms)))
 
 
 def finish_turn(

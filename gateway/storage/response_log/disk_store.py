@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,6 +100,9 @@ class DiskLogStore(InMemory):
             calls `emptied`.
         max_bytes, ttl_s, shares: see `EndedLogs`.
         clock: seconds since the epoch.
+
+    Attributes:
+        running: ids of the responses that run.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class DiskLogStore(InMemory):
         self._clock = clock
         self._pool: Callable[[], bytes] = bytes
         self._running: OrderedDict[str, _Running] = OrderedDict()  # by `first_row`
+        self.running: Collection[str] = self._running.keys()
         self._opening: set[str] = set()
         # Shown without being stored: the disk may have less of them.
         self._unlogged: dict[_Running, None] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from penstock.engine.settings.declaration import default_of
@@ -104,6 +104,9 @@ class MemoryLogStore(InMemory):
     while it is read.
 
     Args: see `EndedLogs`.
+
+    Attributes:
+        running: ids of the responses that run.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class MemoryLogStore(InMemory):
     ) -> None:
         self.takeovers: asyncio.Queue[ResponseLog] = asyncio.Queue()
         self._running: dict[str, ResponseLog] = {}
+        self.running: Collection[str] = self._running.keys()
         self._data: dict[str, bytes] = {}  # of ended logs
         self._ended = EndedLogs(
             max_bytes, ttl_s=ttl_s, shares=shares, clock=clock, forget=self._data.__delitem__

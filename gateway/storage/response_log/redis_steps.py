@@ -27,6 +27,7 @@ from penstock.gateway.storage.response_log.leases import Claim, Leases
 from penstock.gateway.storage.response_log.log import Storage
 from penstock.gateway.storage.response_log.log_store import LogExistsError
 from penstock.gateway.storage.response_log.redis_stream import (
+    BROKEN,
     FENCE,
     PAGE_ENTRIES,
     RedisLog,
@@ -142,6 +143,31 @@ def read_rest(log: RedisLog) -> Steps[None]:
         log.receive(position, found)
         if len(found) < PAGE_ENTRIES or log.replica.role is not Role.FOLLOWED:
             return
+
+
+def running(response_ids: Collection[str], gateway_id: str) -> Steps[set[str]]:
+    """Those of some responses whose log has not ended, so that a gateway runs them or takes them
+    over. A log that is marked as broken goes on as long as a gateway with a lease has noted it."""
+    keys = {each: key for each in response_ids if (key := log_key(each)) is not None}
+    found = set[str]()
+    lasts = yield [read_last(key) for key in keys.values()]
+    for response_id, reply in zip(keys, lasts, strict=True):
+        last = unless_foreign(reply)
+        if last and BROKEN in last[0][1]:
+            noted = f"{parse_id(last[0][0])[0]} {response_id}"
+            if (yield from _is_noted(noted, gateway_id)):
+                found.add(response_id)
+        elif last and not ends(last[0][1]):
+            found.add(response_id)
+    return found
+
+
+def _is_noted(noted: str, gateway_id: str) -> Steps[bool]:
+    """Whether another gateway with a lease has noted this."""
+    names = yield from others(gateway_id)
+    leases = yield [("EXISTS", lease_key(name)) for name in names]
+    notes = yield [("SISMEMBER", owned_key(name), noted) for name in names]
+    return any(lease == has == 1 for lease, has in zip(leases, notes, strict=True))
 
 
 # -- while it runs ----------------------------------------------------------------------------

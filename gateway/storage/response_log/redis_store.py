@@ -14,7 +14,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -38,6 +38,7 @@ from penstock.gateway.storage.response_log.redis_steps import (
     forget,
     keep_for,
     read_log,
+    running,
     verify_all,
 )
 from penstock.gateway.storage.response_log.redis_stream import (
@@ -204,6 +205,15 @@ class RedisLogStore:
             for task in tasks:
                 task.cancel()
             _, tasks = await asyncio.wait(tasks, timeout=0.1)
+
+    async def running(self, response_ids: Collection[str]) -> Collection[str]:
+        """Those of some responses that run at any gateway, or are to be taken over; all of them if
+        Redis is unavailable."""
+        try:
+            found = await drive(self._redis, running(response_ids, self.gateway_id))
+        except RedisAwayError:
+            return response_ids
+        return found | (self._running.keys() & set(response_ids))
 
     # -- `Storage` ----------------------------------------------------------------------------
 

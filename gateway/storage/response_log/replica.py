@@ -273,7 +273,7 @@ class Replica:
         self.is_partial = False
         if last is not None and last[0] > epoch:
             return self.fenced(epoch)
-        return RELEASE
+        return NOTHING if self.runs else RELEASE
 
     def first_read(self, *, is_ours: bool) -> Commands:
         """Storage's first entry, if it was unknown whether it has this log's header."""
@@ -335,7 +335,7 @@ class Replica:
         self.num_visible = len(self.entries)
         if self.entries and self.entries[-1].is_end:
             self.role = _ENDED
-            return SHOW | END
+            return SHOW | END if self.is_partial else SHOW | END | RELEASE
         return SHOW
 
     def _num_up_to(self, number: int) -> int | None:

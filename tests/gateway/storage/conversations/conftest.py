@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -22,20 +22,31 @@ from ...conftest import PATIENCE_S
 
 
 class Bed(Protocol):
-    """Makes stores that share what they keep, where the kind can."""
+    """Makes stores that share what they keep, where the kind can.
 
-    def store(self, *, ttl_s: float = 1000.0, lease_s: float = 1000.0) -> ConversationStore: ...
+    Attributes:
+        running: ids of the responses that run.
+    """
+
+    running: set[str]
+
+    def store(self, *, ttl_s: float = 1000.0, starts_s: float = 1000.0) -> ConversationStore: ...
 
     async def let_pass(self, seconds: float) -> None: ...
 
 
 class MemoryBed:
     def __init__(self) -> None:
+        self.running = set[str]()
         self._now_s = 0.0
 
-    def store(self, *, ttl_s: float = 1000.0, lease_s: float = 1000.0) -> ConversationStore:
+    def store(self, *, ttl_s: float = 1000.0, starts_s: float = 1000.0) -> ConversationStore:
         return MemoryConversationStore(
-            1 << 30, ttl_s=ttl_s, lease_s=lease_s, clock=lambda: self._now_s
+            1 << 30,
+            ttl_s=ttl_s,
+            running=self.running,
+            starts_s=starts_s,
+            clock=lambda: self._now_s,
         )
 
     async def let_pass(self, seconds: float) -> None:
@@ -47,6 +58,7 @@ class DiskBed:
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
+        self.running = set[str]()
         self.stores: list[DiskConversationStore] = []
         self._now_s = 0.0
 
@@ -54,11 +66,15 @@ class DiskBed:
         self,
         *,
         ttl_s: float = 0.0,
-        lease_s: float = 1000.0,
+        starts_s: float = 1000.0,
         max_bytes: int = 1 << 30,
     ) -> DiskConversationStore:
         store = DiskConversationStore(
-            self.disk, max_bytes, lease_s=lease_s, clock=lambda: self._now_s
+            self.disk,
+            max_bytes,
+            running=self.running,
+            starts_s=starts_s,
+            clock=lambda: self._now_s,
         )
         self.stores.append(store)
         return store
@@ -70,9 +86,13 @@ class DiskBed:
 class RedisBed:
     def __init__(self, link: RedisLink) -> None:
         self.link = link
+        self.running = set[str]()
 
-    def store(self, *, ttl_s: float = 1000.0, lease_s: float = 1000.0) -> RedisConversationStore:
-        return RedisConversationStore(self.link, ttl_s=ttl_s, lease_s=lease_s)
+    def store(self, *, ttl_s: float = 1000.0, starts_s: float = 1000.0) -> RedisConversationStore:
+        async def running(_: Collection[str]) -> Collection[str]:
+            return self.running
+
+        return RedisConversationStore(self.link, ttl_s=ttl_s, running=running, starts_s=starts_s)
 
     async def let_pass(self, seconds: float) -> None:
         """Keys, and the leases at the end of links, end so much earlier; trees have new versions,

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.gateway.generation.prompt_ids import rendering_of, unknown_text
-from penstock.gateway.storage.conversations.ids import new_response_id
 from penstock.gateway.storage.conversations.records import StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import ConversationLockedError, ConversationStore
 
@@ -166,21 +165,26 @@ async def test_one_of_many_wins_the_head(bed: Bed) -> None:
 
 
 async def test_a_turn_whose_runner_is_gone_lets_go_of_the_head(bed: Bed) -> None:
-    store = bed.store(lease_s=300)
+    store = bed.store(starts_s=300)
     conversation = a_conversation()
     await store.create(conversation)
     dead = a_turn(conversation)
     await store.begin_turn(dead, takes_head=True)
-    await bed.let_pass(200)
+    await bed.let_pass(200)  # it is about to have a log
     assert (await store.turn(TENANT, dead.turn_id)).status == "in_progress"
     await bed.let_pass(101)
     assert (await store.turn(TENANT, dead.turn_id)).status == "failed"
-    assert (await store.get(TENANT, conversation.conversation_id)).running is None
-    await store.touch_turn(TENANT, dead.turn_id)  # it was only slow
+    key = (TENANT, conversation.conversation_id)
+    assert (await store.get(*key)).running is None
+    bed.running.add(dead.turn_id)  # another gateway has taken it over
     assert (await store.turn(TENANT, dead.turn_id)).status == "in_progress"
+    shown, summaries = await store.get(*key), await store.tree(*key)
+    assert (shown.running, summaries[0].status) == (dead.turn_id, "in_progress")
+    assert (await store.list_page(TENANT, limit=1))[0][0].running == dead.turn_id
     with pytest.raises(ConversationLockedError):
         await store.begin_turn(a_turn(conversation), takes_head=True)
-    await bed.let_pass(301)
+    bed.running.clear()
+    await bed.let_pass(2)
     heir = a_turn(conversation)
     await store.begin_turn(heir, takes_head=True)
     await store.finish_turn(finished(dead))  # too late for the head, but what it said is kept
@@ -188,17 +192,6 @@ async def test_a_turn_whose_runner_is_gone_lets_go_of_the_head(bed: Bed) -> None
     assert (await store.turn(TENANT, dead.turn_id)).status == "completed"
     await store.finish_turn(finished(heir))
     assert await head_of(store, conversation) == heir.turn_id
-
-
-async def test_touching_what_does_not_run_is_nothing(store: ConversationStore) -> None:
-    conversation = a_conversation()
-    await store.create(conversation)
-    turn = await say(store, conversation)
-    await store.touch_turn(TENANT, turn.turn_id)
-    await store.touch_turn("tenant b", turn.turn_id)
-    await store.touch_turn(TENANT, new_response_id(conversation.conversation_id))
-    await store.touch_turn(TENANT, "resp_x")
-    assert await store.turn(TENANT, turn.turn_id) == turn
 
 
 async def test_items_are_added_behind_the_head(store: ConversationStore) -> None:

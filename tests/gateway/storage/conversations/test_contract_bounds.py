@@ -70,7 +70,6 @@ async def test_a_running_turn_that_is_deleted_stays_deleted(store: ConversationS
     turn = a_turn(conversation)
     await store.begin_turn(turn, takes_head=True)
     await store.delete_turn(TENANT, turn.turn_id)
-    await store.touch_turn(TENANT, turn.turn_id)
     await store.finish_turn(finished(turn))
     with not_found():
         await store.turn(TENANT, turn.turn_id)

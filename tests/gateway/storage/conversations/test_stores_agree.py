@@ -124,7 +124,6 @@ class StoresAgree(RuleBasedStateMachine):
     def read_turn(self, turn: StoredTurn, tenant: str) -> None:
         self.both(lambda store: store.turn(tenant, turn.turn_id))
         self.both(lambda store: store.path(tenant, turn.turn_id))
-        self.both(lambda store: store.touch_turn(tenant, turn.turn_id))
 
     @rule(turn=st.one_of(running, turns), tenant=_TENANTS)
     def delete_turn(self, turn: StoredTurn, tenant: str) -> None:
@@ -188,7 +187,7 @@ class StoresAgree(RuleBasedStateMachine):
 async def in_redis(url: str) -> AsyncIterator[ConversationStore]:
     link = RedisLink(RedisAddress.parse(url), timeout_s=60)
     await link.client.flushdb()
-    yield RedisConversationStore(link, lease_s=1e6)  # as time stands still
+    yield RedisConversationStore(link, starts_s=1e6)  # as time stands still
     await link.aclose()
 
 

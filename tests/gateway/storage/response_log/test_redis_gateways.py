@@ -30,7 +30,17 @@ from .records import (
     seen,
     until,
 )
-from .stored import add_fence, beats, entries, lapse, lease_key, log_key, owned, owned_key
+from .stored import (
+    add_fence,
+    beats,
+    entries,
+    is_broken,
+    lapse,
+    lease_key,
+    log_key,
+    owned,
+    owned_key,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -56,6 +66,26 @@ async def test_another_gateway_reads_it_live_and_from_the_middle(
     assert [entry.number for entry in whole] == list(range(4, 12))
     for after, task in zip(range(-1, 10), reading, strict=True):
         assert await task == [entry for entry in whole if entry.last_number > after]
+
+
+async def test_every_gateway_knows_what_runs(
+    redis_server: RedisServer, client: redis.Redis, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    running, ended, broken = [await begin(here, 1) for _ in range(3)]
+    add_end(ended)
+    await read_to_end(ended)
+    here.settings.max_log_bytes = 1  # it goes on without Redis
+    add_delta(broken)
+    await until(lambda: is_broken(client, broken.response_id))
+    asked = [each.response_id for each in (running, ended, broken, header())]
+    for gateway in (here, there):
+        found = await gateway.store.running(asked)
+        assert set(found) == {running.response_id, broken.response_id}
+    await here.die(client)
+    assert set(await there.store.running(asked)) == {running.response_id}  # it is taken over
+    await until(lambda: running.response_id in there.carried_on)
+    assert set(await there.store.running(asked)) == {running.response_id}
 
 
 async def test_another_gateway_reads_several_items(

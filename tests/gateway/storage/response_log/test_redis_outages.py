@@ -270,4 +270,5 @@ async def test_foreign_content_is_no_outage(
         await here.store.create(wanted)
     with expired():
         await here.store.find(TENANT, wanted.response_id)
+    add_end(log)  # while it runs, its note tells that it does
     await until(lambda: owned(client, here.store) == {other.header.response_id: 1})
