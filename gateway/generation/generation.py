@@ -11,6 +11,7 @@ a log.
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,6 +55,18 @@ class Output:
     def text(self) -> str:
         """The text of its messages."""
         return "\n".join(item.text for item in self.items if item.kind == "message")
+
+
+class _Stage(enum.Enum):
+    """Where a generation is in its life."""
+
+    PLANNED = "planned"  # not entered yet
+    WAITING = "waiting"  # nothing has been computed
+    STARTED = "started"
+    LEFT = "left"
+
+
+_STARTED = _Stage.STARTED
 
 
 class Generation:
@@ -120,7 +133,7 @@ class Generation:
         self._stream: EngineStream | None = None
         self._meter = meter
         self._num_prompt_tokens = len(request.prompt_token_ids)
-        self._has_started = False
+        self._stage = _Stage.PLANNED
         self._num_cached_tokens = 0
         self._num_draft_tokens = self._num_accepted_tokens = 0
         self._spent_before = NO_USAGE
@@ -134,6 +147,7 @@ class Generation:
         Raises:
             GenerationFailedError: it leaves no room for output.
         """
+        assert self._stage is _Stage.PLANNED
         room = max_model_len - len(token_ids)
         if room < 1:
             raise GenerationFailedError(
@@ -162,13 +176,14 @@ class Generation:
             self._catch_up(self.request.output_token_ids)
         if not self.is_finished:
             self._stream = self._engine.submit(self.request, epoch=self._epoch)
+        self._stage = _Stage.WAITING
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Not a coroutine, so that cancellation cannot interrupt it.
         if self._stream is not None:
             self._engine.abort(self._stream)
-        self._stream = None
+        self._stream, self._stage = None, _Stage.LEFT
         is_error = kind is not None and issubclass(kind, Exception)
         is_error &= kind is not SupersededError
         rest = FinishReason.ERROR if is_error else FinishReason.ABORT
@@ -332,8 +347,8 @@ class Generation:
                 self._stop(output.index)
             elif output.index == 0:
                 self.prefix_id = output.prefix_id
-        if num_tokens and not self._has_started:
-            self._has_started = True
+        if num_tokens and self._stage is not _STARTED:
+            self._stage = _STARTED
             self._reservation.started()
         if output.queue_position is not None:
             delta.queue_position = output.queue_position

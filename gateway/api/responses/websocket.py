@@ -16,6 +16,7 @@ position in the log.
 from __future__ import annotations
 
 import asyncio
+import enum
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -247,6 +248,7 @@ class Connection:
         await self.send(_on_lane(event, stream_id))
 
 
+_Begin = Callable[[], Awaitable[Subscriber | None]]
 _Handler = Callable[[Connection, _Message, str | None], Awaitable[None]]
 _HANDLERS: Mapping[str, _Handler] = {
     "response.create": Connection._create,
@@ -256,6 +258,15 @@ _HANDLERS: Mapping[str, _Handler] = {
     "penstock.drop_prefix": Connection._drop_prefix,
     "penstock.ping": Connection._ping,
 }
+
+
+class _Work(enum.Enum):
+    """What a lane does."""
+
+    NOTHING = "nothing"
+    PREPARING = "preparing"  # its response has no log yet
+    CANCELLED = "cancelled"  # while it was still being prepared
+    READING = "reading"
 
 
 class Lane:
@@ -270,23 +281,24 @@ class Lane:
         self.log: ResponseLog | None = None
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
-        self._waiting: deque[Callable[[], Awaitable[Subscriber | None]]] = deque()
-        self._is_running = False
-        self._is_cancelled = False  # while its response was still being prepared
+        self._waiting: deque[_Begin] = deque()
+        self._work = _Work.NOTHING
         self._suffix = (
             None if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id) + b"}"
         )
 
     @property
     def num_open(self) -> int:
-        return len(self._waiting) + self._is_running
+        return len(self._waiting) + (self._work is not _Work.NOTHING)
 
-    def add(self, begin: Callable[[], Awaitable[Subscriber | None]]) -> None:
+    def add(self, begin: _Begin) -> None:
         """Queue a response. It begins only when the one before it has ended, as it may continue
         it."""
-        self._waiting.append(begin)
-        if self.task is None or self.task.done():
-            self.task = asyncio.create_task(self._run())
+        if self._work is _Work.NOTHING:
+            self._work = _Work.PREPARING
+            self.task = asyncio.create_task(self._run(begin))
+        else:
+            self._waiting.append(begin)
 
     def reads(self, response_id: str) -> bool:
         return self.log is not None and self.log.header.response_id == response_id
@@ -295,28 +307,29 @@ class Lane:
         """Stop the response that is running or about to; those queued behind it are kept."""
         if self.log is not None:
             self.log.cancel()
-        else:
-            self._is_cancelled = self.num_open > 0
+        elif self._work is _Work.PREPARING:
+            self._work = _Work.CANCELLED
 
-    async def _run(self) -> None:
-        while self._waiting:
+    async def _run(self, begin: _Begin | None) -> None:
+        while begin is not None:
             try:
                 async with self._connection.in_flight:
-                    self._is_running = True
-                    await self._send_response(self._waiting.popleft())
+                    await self._send_response(begin)
             except WebSocketDisconnect:
                 return
             except Exception as error:
                 await self._connection.send(_error_event(error, self.stream_id))
             finally:
                 self.log = None
-                self._is_running = self._is_cancelled = False
+                begin = self._waiting.popleft() if self._waiting else None
+                self._work = _Work.NOTHING if begin is None else _Work.PREPARING
 
-    async def _send_response(self, begin: Callable[[], Awaitable[Subscriber | None]]) -> None:
+    async def _send_response(self, begin: _Begin) -> None:
         subscriber = await begin()
         if subscriber is None:
             return
-        if self._is_cancelled:
+        is_cancelled, self._work = self._work is _Work.CANCELLED, _Work.READING
+        if is_cancelled:
             self.cancel()
         await subscriber.write_to(self._connection.writer, self._labelled)
 

@@ -265,7 +265,7 @@ def _telling_of_closing(base: type[AbstractConnection]) -> type[AbstractConnecti
                 await base.connect_check_health(self, **options)
             finally:
                 if self.is_over:  # type: ignore[attr-defined]  # meanwhile
-                    self._close()  # type: ignore[no-untyped-call]
+                    await self.disconnect(nowait=True)
         if self.is_over:  # type: ignore[attr-defined]
             raise exceptions.ConnectionError("the client is closed")
 

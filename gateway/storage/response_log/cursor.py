@@ -1,5 +1,9 @@
 """A reader's place in a log: every entry once and in order, then the end or a failure.
 
+    entries   a b c d e f g h
+              └─ visible ─┘     `Replica.num_visible`: all that are stored, or all if it is unlogged
+                  ▲             a cursor's place: it takes what is between there and `num_visible`
+
 A reader stays at its gateway's log whoever runs the response: a takeover changes what the log is to
 the gateway, and not which log it is. Cursors do no I/O: whoever changes the log wakes them.
 """

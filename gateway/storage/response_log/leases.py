@@ -1,8 +1,26 @@
 """Which gateway runs which response, and when another takes it over: policy without I/O.
 
-A gateway holds one lease, renewed by its heartbeats, for all responses that it runs. When a lease
-has expired, the other gateways take over its responses one by one, each under the next epoch, with
-a fence that only one gateway can write (`redis_steps`).
+A gateway holds one lease, renewed by its heartbeats, for all responses that it runs; a running turn
+of a conversation has none of its own. When a lease has expired, the other gateways take over its
+responses one by one, each under the next epoch, with a fence that only one gateway can write
+(`redis_steps`). So a gateway that is stopped for longer than its lease, and then goes on, has lost
+what it ran, and finds that out before it shows anything that the others do not have:
+
+    gateway A, stopped for 5 s         Redis                      gateway B
+    beats every 0.5 s ───────────────► lease of A: 3 s
+    an entry, epoch 1 ───────────────► stored ──────────────────► FOLLOWED: its readers get it
+    ╳ stopped                          lease of A: expired ◄───── a scan finds no lease of A,
+                                       fence, epoch 2 ◄────────── its notes, and the response
+                                       entries, epoch 2 ◄──────── OWNED: runs it from the last entry
+    ╳ goes on                                                     stored, also for its own readers
+    an entry, epoch 1 ───────────────► refused
+    or a beat: there was no lease
+    VERIFYING: the last entry? ──────► epoch 2
+    FOLLOWED: its run ends, entries    entries, epoch 2 ────────► (and to A, for A's readers)
+    that were not stored are dropped
+
+Nobody had seen what A drops: an entry is shown once it is stored. If no gateway has fenced the log
+off, A finds its own last entry, is OWNED again, and stores the rest.
 
 A gateway that could not reach storage, or that was stopped, takes nothing over for a while: the
 others' leases may have expired together with its own, and they need a moment to renew them. A

@@ -1,6 +1,11 @@
 """The log of a response at one gateway: its machine (`replica`), its readers (`cursor`), and the
 shell that stores it.
 
+    Run.append ─► Replica ─ STORE ─► Storage (memory, disk, Redis)
+                     ▲                  │
+                     └─ acknowledged ◄──┘ ─ SHOW ─► cursors take what is visible
+
+`Replica` decides, `ResponseLog.do` carries out what it says, and `Storage` reports what came of it.
 There is one object for a response and gateway, however often the response changes gateways. Every
 reader, live or replaying, on the gateway that runs the response or another, gets the same entries.
 A slow reader gets several entries at a time and costs only its position.
