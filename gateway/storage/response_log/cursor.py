@@ -116,7 +116,14 @@ class Cursor:
 
     def when_ready(self, call: Callable[[], None]) -> bool:
         """Have `call` called at once by the code that appends (`Source.when_ready`)."""
-        if self._is_behind or self._failure is not None or self.is_over:
+        replica = self._replica
+        is_up_to_date = (
+            self._place == replica.num_visible
+            and self._next_notice == len(self._notices)
+            and self._failure is None
+            and replica.role is not _ENDED
+        )
+        if not is_up_to_date and (self._is_behind or self._failure is not None or self.is_over):
             return False
         self._on_more = call
         return True

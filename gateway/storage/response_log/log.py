@@ -31,6 +31,7 @@ from penstock.gateway.storage.response_log.record import (
 from penstock.gateway.storage.response_log.replica import Commands, Replica, Role
 
 _ENDED = Role.ENDED
+_SHOW, _STORE, _MEND = do.SHOW, do.STORE, do.MEND
 
 
 class Storage(Protocol):
@@ -62,7 +63,8 @@ class InMemory:
     """Storage in this process: entries are visible at once, and there is no other gateway."""
 
     def store(self, log: ResponseLog) -> None:
-        log.do(log.replica.acknowledged(log.replica.epoch, len(log.entries)))
+        replica = log.replica
+        log.do(replica.acknowledged(replica.epoch, len(replica.entries)))
 
     def carry_out(self, log: ResponseLog, commands: Commands) -> None:
         if commands & do.FOLLOW:
@@ -369,11 +371,12 @@ class ResponseLog:
 
     def do(self, commands: Commands) -> None:
         """Carry out what the log's machine said."""
-        if commands & do.STORE:
+        if commands & _STORE:
             self.storage.store(self)
-        if commands & do.SHOW:
-            self.wake()
-        if commands >= do.MEND:
+        if commands & _SHOW:
+            for reader in self.readers:
+                reader.wake()
+        if commands >= _MEND:
             self._do_rarely(commands)
 
     def _do_rarely(self, commands: Commands) -> None:

@@ -186,8 +186,11 @@ class Replica:
         if epoch != self.epoch or not (self.role is _OWNED or self.role is _VERIFYING):
             return NOTHING  # a late reply
         if num_entries > self.num_stored:
-            self._confirm(num_entries)
-            if self.entries[num_entries - 1].is_end:
+            last = self.entries[num_entries - 1]
+            self.num_stored, self.number = num_entries, last.number + last.num_events - 1
+            if num_entries > self.num_visible:
+                self.num_visible = num_entries
+            if last.is_end:
                 self.role = _ENDED
                 return SHOW | END | RELEASE
             return SHOW
@@ -325,10 +328,6 @@ class Replica:
         return FAIL
 
     # -- common -------------------------------------------------------------------------------
-
-    def _confirm(self, num_entries: int) -> None:
-        self.num_stored, self.num_visible = num_entries, max(self.num_visible, num_entries)
-        self.number = self.entries[num_entries - 1].last_number
 
     def _show_all(self) -> Commands:
         """Without storage."""
