@@ -23,10 +23,9 @@ from penstock.engine.models.backends import (
     check_deterministic,
     cpu_kernels,
     fastest,
-    run_step,
     running_library,
 )
-from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
+from penstock.engine.models.language_model import LanguageModel, LoadedModel, StepOutput
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.parallel.ranks import ALONE, Ranks
@@ -242,8 +241,7 @@ class ModelRunner:
             masks.fill()
         if self.adapters is not NO_ADAPTERS:
             self.adapters.prepare(batch, inputs.sampled_seq_ids)
-        output = run_step(
-            self._model,
+        output = self._model.step(
             self._tokens.input_ids(inputs),
             inputs.context,
             inputs.sampled_tokens,
@@ -277,7 +275,7 @@ class ModelRunner:
         if self.adapters is not NO_ADAPTERS:
             self.adapters.prepare(batch, ())
         input_ids = self._tokens.input_ids(inputs)
-        output = run_step(self._model, input_ids, inputs.context, None, None, None)
+        output = self._model.step(input_ids, inputs.context)
         if self._draft_model is not None:
             self._draft_model.follow(batch, inputs, output)
         return PendingStage(batch.step, stopwatch, self._host_tier)
@@ -316,7 +314,7 @@ def _order_of(model: LanguageModel, library: CpuLibrary | None) -> str:
 
 
 def adapter_slots(
-    config: EngineConfig, model: TorchModel, model_path: Path
+    config: EngineConfig, model: LoadedModel, model_path: Path
 ) -> AdapterSlots | NoAdapters:
     """Room for adapters in a model whose weights are not packed yet, if the config wants it."""
     lora = config.lora

@@ -31,7 +31,7 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
 from penstock.engine.executor.in_process import InProcessExecutor
-from penstock.engine.models import cpu_decoder
+from penstock.engine.models import cpu_model
 from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.gateway.launch.cli import _parser
@@ -274,7 +274,7 @@ def test_the_way_changes_no_bit(
 ) -> None:
     way = WAYS[name]
     if way.num_threads > 1:
-        monkeypatch.setattr(cpu_decoder, "_MIN_SHARED_S", 0.0)  # else small steps run on one
+        monkeypatch.setattr(cpu_model, "_MIN_SHARED_S", 0.0)  # else small steps run on one
     core = model(way)
     assert answer(core) == alone
     counters = core.scheduler.counters

@@ -29,7 +29,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.model_files.resolve import weights_fingerprint
 from penstock.engine.models.backends import cpu_kernels, fastest
-from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.startup import build_core
 from penstock.engine.weights.converted import BYTES_VARIABLE, ConvertedMatrices, _checksum
@@ -146,8 +146,8 @@ def test_few_bits_a_weight_and_the_originals_are_dropped(
     small = fastest(decoder, BLOCK_SIZE, cpu_kernels(decoder, BLOCK_SIZE))
     whole = load(path, "none")
     assert all(each.weight.numel() == 0 and not each.quantized for each in decoder.matrix_layers)
-    assert isinstance(small, CpuDecoder)
-    assert isinstance(whole, CpuDecoder)
+    assert isinstance(small, CpuModel)
+    assert isinstance(whole, CpuModel)
     of_matrices = whole.weight_bytes / 4 * bits / 8
     for weight_bytes in (in_torch, small.weight_bytes):
         # And scales, and norms; int4 has values and the head in 8 bits.

@@ -17,7 +17,7 @@ from penstock.kernels.cache_folder import CACHE_VARIABLE
 from penstock.kernels.cpu import build
 from penstock.kernels.cpu.build import find_compiler
 from penstock.kernels.cpu.library import CpuLibrary, load_library
-from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.program import CpuProgram
 from penstock.kernels.cpu.structures import read_structures
 from penstock.kernels.reference.rms_norm import rms_norm_reference
 
@@ -78,7 +78,7 @@ def test_an_operation_is_added(extended):
     dtype, num_rows, size, eps = extended.dtype, 5, 50, 1e-5
     x, out = random(num_rows, size, seed=0, dtype=dtype), torch.empty(num_rows, size, dtype=dtype)
     weight = random(size, seed=1, dtype=dtype)
-    program = Program(extended)
+    program = CpuProgram(extended)
     raised = program.buffer("raised", size)
     program.add("at_least", y=raised, x=x, size=size, floor=-0.5)
     program.add("rms_norm", y=out, x=raised, weight=weight, size=size, eps=eps)
@@ -121,7 +121,7 @@ def test_a_member_of_another_type_is_refused():
 
 
 def test_a_program_is_readable(library):
-    program = Program(library)
+    program = CpuProgram(library)
     x, normed = program.buffer("x", 8), program.buffer("normed", 8)
     weight = torch.ones(8, dtype=library.dtype)
     program.add("rms_norm", y=normed, x=x, weight=weight, size=8, eps=0.5)
@@ -133,7 +133,7 @@ def test_a_program_is_readable(library):
 
 
 def test_what_an_operation_does_not_know_is_refused(library):
-    program = Program(library)
+    program = CpuProgram(library)
     with pytest.raises(KeyError, match="no_such_operation"):
         program.add("no_such_operation")
     with pytest.raises(AttributeError, match=r"rms_norm_args.*widht"):
@@ -143,7 +143,7 @@ def test_what_an_operation_does_not_know_is_refused(library):
 
 
 def test_a_buffer_has_room_for_its_largest_user(library):
-    program = Program(library)
+    program = CpuProgram(library)
     small, large = program.buffer("room", 8), program.buffer("room", 24)
     assert program.buffer("room", 16) is small is large
     scales = program.buffer("scales", 1, torch.float32)
