@@ -38,7 +38,7 @@ class TorchModel:
         decoder: Decoder,
         make_backend: Callable[[TorchMeeting], TorchBackend] = TorchBackend,
     ) -> None:
-        self._decoder, config = decoder, decoder.config
+        self.decoder, config = decoder, decoder.config
         self.kv_spec, self.needs_prompt_lens = decoder.kv_spec, decoder.needs_prompt_lens
         self.weight_bytes = weight_bytes(decoder)
         self.num_threads = torch.get_num_threads()
@@ -88,7 +88,7 @@ class TorchModel:
     def begin(self, input_ids: Tensor, context: ForwardContext) -> TorchStep:
         """What the program reads of a step."""
         positions, lens = context.positions, context.prompt_lens
-        rotary = tuple(each(positions, lens, self._dtype) for each in self._decoder.rotaries)
+        rotary = tuple(each(positions, lens, self._dtype) for each in self.decoder.rotaries)
         return TorchStep(
             token_ids=input_ids,
             layout=context.layout,

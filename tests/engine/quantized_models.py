@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.config import ModelConfig, Quantization
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_model import CpuModel
-from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.paged_layout import PagedLayout
 

@@ -117,8 +117,8 @@ def test_mxfp4_of_gpt_oss(gpt_oss, tmp_path):
     assert relative_error(logits(exact), expected) < 1e-5
     found = load(tmp_path / "mxfp4", "none", in_torch=True, quantize_activations=False)
     assert relative_error(logits(found), expected) < 1e-5
-    assert found.quantization == "mxfp4"
-    assert found.layers[0].mlp.experts.gate_up_proj.quantized
+    assert found.decoder.quantization == "mxfp4"
+    assert found.decoder.layers[0].mlp.experts.gate_up_proj.quantized
 
 
 def test_bfloat16_is_as_exact_as_transformers(tiny_checkpoint, reference, paged_logits):
