@@ -46,11 +46,15 @@ class TorchProgram(Program):
     """
     Args:
         dtype: of rows.
+
+    Attributes:
+        num_run: records that were run so far.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self._compiled: list[_Compiled] = []
+        self.num_run = 0
 
     def add(self, operation: str, **arguments: Any) -> Record:
         declared = _declared()[f"{operation}_args"]
@@ -126,6 +130,7 @@ class TorchProgram(Program):
                     _write(rows, place, value)
             for name in each.dropped if not keeps else ():
                 rows.pop(name, None)
+            self.num_run += 1
 
     def numbers_of(self, operation: str) -> list[int]:
         """The numbers of the records with this operation."""

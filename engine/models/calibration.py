@@ -175,7 +175,7 @@ def _second_moments(
         states: what the layer before gave for each sequence; becomes what this one gives.
     """
     layer.ranks = link = _Between()
-    watched = {each: _Watched(each) for each in linears}
+    watched: dict[MatrixLayer, _Watched] = {each: _Watched(each) for each in linears}
     model = TorchModel(layer, partial(_WatchingBackend, watched=watched))
     for number, sequence in enumerate(sequences):
         link.states = states[number]

@@ -26,10 +26,10 @@ from penstock.engine.models.decoder import (
 )
 from penstock.engine.program.operands import (
     Backend,
+    Lookup,
     Operand,
     SlotBuffers,
     Sums,
-    Table,
     pack_linear,
     write_sum,
 )
@@ -55,7 +55,8 @@ class DecoderWriter:
         self._norm = decoder.norm if config.has_head else None
         self._feature_layers = decoder.feature_layers
         self.features: tuple[Buffer, ...] = ()
-        tables: list[Table] = []
+        tables: list[Lookup] = []
+        table: Lookup
         self.head: HeadWriter | None = None
         if config.has_head:
             self.head = HeadWriter(decoder, backend)
@@ -66,10 +67,11 @@ class DecoderWriter:
             if config.is_tied and self.head is not None:
                 table = self.head.table
             else:
-                table = backend.pack_table(decoder.embed_tokens, is_head=False)
+                table = backend.pack_table(decoder.embed_tokens)
                 tables.append(table)
             self._embedding = _Embedding(decoder, table, backend.meeting.sums)
-        self.num_bytes = sum(each.num_bytes for each in (*self._layers, *tables))
+        self.num_bytes = sum(each.num_bytes for each in self._layers)
+        self.num_bytes += sum(each.num_bytes for each in tables)
         self.num_active_bytes = sum(each.num_active_bytes for each in self._layers)
         self.num_active_weights = sum(each.num_active_weights for each in self._layers)
 
@@ -124,7 +126,7 @@ class HeadWriter:
 
     def __init__(self, decoder: Decoder, backend: Backend) -> None:
         config = decoder.config
-        self.table = backend.pack_table(decoder.head, is_head=True)
+        self.table = backend.pack_head(decoder.head)
         self.vocab_size = decoder.vocab_size
         self._gather = backend.meeting.gather
         self._adapters = decoder.head_adapters
@@ -165,7 +167,7 @@ class _Embedding:
         sums: over the ranks that have parts of the table.
     """
 
-    def __init__(self, decoder: Decoder, table: Table, sums: Sums | None) -> None:
+    def __init__(self, decoder: Decoder, table: Lookup, sums: Sums | None) -> None:
         config, embedding = decoder.config, decoder.embed_tokens
         self._table, self._sums = table, sums
         self._own_ids = {"first_id": embedding.first_id, "num_ids": embedding.num_ids}

@@ -21,7 +21,7 @@ from penstock.engine.program.cpu_matrices import (
     QuantizedLinear,
     StackedLinear,
 )
-from penstock.engine.program.operands import Operand, Table
+from penstock.engine.program.operands import Lookup, Operand, Table
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
 from penstock.kernels.linear_quantized import PackedMatrix
@@ -185,11 +185,12 @@ class CpuBackend:
     def pack(self, layer: MatrixLayer) -> Operand:
         return pack_matrix(self._library, layer)
 
-    def pack_table(self, layer: Embedding, *, is_head: bool) -> Table:
-        if not (is_head or layer.quantized):
-            return PlainTable(layer.weight)
+    def pack_head(self, layer: Embedding) -> Table:
         (table,) = _pack_parts(self._library, layer)
         return table
+
+    def pack_table(self, layer: Embedding) -> Lookup:
+        return self.pack_head(layer) if layer.quantized else PlainTable(layer.weight)
 
     def pack_router(self, gates: Sequence[Router]) -> PackedRouter:
         return PackedRouter(self._library, torch.cat([each.weight.data for each in gates]))

@@ -42,8 +42,11 @@ class Operand(Protocol):
         ...
 
 
-class Table(Operand, Protocol):
-    """A matrix that is one piece: an embedding, or the output head."""
+class Lookup(Protocol):
+    """A table of one vector per token."""
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def write_lookup(self, program: Program, y: Buffer, **ids: int) -> None:
         """Add y[t] = the row of token t.
@@ -54,10 +57,15 @@ class Table(Operand, Protocol):
         ...
 
 
+class Table(Operand, Lookup, Protocol):
+    """A matrix that is one piece: the output head, and a table."""
+
+
 class RouterOperand(Protocol):
     """A few rows whose products are float32."""
 
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int: ...
 
     def write(self, program: Program, y: Buffer, x: Buffer) -> None: ...
 
@@ -162,8 +170,10 @@ class Backend(Protocol):
 
     def pack(self, layer: MatrixLayer) -> Operand: ...
 
-    def pack_table(self, layer: Embedding, *, is_head: bool) -> Table:
-        """is_head: rows are multiplied by it, too."""
+    def pack_head(self, layer: Embedding) -> Table: ...
+
+    def pack_table(self, layer: Embedding) -> Lookup:
+        """Of one that is no head."""
         ...
 
     def pack_router(self, gates: Sequence[Router]) -> RouterOperand: ...

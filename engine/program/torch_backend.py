@@ -169,7 +169,10 @@ class TorchBackend:
     def pack(self, layer: MatrixLayer) -> TorchMatrix:
         return TorchMatrix(layer)
 
-    def pack_table(self, layer: Embedding, *, is_head: bool) -> TorchMatrix:  # noqa: ARG002
+    def pack_head(self, layer: Embedding) -> TorchMatrix:
+        return TorchMatrix(layer)
+
+    def pack_table(self, layer: Embedding) -> TorchMatrix:
         return TorchMatrix(layer)
 
     def pack_router(self, gates: Sequence[Router]) -> TorchRouter:

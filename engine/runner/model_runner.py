@@ -28,6 +28,7 @@ from penstock.engine.models.backends import (
 from penstock.engine.models.language_model import LanguageModel, LoadedModel, StepOutput
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.pooling.pooler import Pooler, Vectors
 from penstock.engine.pooling.score_head import load_score_head
@@ -490,7 +491,7 @@ class Progress:
     """Counts the finished parts of running steps, for the watchdog.
 
     A step on a CPU may take minutes. Its parts show that it makes progress: the calls of the
-    kernels' pool or, where torch computes, the layers.
+    kernels' pool or, where torch computes, the records of a program or the layers of a module.
 
     Args:
         model: as it runs.
@@ -508,6 +509,7 @@ class Progress:
     ) -> None:
         self._library = library
         self._num_layers = 0
+        self._model = model if isinstance(model, TorchModel) else None
         # On a GPU layers are only launched, and a step never takes minutes.
         if isinstance(model, torch.nn.Module) and device.type == "cpu":
             for module in model.modules():
@@ -516,7 +518,10 @@ class Progress:
 
     def num_parts_done(self) -> int:
         """Parts of all steps so far; grows while a step makes progress."""
-        return self._num_layers + (0 if self._library is None else self._library.num_calls)
+        num_done = self._num_layers
+        if self._model is not None:
+            num_done += self._model.num_parts_done
+        return num_done + (0 if self._library is None else self._library.num_calls)
 
     def describe(self) -> str:
         """What the threads of the CPU's pool are doing, in words."""

@@ -34,7 +34,7 @@ from penstock.engine.program.cpu_matrices import PackedLinear, QuantizedLinear, 
 from penstock.engine.program.operands import Operand, write_sum
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.program import CpuProgram
-from penstock.kernels.program import Buffer, Place, Program
+from penstock.kernels.program import Buffer, Place
 
 # As in `cpu_model`. Threads are woken for less work, since they still spin after the last part.
 _READ_BYTES_PER_S, _PRODUCTS_PER_S = 20e9, 100e9
@@ -114,7 +114,7 @@ class CpuParts:
 
     def add_attention(
         self,
-        program: Program,
+        program: CpuProgram,
         qkv: Buffer,
         module: PagedAttention,
         *,
@@ -446,12 +446,13 @@ def _fuse_mlp(
     if sizes != {last.in_features}:
         return None
 
-    def write(program: Program, y: Place | None, x: Buffer, **rows: Any) -> Structure:
+    def write(program: CpuProgram, y: Place | None, x: Buffer, **rows: Any) -> Structure:
         gate_up = program.buffer(f"gate_up {2 * last.in_features}", 2 * last.in_features)
         gated = program.buffer(f"gated {last.in_features}", last.in_features)
         StackedLinear(first).write(program, gate_up, x, **rows)
         program.add("silu_mul", y=gated, x=gate_up, size=gated.size, **rows)
-        return last.write(program, y, gated, **rows)
+        product: Structure = last.write(program, y, gated, **rows)
+        return product
 
     def write_part(num_rows: ctypes.c_int64) -> tuple[Structure, str] | Buffer:
         if isinstance(last, StackedLinear):
@@ -503,14 +504,15 @@ def _fuse_attention(
         eps = getattr(query, "variance_epsilon", getattr(query, "eps", None))
         given = {"query_norm": query.weight, "key_norm": key.weight, "eps": eps}
 
-    def write(program: Program, y: Place | None, x: Buffer, **rows: Any) -> Structure:
+    def write(program: CpuProgram, y: Place | None, x: Buffer, **rows: Any) -> Structure:
         qkv, mixed = (
             program.buffer(f"{name} {width}", width)
             for name, width in (("qkv", sum(sizes)), ("mixed", sizes[0]))
         )
         StackedLinear(first).write(program, qkv, x, **rows)
         parts.add_attention(program, qkv, module, norms=given, out=mixed)
-        return last.write(program, y, mixed, **rows)
+        product: Structure = last.write(program, y, mixed, **rows)
+        return product
 
     theirs = parent.forward
 

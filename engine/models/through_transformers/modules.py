@@ -77,7 +77,7 @@ class PagedAttention(Attention):
         """Numbers of the cache's dtype that a key takes."""
         return self.head_dim + (int8_cache.SCALE_BYTES if self.is_int8 else 0)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

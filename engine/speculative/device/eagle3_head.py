@@ -191,7 +191,7 @@ class Eagle3Head(nn.Module):
         backend = TorchBackend(
             TorchMeeting(ALONE, self.norm.weight, 0, has_before=False, has_after=False)
         )
-        backend.pack_table(self.embed_tokens, is_head=False).write_lookup(program, embedded)
+        backend.pack_table(self.embed_tokens).write_lookup(program, embedded)
         write_norm(program, fused, features, layer.hidden_norm)
         write_norm(program, both.columns(0), embedded, layer.input_layernorm)
         program.add("scale_add", y=both.columns(size), x=fused, factor=1.0, size=size)
