@@ -47,7 +47,7 @@ from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
-from penstock.engine.runner.timing import Stopwatch
+from penstock.engine.runner.timing import Stopwatch, stopwatch_of
 from penstock.engine.sampling.grammars import StepMasks
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
@@ -117,7 +117,10 @@ class ModelRunner:
         pooling: ModelPooling | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        # One for all steps: making one takes longer than entering it.
+        self._inference_mode = torch.inference_mode()
         self._device = select_device(config.device, ranks)
+        self._start_stopwatch = stopwatch_of(self._device)
         check_kv_dtype(config.cache, self._device)
         model = load_model(config.model, model_path, self._device, defers_experts=True, ranks=ranks)
         self.adapters = adapter_slots(config, model, model_path)
@@ -213,9 +216,12 @@ class ModelRunner:
         """Run one step. Sequences whose last known token it computes get a new token."""
         return self.launch(batch).result()
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> StepInFlight | PendingStage:
         """Begin a step without waiting for a GPU, so that the next one may be launched at once."""
+        with self._inference_mode:
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> StepInFlight | PendingStage:
         self._batch.update(batch)
         if batch.moves:
             self._host_tier.execute(batch.moves)
@@ -224,7 +230,7 @@ class ModelRunner:
         draft_model = self._draft_model
         if draft_model is not None:
             draft_model.update(batch)
-        stopwatch = Stopwatch(self._device)
+        stopwatch = self._start_stopwatch()
         if not batch.scheduled:
             if self.adapters is not NO_ADAPTERS:
                 self.adapters.prepare(batch, ())
@@ -232,7 +238,7 @@ class ModelRunner:
         if draft_model is not None:
             draft_model.propose(batch)
         inputs = self._batch.prepare(
-            batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
+            batch, self._kv_pool, needs_prompt_lens=self.info.needs_prompt_lens
         )
         if self._sends_on:
             return self._send_on(batch, inputs, stopwatch)
@@ -297,7 +303,7 @@ class ModelRunner:
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
         """The token of each sampled row, which a GPU may not have computed yet."""
         drawn = output.drawn
-        if drawn is not None and sampling.is_plain:
+        if drawn is not None and not (sampling.changed or sampling.num_tops):
             token_ids, is_valid = drawn.read()
             return Sampled(token_ids=token_ids, is_valid=is_valid, logprobs={})
         if sampling.changed or sampling.masks is not None:
