@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
+from penstock.kernels.token_masks import TokenMasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +129,29 @@ class LanguageModel(Protocol):
         """CPU threads that compute."""
         ...
 
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether graphs can replay its steps on a GPU: it launches torch's operations only."""
+    def step(
+        self,
+        input_ids: Tensor,
+        context: ForwardContext,
+        sampled_tokens: Tensor | None = None,
+        parameters: Tensor | None = None,
+        draws: Tensor | None = None,
+        masks: TokenMasks | None = None,
+    ) -> StepOutput:
+        """A forward pass, logits and, where the model draws them, the next tokens; valid until the
+        next call.
+
+        Args:
+            input_ids: int64 [num_tokens]
+            sampled_tokens: int64 [num_sampled], indices of the tokens to sample after; None: all.
+            parameters, draws, masks: as in `sample_tokens` and `draw_uniforms`. Without
+                parameters nothing is drawn; without draws every temperature is 0.
+        """
         ...
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
-        next call"""
+        """The forward pass alone: hidden states [num_tokens, hidden_size], valid until the next
+        call."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -143,9 +159,22 @@ class LanguageModel(Protocol):
         ...
 
 
-class TorchModel(LanguageModel, Protocol):
-    """A model as it is loaded, in torch; `context_len` is the maximum number of tokens of a
-    sequence."""
+class LoadedModel(Protocol):
+    """A model as it is loaded, before whatever runs it takes its weights; `context_len` is the
+    maximum number of tokens of a sequence."""
+
+    @property
+    def kv_spec(self) -> tuple[LayerKV, ...]:
+        """As in `LanguageModel`."""
+        ...
+
+    @property
+    def needs_prompt_lens(self) -> bool: ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights in memory."""
+        ...
 
     vocab_size: int
     context_len: int

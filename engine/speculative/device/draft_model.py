@@ -18,7 +18,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from penstock.engine.batch import Batch
-from penstock.engine.models.backends import run_step
 from penstock.engine.models.language_model import LanguageModel, StepOutput
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
@@ -104,8 +103,7 @@ class DraftModel:
         """The token after each span."""
         inputs = self._inputs(spans)
         sampling = inputs.sampling
-        output = run_step(
-            self._model,
+        output = self._model.step(
             self._known(inputs.input_ids),
             inputs.context,
             inputs.sampled_tokens,
