@@ -203,7 +203,8 @@ def _sequences(path: Path, config: DecoderConfig) -> list[Tensor]:
 
 def _context(model: Decoder, num_tokens: int) -> ForwardContext:
     """The context of one sequence that is computed at once."""
-    spec, num_layers = model.kv_spec[0], len(model.kv_spec)
+    layers = model.state_spec[0].layers
+    spec, num_layers = layers[0], len(layers)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     shape = (num_layers, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)
     return ForwardContext.of_sequence(torch.zeros(shape, dtype=spec.dtype), num_tokens)

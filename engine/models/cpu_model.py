@@ -53,7 +53,7 @@ class CpuModel:
     def __init__(self, decoder: Decoder, library: CpuLibrary) -> None:
         self.config = config = decoder.config
         self.dtype = decoder.dtype
-        self.kv_spec = decoder.kv_spec
+        self.state_spec = decoder.state_spec
         self.num_threads = library.num_threads
         self._library = library
         self._rotary = RotaryTable(list(decoder.rotaries))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from penstock.engine.layers.norm import HeadNorm, LayerNorm, Norm, RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.lora.layer_adapters import LayerAdapters
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.parallel.shard import Shard
 from penstock.kernels import int8_cache
@@ -206,11 +206,11 @@ class Decoder(nn.Module):
             )
 
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
+    def state_spec(self) -> StateSpec:
         head_size = self.config.head_dim
         if self._kv_dtype == torch.int8:
             head_size += int8_cache.SCALE_BYTES
-        return tuple(
+        layers = tuple(
             LayerKV(
                 num_heads=self.config.num_kv_heads,
                 head_size=head_size,
@@ -219,6 +219,7 @@ class Decoder(nn.Module):
             )
             for window in (self.config.windows[layer] for layer in self.config.layer_numbers)
         )
+        return (PagedKV(layers),)
 
     def use_fp8_cache(self) -> None:
         """Store keys and values in FP8."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,22 @@ class LayerKV:
     head_size: int
     dtype: torch.dtype
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """A group of state: keys and values in blocks, of layers that share block tables. Who stores,
+    swaps or sends blocks knows only how many bytes they have.
+
+    Attributes:
+        layers: in the order of the pool.
+    """
+
+    layers: tuple[LayerKV, ...]
+
+
+# What a model keeps for each sequence, group by group.
+StateSpec: TypeAlias = tuple[PagedKV, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +128,8 @@ class LanguageModel(Protocol):
     """Token ids in, hidden states out; logits only for the rows that need them."""
 
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
-        """By layer, in the order of the KV pool."""
+    def state_spec(self) -> StateSpec:
+        """One group, so far."""
         ...
 
     @property
@@ -164,7 +180,7 @@ class LoadedModel(Protocol):
     maximum number of tokens of a sequence."""
 
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
+    def state_spec(self) -> StateSpec:
         """As in `LanguageModel`."""
         ...
 

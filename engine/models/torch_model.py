@@ -39,7 +39,7 @@ class TorchModel:
         make_backend: Callable[[TorchMeeting], TorchBackend] = TorchBackend,
     ) -> None:
         self.decoder, config = decoder, decoder.config
-        self.kv_spec, self.needs_prompt_lens = decoder.kv_spec, decoder.needs_prompt_lens
+        self.state_spec, self.needs_prompt_lens = decoder.state_spec, decoder.needs_prompt_lens
         self.weight_bytes = weight_bytes(decoder)
         self.num_threads = torch.get_num_threads()
         self.can_be_captured = not decoder.has_adapters

@@ -101,7 +101,7 @@ class GraphedModel:
         self, model: TorchModel, kv_pool: Tensor, sizes: GraphSizes, maker: GraphMaker, *,
         max_blocks: int,
     ) -> None:  # fmt: skip
-        self.kv_spec = model.kv_spec
+        self.state_spec = model.state_spec
         self.needs_prompt_lens = model.needs_prompt_lens
         self.weight_bytes = model.weight_bytes
         self.num_threads = model.num_threads

@@ -53,7 +53,7 @@ from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
 from penstock.engine.speculative.device.draft_progress import num_draft_bytes
-from penstock.engine.speculative.device.drafters import Drafter, draft_kv_specs, make_drafter
+from penstock.engine.speculative.device.drafters import Drafter, draft_state_spec, make_drafter
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
 
@@ -129,8 +129,8 @@ class ModelRunner:
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
         use_kv_dtype(model, kv_dtype)
         drafting_model = load_drafting_model(config, model)
-        shape = KVShape.of(model.kv_spec, config.cache.block_size)
-        draft_specs = draft_kv_specs(drafting_model, kv_dtype)
+        shape = KVShape.of(model.state_spec, config.cache.block_size)
+        draft_specs = draft_state_spec(drafting_model, kv_dtype)
         shape = replace(shape, num_draft_bytes=num_draft_bytes(draft_specs, shape.block_size))
         self._kv_pool = allocate_pool(config, model, shape, max_model_len, ranks)
         if config.model.max_model_len == FITTING_LEN:

@@ -52,7 +52,7 @@ def logits(
     [num_tokens, vocab_size]"""
     if token_ids is None:
         token_ids = torch.randint(0, 160, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3))
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     num_blocks = shape.num_blocks_for(len(token_ids))
     pool = shape.allocate(num_blocks, CPU)
     pool.view(torch.uint8).fill_(0xFF)  # NaN in every dtype, and as a scale

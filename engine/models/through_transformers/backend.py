@@ -36,7 +36,7 @@ from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import constant, weight_bytes
 from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
-from penstock.engine.models.language_model import LayerKV, StepOutput
+from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec, StepOutput
 from penstock.engine.models.registry import ARCHITECTURES
 from penstock.engine.models.through_transformers.cpu import CpuParts, OthersThanRowwise, use_kernels
 from penstock.engine.models.through_transformers.modules import (
@@ -556,8 +556,8 @@ class TransformersModel(nn.Module):
             self.images = VisionEncoder(self.causal_lm, self._base_name, path)
 
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
-        return tuple(
+    def state_spec(self) -> StateSpec:
+        layers = tuple(
             LayerKV(
                 num_heads=each.num_kv_heads,
                 head_size=each.stored_size,
@@ -566,6 +566,7 @@ class TransformersModel(nn.Module):
             )
             for each in self._attentions
         )
+        return (PagedKV(layers),)
 
     def use_fp8_cache(self) -> None:
         """Store keys and values in FP8.

@@ -48,7 +48,7 @@ class DraftModel:
         self._model, self._batch, self._sampler = model, batch, sampler
         self._max_token_id = vocab_size - 1
         self._progress = DraftProgress(
-            (model.kv_spec,), kv_pool, num_host_blocks, batch, max_num_tokens=max_num_tokens
+            model.state_spec, kv_pool, num_host_blocks, batch, max_num_tokens=max_num_tokens
         )
         (self._pool,) = self._progress.pools
         self._proposed: dict[int, int] = {}  # how far, with guesses not checked yet

@@ -24,7 +24,7 @@ from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder import GatedMLP, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families.llama import read_llama_config
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec
 from penstock.engine.models.names import LLAMA_NAMES
 from penstock.engine.models.writer import AttentionWriter, MLPWriter, write_norm
 from penstock.engine.parallel.ranks import ALONE
@@ -211,8 +211,8 @@ class Eagle3Head(nn.Module):
         return logits.index_copy_(1, self.target_ids, known)
 
     @property
-    def kv_specs(self) -> tuple[tuple[LayerKV, ...], tuple[LayerKV, ...]]:
-        """What two pools hold: keys and values, which stay in the model's dtype, since they are
+    def state_spec(self) -> StateSpec:
+        """Two groups: keys and values, which stay in the model's dtype, since they are
         those of one layer; and a feature for each token in their place, half of it in each."""
         decoder = self.config.decoder
         keys_values, features = (
@@ -222,7 +222,7 @@ class Eagle3Head(nn.Module):
                 (1, decoder.hidden_size // 2),
             )
         )
-        return (keys_values,), (features,)
+        return PagedKV((keys_values,)), PagedKV((features,))
 
     @property
     def weight_bytes(self) -> int:

@@ -61,7 +61,7 @@ def run_paged(
     num_prompt: int | None = None,
 ) -> Tensor:
     """Logits of all tokens of one sequence, computed in chunks: [num_tokens, vocab_size]."""
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     num_blocks = shape.num_blocks_for(len(token_ids))
     pool = shape.allocate(num_blocks + 3, torch.device("cpu")).fill_(torch.nan)
     table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))

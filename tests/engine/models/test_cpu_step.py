@@ -36,7 +36,7 @@ def context(model: CpuModel) -> ForwardContext:
     positions = torch.arange(LENGTH).repeat(NUM_SEQS)
     blocks = tables.long().repeat_interleave(LENGTH, 0)
     slots = blocks.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     return ForwardContext(
         kv_pool=shape.allocate(2 * NUM_SEQS, torch.device("cpu")),
         layout=PagedLayout(

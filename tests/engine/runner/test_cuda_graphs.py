@@ -107,7 +107,7 @@ def decoder(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]
 
 def full_pool(decoder: Decoder) -> Tensor:
     """Numbers in every slot, as if all sequences had been computed before."""
-    shape = KVShape.of(decoder.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(decoder.state_spec, BLOCK_SIZE)
     pool = shape.allocate(NUM_BLOCKS, torch.device("cpu"))
     return pool.normal_(generator=torch.Generator().manual_seed(1))
 

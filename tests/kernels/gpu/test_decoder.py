@@ -76,7 +76,7 @@ def logits(
     model = model.to(device)
     runs = TorchModel(model)
     steps = STEPS if steps is None else steps
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     pool = shape.allocate(7, torch.device(device))
     pool.copy_(torch.full_like(pool, torch.nan, dtype=torch.float32))
     table = torch.tensor([5, 2, 6], dtype=torch.int32)
