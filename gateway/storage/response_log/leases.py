@@ -65,6 +65,7 @@ class Leases:
         claims: takeovers that are to be finished, by response.
         is_leaving: this gateway stops, has no lease, and takes nothing over.
         has_lapsed: the lease had expired at the last heartbeat, and nobody has dealt with that.
+        was_away: the last heartbeat did not reach storage.
     """
 
     def __init__(self, times: LeaseTimes) -> None:
@@ -72,16 +73,11 @@ class Leases:
         self.is_leaving = False
         self.has_lapsed = False
         self._times = times
-        self._was_away = False
+        self.was_away = False
         self._last_beat_s = math.inf  # there was none
         self._may_scan_s = 0.0
         self._unreadable_until_s: dict[str, float] = {}
         self._expired_at_s: dict[str, float] = {}
-
-    @property
-    def was_away(self) -> bool:
-        """Whether the last heartbeat did not reach storage."""
-        return self._was_away
 
     def beaten(self, *, had_lease: bool) -> None:
         """A heartbeat has renewed the lease."""
@@ -90,17 +86,17 @@ class Leases:
     def turned(self, now_s: float) -> None:
         """A heartbeat, and the work that comes with it, are done."""
         lease_s = self._times.lease_s
-        if self._was_away or now_s - self._last_beat_s > lease_s * 2 / 3:
+        if self.was_away or now_s - self._last_beat_s > lease_s * 2 / 3:
             self._may_scan_s = now_s + lease_s / 2
-        self._was_away, self._last_beat_s = False, now_s
+        self.was_away, self._last_beat_s = False, now_s
 
     def away(self) -> None:
         """A heartbeat did not reach storage."""
-        self._was_away = True
+        self.was_away = True
 
     def may_scan(self, now_s: float) -> bool:
         """Whether an expired lease tells that its gateway is gone."""
-        return not (self.is_leaving or self._was_away) and now_s >= self._may_scan_s
+        return not (self.is_leaving or self.was_away) and now_s >= self._may_scan_s
 
     def scanned(
         self, now_s: float, leases: Mapping[str, bool | None], *, can_run: bool
