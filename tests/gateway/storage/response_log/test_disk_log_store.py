@@ -282,6 +282,22 @@ async def test_a_response_that_runs_long_does_not_keep_the_journal_of_others(
         assert second.carried_on[long.header.response_id].entries == long.entries
 
 
+async def test_what_is_appended_while_a_log_is_stored_whole_is_kept(tmp_path: Path) -> None:
+    """Although the journal is in a later segment when the transaction ends."""
+    async with process(tmp_path) as started:
+        log = await begin(started, 3)
+        with held(started):
+            started.store._store([started.store._running[log.header.response_id]])
+            add_delta(log)
+            await asyncio.sleep(0)
+            started.store._journal.begin_next()
+        await started.disk.run(lambda _: None)
+        assert await started.journal_rows() == 2, "of its segment: the deltas before and after"
+        folder = started.killed("first")
+    async with process(folder) as second:
+        assert second.carried_on[log.header.response_id].entries == log.entries
+
+
 async def test_what_is_deleted_is_in_no_file(started: Process) -> None:
     """Although the segment of the journal that has it is needed for what still runs."""
 
