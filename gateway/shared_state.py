@@ -190,7 +190,8 @@ def migrations() -> tuple[str, ...]:
     from penstock.gateway.storage.idempotency import disk_claims
     from penstock.gateway.storage.response_log import disk_journal
 
-    return (disk_rows.SCHEMA, disk_journal.SCHEMA, disk_claims.SCHEMA)
+    journal = (disk_journal.SCHEMA, disk_journal.JOURNAL_FILES)
+    return (disk_rows.SCHEMA, *journal, disk_claims.SCHEMA)
 
 
 def redis(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from penstock.gateway.storage.conversations.store import store_unavailable
-from penstock.gateway.storage.disk import Disk, DiskError, Statement
+from penstock.gateway.storage.disk import Disk, DiskError
 from penstock.gateway.storage.idempotency.claims import Claim, decode_claim, encode_claim
 
 SCHEMA = """
@@ -55,7 +55,10 @@ class DiskClaims:
         return None if found is None else decode_claim(found)
 
     async def give_back(self, key: str) -> None:
-        await self._answered(self._disk.run(Statement("DELETE FROM claims WHERE key = ?", (key,))))
+        def delete(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM claims WHERE key = ?", (key,))
+
+        await self._answered(self._disk.run(delete))
 
     async def _answered(self, work: Coroutine[Any, Any, _T]) -> _T:
         try:
