@@ -9,12 +9,15 @@ import { byId, confirmOn, copyText, make } from "./dom.js";
 import { keepDraft, NOTHING } from "./drafts.js";
 import { liveText, queueText } from "./figures.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
+import { conversationOf, newStore, titleOf } from "./page-state.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
+import { tell } from "./question-dialog.js";
 import { quietly } from "./quietly.js";
 import { Settings } from "./settings.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
 import { StickyScroll } from "./sticky-scroll.js";
+import { asJson, asMarkdown, codeFileName, fileName, saveFile } from "./transfer.js";
 
 const SUGGESTIONS = [
   ["Say hello", "Hello! Who are you?"],
@@ -55,8 +58,21 @@ const page = {
 
 const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
 const settings = new Settings(refresh);
-const list = new ConversationList(client.conversations);
-const sidebar = new Sidebar();
+const store = newStore();
+const list = new ConversationList(client.conversations, store);
+const sidebar = new Sidebar(store, {
+  newChat: () => showNewChat(),
+  open: (id, turn) => { if (id === pane.id && turn) reveal(turn); else wanted = turn; },
+  pin: (id, isPinned) => void list.pin(id, isPinned),
+  rename: (id) => list.askForName(id),
+  save: (id, format) => void save(id, format),
+  remove: (id) => list.remove(id),
+  undo: () => list.undo(),
+  deleteNow: () => list.deleteNow(),
+  loadMore: () => void list.loadMore(),
+  find: (query) => void list.find(query),
+  findMore: () => void list.findMore(),
+});
 const scroll = new StickyScroll(byId("scroller"), byId("content"), (isFollowing) => {
   page.toLatest.hidden = isFollowing || !page.welcome.hidden;
 });
@@ -80,6 +96,10 @@ const composer = new Composer(location.hash.slice(1) || null, () => client.takes
 let obstacle = "";
 /** Why something is not, or not any more, part of what was sent. */
 let refusal = "";
+/** The turn at which the next conversation is to be opened. @type {string | null} */
+let wanted = null;
+/** The conversation that was open when it was removed. @type {string | null} */
+let left = null;
 /** How the answer under way gets on. */
 let progress = "";
 /** Notifies the other tabs of this browser when a conversation has changed, with its id. */
@@ -102,6 +122,13 @@ async function openAddressed() {
   }
   list.mark(pane.id);
   if (pane.id) scroll.follow();
+  if (wanted) reveal(wanted);
+  wanted = null;
+}
+
+function reveal(/** @type {string} */ turn) {
+  scroll.letGo();
+  pane.reveal(turn);
 }
 
 function showNewChat(said = "New chat.") {
@@ -170,8 +197,19 @@ function listenToPane() {
     if (data.conversation === pane.id) void catchUp();
     if (data.deleted && data.deleted === pane.id) leaveDeleted();
   });
+  list.addEventListener("removed", (event) => {
+    const { detail: id } = /** @type {CustomEvent<string>} */ (event);
+    left = id === pane.id ? id : null;
+    announce("Deleted.");
+    if (left) leaveDeleted();
+  });
+  list.addEventListener("restored", (event) => {
+    const { detail: id } = /** @type {CustomEvent<string>} */ (event);
+    announce("It is back.");
+    if (left === id) location.hash = `#${id}`;
+  });
   list.addEventListener("deleted", (event) => {
-    const id = /** @type {CustomEvent<string>} */ (event).detail;
+    const { detail: id } = /** @type {CustomEvent<string>} */ (event);
     keepDraft(id, NOTHING);
     tabs.postMessage({ deleted: id });
     if (id === pane.id) leaveDeleted();
@@ -181,6 +219,20 @@ function listenToPane() {
 function leaveDeleted() {
   pane.stop(); // the rest will not be read
   showNewChat("Deleted.");
+}
+
+/** Saves a conversation as a file. */
+async function save(/** @type {string} */ id, /** @type {"json" | "md"} */ format) {
+  const conversation = conversationOf(store.state, id);
+  if (!conversation) return;
+  try {
+    const text = format === "json" ? await asJson(client.conversations, [conversation])
+      : await asMarkdown(client.conversations, conversation);
+    saveFile(fileName(titleOf(conversation), format), text, format === "json" ? "application/json" : "text/markdown");
+  } catch (error) {
+    if (!(error instanceof PenstockError)) throw error;
+    await tell("This conversation was not saved", `The reason: ${error.message}`);
+  }
 }
 
 /** Shows changes made elsewhere. Conversations deleted on the server stay on the page. */
@@ -353,11 +405,10 @@ function listenToPage() {
     submit();
   });
   page.transcript.addEventListener("click", (event) => {
-    const button = /** @type {Element} */ (event.target).closest("button[data-copies]");
-    const code = button?.parentElement?.parentElement?.querySelector("pre");
-    if (button && code) void copyText(code.textContent ?? "").then(() => confirmOn(button));
+    const button = /** @type {Element} */ (event.target).closest(".code-head button");
+    const block = button?.closest(".code");
+    if (button && block) useCode(/** @type {HTMLElement} */ (button), block);
   });
-  byId("new-chat").addEventListener("click", () => showNewChat());
   byId("open-settings").addEventListener("click", () => settings.open());
   byId("settings-key").addEventListener("click", () => { settings.close(); openKeyDialog(); });
   page.toLatest.addEventListener("click", () => { scroll.follow(); composer.focus(); });
@@ -370,6 +421,16 @@ function listenToPage() {
   window.addEventListener("online", () => client.connect());
   window.addEventListener("offline", () => client.suspect());
   document.addEventListener("visibilitychange", () => { if (!document.hidden) void catchUp(); });
+}
+
+/** Does with a block of code what its button says. */
+function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */ block) {
+  const code = block.querySelector("pre")?.textContent ?? "";
+  if ("copies" in button.dataset) void copyText(code).then(() => confirmOn(button));
+  else if ("saves" in button.dataset) {
+    saveFile(codeFileName(block.querySelector(".code-head span")?.textContent ?? ""), `${code}\n`);
+    confirmOn(button);
+  } else button.setAttribute("aria-pressed", String(block.classList.toggle("is-wrapped")));
 }
 
 function addSuggestions() {
@@ -398,6 +459,7 @@ listenForShortcuts({
   regenerate: () => { if (!pane.isEmpty && mayAsk()) pane.regenerateLast(); },
   copy: () => pane.views.at(-1)?.copy(),
   toggleList: () => sidebar.toggle(),
+  search: () => sidebar.search(),
   settings: () => settings.open(),
   write: () => composer.focus(),
 });

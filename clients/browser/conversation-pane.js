@@ -169,6 +169,11 @@ export class ConversationPane extends EventTarget {
     this.#changed();
   }
 
+  /** Brings a turn into view, if it is on the way to the head. */
+  reveal(/** @type {string} */ turn) {
+    this.views.find(({ turnIds }) => turnIds.includes(turn))?.reveal();
+  }
+
   /** Answers the last message again. */
   regenerateLast() {
     const view = this.views.at(-1);

@@ -43,17 +43,39 @@ export class ImageTray {
       picture: "close",
       run: () => this.#onChange(this.#images.filter((other) => other !== image)),
     });
-    item.append(pictureOf(image), remove);
+    item.append(largerPicture(image), remove);
     return item;
   }
 }
 
-/** An image of a message, as an element. */
-export function pictureOf(/** @type {Part} */ { image_url = "", name }) {
+/** An image of a message; it is shown as large as the page when it is clicked. */
+export function largerPicture(/** @type {Part} */ image) {
+  const picture = pictureOf(image);
+  const enlarge = /** @type {HTMLButtonElement} */ (make("button", "enlarge"));
+  enlarge.type = "button";
+  enlarge.title = "Enlarge";
+  enlarge.append(picture);
+  enlarge.addEventListener("click", () => showLarge(image));
+  return enlarge;
+}
+
+function pictureOf(/** @type {Part} */ { image_url = "", name }) {
   const picture = /** @type {HTMLImageElement} */ (make("img", "picture"));
   picture.src = image_url;
-  picture.alt = name || "Image";
+  picture.alt = name || "Picture";
   return picture;
+}
+
+/** Over the page, until it is clicked or Escape is pressed. */
+function showLarge(/** @type {Part} */ image) {
+  const dialog = /** @type {HTMLDialogElement} */ (make("dialog", "large-picture"));
+  const close = button({ label: "Close", picture: "close", run: () => dialog.close() });
+  dialog.setAttribute("aria-label", image.name || "Picture");
+  dialog.append(pictureOf(image), close);
+  dialog.addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
 }
 
 /** The files of a paste or a drop. */

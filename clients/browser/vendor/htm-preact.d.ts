@@ -7,3 +7,7 @@ export function useState<T>(initial: T | (() => T)): [T, (next: T | ((now: T) =>
 export function useEffect(effect: () => void | (() => void), inputs?: readonly any[]): void;
 export function useLayoutEffect(effect: () => void | (() => void), inputs?: readonly any[]): void;
 export function useRef<T>(initial: T | null): { current: T | null };
+export class Component {
+  props: any;
+  base: any;
+}
