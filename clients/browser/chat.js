@@ -19,6 +19,8 @@ import { Sidebar } from "./sidebar.js";
 import { StickyScroll } from "./sticky-scroll.js";
 import { asJson, asMarkdown, codeFileName, fileName, saveFile } from "./transfer.js";
 
+// For the model that comes with the server, which knows no more than this.
+const DEMO = "demo";
 const SUGGESTIONS = [
   ["Say hello", "Hello! Who are you?"],
   ["Look behind the page", "What is penstock?"],
@@ -42,6 +44,9 @@ const page = {
   bannerText: byId("banner-text"),
   bannerAction: byId("banner-action"),
   welcome: byId("welcome"),
+  welcomeText: byId("welcome-text"),
+  suggestions: byId("suggestions"),
+  pane: byId("pane"),
   transcript: byId("transcript"),
   messagesTitle: byId("messages-title"),
   toLatest: byId("to-latest"),
@@ -346,6 +351,12 @@ function refresh() {
 function showWelcome(/** @type {boolean} */ isShown) {
   const wasShown = !page.welcome.hidden;
   page.welcome.hidden = !isShown;
+  page.pane.classList.toggle("is-empty", isShown);
+  const isDemo = settings.model === DEMO;
+  page.suggestions.hidden = !isDemo;
+  page.welcomeText.textContent = !settings.model ? "\u00a0"
+    : isDemo ? "The demo model is small, and knows little but penstock. Try one of these, or write your own."
+    : `${settings.model} answers.`;
   page.messagesTitle.hidden = isShown;
   if (isShown && !wasShown) scroll.toTop();
 }
@@ -445,7 +456,7 @@ function addSuggestions() {
       composer.focus();
     });
     item.append(button);
-    byId("suggestions").append(item);
+    page.suggestions.append(item);
   }
 }
 

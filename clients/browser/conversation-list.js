@@ -44,8 +44,10 @@ export class ConversationList extends EventTarget {
     byId("rename-cancel").addEventListener("click", () => dialog.close());
     window.addEventListener("pagehide", () => this.deleteNow({ keepalive: true }));
     store.watch(["list", "current"], ({ list, current }) => {
-      const open = list.recent.find((one) => one.id === current);
-      document.title = open ? `${titleOf(open)} – penstock` : "penstock";
+      const open = [...list.recent, ...list.pinned].find((one) => one.id === current);
+      const title = open ? titleOf(open) : "";
+      document.title = title ? `${title} – penstock` : "penstock";
+      byId("chat-title").textContent = title;
     });
   }
 
