@@ -56,7 +56,6 @@ const page = {
   hint: byId("hint"),
   live: byId("live"),
   obstacle: byId("obstacle"),
-  attach: byId("attach"),
   refusal: byId("refusal"),
   announcer: byId("announcer"),
 };
@@ -340,7 +339,6 @@ function refresh() {
   page.live.hidden = !isAnswering || obstacle !== "";
   page.hint.hidden = isAnswering || obstacle !== "" || !page.refusal.hidden;
   page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || composer.isEmpty;
-  page.attach.hidden = !client.takesImages;
   page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");
   page.send.title = isAnswering ? "Stop (Esc)" : "Send (Enter)";
   for (const button of document.querySelectorAll("button[data-asks]")) {
@@ -452,7 +450,7 @@ function addSuggestions() {
     button.dataset.asks = "";
     button.append(make("b", "", label), make("span", "", prompt));
     button.addEventListener("click", () => {
-      if (canAsk()) ask({ text: prompt, images: [] });
+      if (canAsk()) ask({ text: prompt, attachments: [] });
       composer.focus();
     });
     item.append(button);

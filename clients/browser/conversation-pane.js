@@ -14,7 +14,7 @@ import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { grouped, imagesOf, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { grouped, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -55,7 +55,7 @@ export class ConversationPane extends EventTarget {
     regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
     edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => {
       this.#around.write();
-      void this.#branch(view, [userItem({ text, images: imagesOf(asked(view)) })]);
+      void this.#branch(view, [userItem({ text, attachments: messageOf(asked(view)).attachments })]);
     },
     switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
     usage: (/** @type {TurnView} */ view) => usageOf(this.#around.client, view.turnIds.at(-1)),
@@ -192,7 +192,7 @@ export class ConversationPane extends EventTarget {
     this.isBusy = true;
     this.#changed();
     try {
-      if (!this.id) await this.#create(messageText(items[0]), epoch);
+      if (!this.id) await this.#create(titleOf(items[0]), epoch);
     } catch (error) {
       this.isBusy = false;
       if (epoch === this.#epoch) this.#giveBack(view, error);
@@ -307,7 +307,7 @@ export class ConversationPane extends EventTarget {
     const actions = {
       again: { label: "Try again", run: () => this.#sendInstead(view, view.items) },
       anew: { label: "Start anew with this message", run: () => this.#startAnew(view) },
-      bare: { label: "Send without images", run: () => this.#sendInstead(view, [userItem({ ...message, images: [] })]) },
+      bare: { label: "Send without images", run: () => this.#sendInstead(view, [userItem({ ...message, attachments: message.attachments.filter((part) => !part.image_url) })]) },
       edit: { label: "Edit message", asks: false, run: () => view.startEditing() },
     };
     view.addNote(text, { isError: true, actions: remedies.map((remedy) => actions[remedy]) });
@@ -434,6 +434,12 @@ export class ConversationPane extends EventTarget {
       this.#changed();
     });
   }
+}
+
+/** What a conversation is called that begins with this message. */
+function titleOf(/** @type {TurnView["items"][number]} */ item) {
+  const { text, attachments } = messageOf(item);
+  return text || attachments.map(({ name }) => name ?? "").find(Boolean) || "";
 }
 
 /** The message that a turn answers. */

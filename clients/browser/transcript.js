@@ -6,11 +6,11 @@
 
 import { Blocks } from "./blocks.js";
 import { button, confirmOn, copyText, make } from "./dom.js";
-import { largerPicture } from "./images.js";
+import { attachmentElement } from "./attachments.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
 import { Colours, setFormula } from "./markdown-extras.js";
-import { imagesOf, messageText } from "./turns.js";
+import { attachmentsOf, messageText } from "./turns.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
 /** @typedef {import("./answer.js").Usage} Usage */
@@ -297,7 +297,7 @@ export class TurnView {
       else bubble.append(...cutText(text));
       const said = make("div", "said-by");
       const pictures = make("div", "pictures");
-      pictures.append(...imagesOf(item).map(largerPicture));
+      pictures.append(...attachmentsOf(item).map(attachmentElement));
       if (pictures.hasChildNodes()) said.append(pictures);
       said.append(bubble);
       message.append(said);

@@ -1,27 +1,28 @@
 /**
- * Images of messages: made smaller, and shown.
+ * Images and files of messages: images made smaller, texts read, and both shown.
  *
  * What it does not know: servers, and what becomes of the message.
  */
 
 import { button, make } from "./dom.js";
 
-export const MAX_IMAGES = 4;
+export const MAX_ATTACHMENTS = 4;
+const MAX_FILE_BYTES = 200_000; // four fit a WebSocket message of 1 MiB
 const MAX_SIDE = 1024; // pixels; models scale what is larger down themselves
 const MAX_CHARACTERS = 220_000; // of a data URL: four fit a WebSocket message of 1 MiB
 const QUALITIES = [0.85, 0.7, 0.5, 0.3];
 
 /** @typedef {import("./conversations.js").Part} Part */
 
-/** The images of a message that is being written, in an element of their own. */
-export class ImageTray {
-  /** @type {readonly Part[]} */ #images = [];
+/** What is attached to a message that is being written, in an element of its own. */
+export class Tray {
+  /** @type {readonly Part[]} */ #parts = [];
   #element;
   #onChange;
 
   /**
    * @param {HTMLElement} element
-   * @param {(images: Part[]) => void} onChange  with those that are left after one was removed
+   * @param {(parts: Part[]) => void} onChange  with those that are left after one was removed
    */
   constructor(element, onChange) {
     this.#element = element;
@@ -29,27 +30,49 @@ export class ImageTray {
   }
 
   /** Shows these. */
-  show(/** @type {readonly Part[]} */ images) {
-    if (images === this.#images) return;
-    this.#images = images;
-    this.#element.replaceChildren(...images.map((image) => this.#shown(image)));
-    this.#element.hidden = images.length === 0;
+  show(/** @type {readonly Part[]} */ parts) {
+    if (parts === this.#parts) return;
+    this.#parts = parts;
+    this.#element.replaceChildren(...parts.map((part) => this.#shown(part)));
+    this.#element.hidden = parts.length === 0;
   }
 
-  #shown(/** @type {Part} */ image) {
+  #shown(/** @type {Part} */ part) {
     const item = make("span", "tray-image");
     const remove = button({
-      label: `Remove ${image.name || "image"}`,
+      label: `Remove ${part.name || "image"}`,
       picture: "close",
-      run: () => this.#onChange(this.#images.filter((other) => other !== image)),
+      run: () => this.#onChange(this.#parts.filter((other) => other !== part)),
     });
-    item.append(largerPicture(image), remove);
+    item.append(attachmentElement(part), remove);
     return item;
   }
 }
 
+/** An image or a file of a message. */
+export function attachmentElement(/** @type {Part} */ part) {
+  return part.image_url ? largerPicture(part) : fileElement(part);
+}
+
+/** A file by its name; it opens to what is in it. */
+function fileElement(/** @type {Part} */ { name = "", text = "" }) {
+  const file = make("details", "file");
+  const summary = make("summary");
+  const pre = make("pre", "", text);
+  pre.tabIndex = 0;
+  pre.dir = "auto";
+  summary.append(make("b", "", name), make("span", "", sizeText(text)));
+  file.append(summary, pre);
+  return file;
+}
+
+function sizeText(/** @type {string} */ text) {
+  const lines = text.split("\n").length;
+  return `${lines} ${lines === 1 ? "line" : "lines"}`;
+}
+
 /** An image of a message; it is shown as large as the page when it is clicked. */
-export function largerPicture(/** @type {Part} */ image) {
+function largerPicture(/** @type {Part} */ image) {
   const picture = pictureOf(image);
   const enlarge = /** @type {HTMLButtonElement} */ (make("button", "enlarge"));
   enlarge.type = "button";
@@ -85,6 +108,21 @@ export function filesOf(/** @type {DataTransfer | null} */ data) {
 
 export function isImage(/** @type {File} */ file) {
   return file.type.startsWith("image/");
+}
+
+/**
+ * The text of a file as a part of a message; null if it is none, or why it cannot be one.
+ * @returns {Promise<Part | string | null>}
+ */
+export async function fileFrom(/** @type {File} */ file) {
+  if (file.size > MAX_FILE_BYTES) return `“${file.name}” is larger than ${MAX_FILE_BYTES / 1000} KB.`;
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    if (/[\0-\x08\x0e-\x1a]/.test(text)) return null;
+    return { type: "input_text", name: file.name, text: text.replace(/\r\n?/g, "\n").replace(/\n$/, "") };
+  } catch {
+    return null;
+  }
 }
 
 /**
