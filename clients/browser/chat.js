@@ -17,7 +17,7 @@ import { Settings } from "./settings.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
 import { StickyScroll } from "./sticky-scroll.js";
-import { asJson, asMarkdown, codeFileName, fileName, saveFile } from "./transfer.js";
+import { allAsJson, asJson, asMarkdown, codeFileName, fileName, fromJson, NotConversations, saveFile } from "./transfer.js";
 
 // For the model that comes with the server, which knows no more than this.
 const DEMO = "demo";
@@ -432,6 +432,35 @@ function listenToPage() {
   document.addEventListener("visibilitychange", () => { if (!document.hidden) void catchUp(); });
 }
 
+/** Saves all conversations as a file, and makes those of one again. */
+function listenForFiles() {
+  const note = byId("chats-note");
+  const chooser = /** @type {HTMLInputElement} */ (byId("chats-file"));
+  const told = async (/** @type {() => Promise<string>} */ work) => {
+    note.textContent = "One moment…";
+    try {
+      note.textContent = await work();
+    } catch (error) {
+      if (!(error instanceof PenstockError || error instanceof NotConversations)) throw error;
+      note.textContent = error.message;
+    }
+  };
+  byId("chats-save").addEventListener("click", () => void told(async () => {
+    saveFile("penstock-chats.json", await allAsJson(client.conversations), "application/json");
+    return "Saved.";
+  }));
+  byId("chats-load").addEventListener("click", () => chooser.click());
+  chooser.addEventListener("change", () => {
+    const file = chooser.files?.[0];
+    chooser.value = "";
+    if (file) void told(async () => {
+      const { length } = await fromJson(client.conversations, await file.text());
+      void list.refresh();
+      return length === 1 ? "One chat was loaded." : `${length} chats were loaded.`;
+    });
+  });
+}
+
 /** Does with a block of code what its button says. */
 function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */ block) {
   const code = block.querySelector("pre")?.textContent ?? "";
@@ -459,6 +488,7 @@ function addSuggestions() {
 }
 
 addSuggestions();
+listenForFiles();
 listenToPane();
 listenToPage();
 listenForKey((key) => client.setApiKey(key));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -148,3 +149,58 @@ async def test_a_conversation_is_saved_as_a_file(
     [kept] = json.loads(saved["json"])["conversations"]
     tree = (await api.get(f"conversations/{conversation}/tree?items=all")).json()
     assert (kept["head"], kept["turns"]) == (tree["head"], tree["data"])
+
+
+@pytest.mark.exhaustive
+async def test_all_chats_are_saved_and_loaded(
+    page: Page, demo_server: Served, api: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """A tree with branches, its head between them; other files are refused."""
+    title = "To be loaded again"
+    conversation = await make_conversation(api, [("user", "A"), ("assistant", "B")], title=title)
+    one = f"conversations/{conversation}"
+    root = (await api.get(f"{one}/tree")).json()["head"]
+    for question in ("left", "right", "below the right"):
+        if question == "right":
+            head = (await api.get(f"{one}/tree")).json()["head"]
+            await api.post(f"{one}/head", json={"turn": root, "expected": head})
+        body = {"model": "demo", "input": question, "conversation": conversation}
+        (await api.post("responses", json=body | {"max_output_tokens": 5})).raise_for_status()
+    tree = (await api.get(f"{one}/tree?items=all")).json()
+    head = tree["data"][2]["turn"]
+    await api.post(f"{one}/head", json={"turn": head, "expected": tree["head"]})
+    await api.post(one, json={"pinned": True})
+    await open_page(page, demo_server.base_url)
+    await page.get_by_role("button", name="Settings").click()
+    async with page.expect_download() as download:
+        await page.get_by_role("button", name="Save all as a file").click()
+    await (await download.value).save_as(tmp_path / "all.json")
+    saved = json.loads((tmp_path / "all.json").read_text("utf-8"))
+    saved["conversations"] = [each for each in saved["conversations"] if each["id"] == conversation]
+    note = page.locator("#chats-note")
+    for text, said in (
+        ("{", "not JSON"),
+        ("{}", "no conversations"),
+        (json.dumps(saved), "One chat was loaded."),
+    ):
+        await page.locator("#chats-file").set_input_files(
+            {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
+        )
+        await expect(note).to_contain_text(said)
+    await page.get_by_role("button", name="Done").click()
+    await expect(page.locator("#conversations section").first.locator("li")).to_have_count(2)
+    listed = (await api.get("conversations?pinned=true")).json()["data"]
+    [new] = [each["id"] for each in listed if each["id"] != conversation]
+    again = (await api.get(f"conversations/{new}/tree?items=all")).json()
+
+    def shape(found: dict[str, Any], head: str) -> tuple[list[tuple[int, list[str]]], int]:
+        ids = [None, *(turn["turn"] for turn in found["data"])]
+        turns = []
+        for turn in found["data"]:
+            output = turn["output"] or []
+            said = [*turn["items"], *(output if isinstance(output, list) else [output])]
+            texts = [part["text"] for item in said for part in item.get("content") or []]
+            turns.append((ids.index(turn["parent"]), texts))
+        return turns, ids.index(head)
+
+    assert shape(again, again["head"]) == shape(tree, head)
