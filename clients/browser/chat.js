@@ -3,6 +3,7 @@
  */
 
 import { Composer } from "./composer.js";
+import { Controls } from "./composer-controls.js";
 import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
@@ -16,6 +17,7 @@ import { quietly } from "./quietly.js";
 import { Settings } from "./settings.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
+import { html } from "./vendor/htm-preact.js";
 import { StickyScroll } from "./sticky-scroll.js";
 import { allAsJson, asJson, asMarkdown, codeFileName, fileName, fromJson, NotConversations, saveFile } from "./transfer.js";
 
@@ -30,6 +32,7 @@ const SUGGESTIONS = [
   ["Watch a long stream", "Tell me a long story."],
 ];
 const LIVE_INTERVAL_MS = 250;
+const KEEP_MS = 400;
 // An answer that has been silent for so long: is there an engine?
 const SILENT_MS = 1_500;
 const ASK_INTERVAL_MS = 500;
@@ -61,7 +64,7 @@ const page = {
 };
 
 const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
-const settings = new Settings(refresh);
+const settings = new Settings(() => { refresh(); keepChoices(); });
 const store = newStore();
 const list = new ConversationList(client.conversations, store);
 const sidebar = new Sidebar(store, {
@@ -84,6 +87,7 @@ const pane = new ConversationPane({
   client,
   transcript: page.transcript,
   parameters: () => settings.parameters(),
+  metadata: () => settings.metadata,
   hasTools: () => settings.hasTools,
   announce,
   mayAsk,
@@ -111,12 +115,40 @@ const tabs = new BroadcastChannel("penstock");
 
 // ---- conversations -------------------------------------------------------------------------
 
+let keepTimer = 0;
+
+/** Uses the settings of the open conversation. */
+async function adoptSettings(/** @type {string | null} */ id) {
+  clearTimeout(keepTimer);
+  settings.adopt(null);
+  if (id) await quietly(async () => {
+    const { metadata } = await client.conversations.get(id);
+    if (pane.id === id) settings.adopt(metadata);
+  });
+  refresh();
+}
+
+/** Keeps what was chosen with the open conversation, too. */
+function keepChoices() {
+  clearTimeout(keepTimer);
+  const { id } = pane;
+  if (!id) return;
+  keepTimer = setTimeout(() => void quietly(async () => {
+    const now = (await client.conversations.get(id)).metadata;
+    const others = Object.entries(now).filter(([name]) => !name.startsWith("settings_"));
+    await client.conversations.update(id, { ...Object.fromEntries(others), ...settings.metadata });
+    await list.refresh();
+  }), KEEP_MS);
+}
+
 /** Opens what the address names. */
 async function openAddressed() {
   const id = location.hash.slice(1) || null;
   if (id === pane.id && (id || pane.isEmpty)) return;
+  const opened = pane.open(id);
+  void adoptSettings(id);
   try {
-    await pane.open(id);
+    await opened;
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
     if (error.status === 404) {
@@ -138,6 +170,7 @@ function reveal(/** @type {string} */ turn) {
 function showNewChat(said = "New chat.") {
   history.pushState(null, "", location.pathname + location.search);
   void pane.open(null);
+  void adoptSettings(null);
   list.mark(null);
   announce(said);
   sidebar.closeOverlay();
@@ -326,6 +359,8 @@ function refresh() {
   page.connection.dataset.state = shown;
   page.connectionText.textContent = shown === "open" && client.transport === "sse" ? "Connected (without WebSocket)" : label[shown];
   page.model.textContent = settings.model;
+  const limit = client.contexts[settings.model] ?? 0;
+  store.update({ choices: settings.choices, context: pane.numTokens > 0 && limit > 0 ? { used: pane.numTokens, limit } : null });
   showBanner(shown);
   showWelcome(pane.isEmpty && (location.hash === "" || pane.id === null));
   const isAnswering = pane.answer !== null;
@@ -487,6 +522,8 @@ function addSuggestions() {
   }
 }
 
+store.mount(byId("controls"), ["choices", "context"], ({ choices, context }) => html`
+  <${Controls} choices=${choices} context=${context} set=${(/** @type {string} */ name, /** @type {string} */ value) => settings.set(name, value)} />`);
 addSuggestions();
 listenForFiles();
 listenToPane();

@@ -121,7 +121,7 @@ export class Composer extends EventTarget {
       refusal = await this.#addTo(place, file);
       if (refusal) break;
     }
-    if (place === this.#place) this.dispatchEvent(new CustomEvent("refused", { detail: refusal }));
+    if (place.id === this.id) this.dispatchEvent(new CustomEvent("refused", { detail: refusal }));
   }
 
   /** What is wrong with a file that cannot be part of the message at `place`; empty once it is. */
@@ -134,7 +134,7 @@ export class Composer extends EventTarget {
       const accepted = this.#takesImages() ? "text and images" : "text";
       return `“${file.name}” cannot be added: a message takes ${accepted}.`;
     }
-    const isOpen = place === this.#place;
+    const isOpen = place.id === this.id;
     const message = isOpen ? this.#message : draftOf(place.id);
     const isFull = message.attachments.length >= MAX_ATTACHMENTS;
     if (isFull) return `A message has ${MAX_ATTACHMENTS} images and files at most.`;

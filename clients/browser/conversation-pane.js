@@ -26,6 +26,7 @@ import { grouped, messageOf, messageText, openCalls, inputOf, numShown, outputOf
  * @property {import("./penstock-client.js").PenstockClient} client
  * @property {HTMLElement} transcript
  * @property {() => Record<string, any> & { model: string }} parameters  of the next request
+ * @property {() => Record<string, string>} metadata  of the next conversation, beside its title
  * @property {() => boolean} hasTools  whether the page runs the tools that the model calls
  * @property {(text: string) => void} announce
  * @property {(id: string | null, message: Message, reason: string) => void} onLost  a message of this conversation
@@ -42,6 +43,8 @@ export class ConversationPane extends EventTarget {
   /** @type {string | null} */ id = null;
   /** The answer under way in this conversation. @type {Answer | null} */ answer = null;
   /** @type {TurnView[]} */ views = [];
+  /** How many tokens the conversation has, as far as the server has said. */
+  numTokens = 0;
   /** While something is being fetched or moved. */
   isBusy = false;
   /** @type {Tree | null} */ #tree = null;
@@ -79,6 +82,7 @@ export class ConversationPane extends EventTarget {
     this.answer = null;
     this.isBusy = false;
     this.#tree = null;
+    this.numTokens = 0;
     this.#changed();
     if (id) await this.refresh();
   }
@@ -105,6 +109,9 @@ export class ConversationPane extends EventTarget {
       if (refused) this.#around.onLost(id, messageOf(asked(refused)), refused.noteText);
     }
     this.#followRunning(path.at(-1));
+    if (!this.answer && this.numTokens === 0) {
+      void usageOf(this.#around.client, path.at(-1)?.turn).then((usage) => { if (epoch === this.#epoch) this.#count(usage); });
+    }
     this.#changed();
     const view = this.views.at(-1);
     const calls = openCalls(path);
@@ -205,7 +212,9 @@ export class ConversationPane extends EventTarget {
   }
 
   async #create(/** @type {string} */ text, /** @type {number} */ epoch) {
-    const { id } = await this.#around.client.conversations.create({ metadata: { title: titleFrom(text) } });
+    const { id } = await this.#around.client.conversations.create({
+      metadata: { title: titleFrom(text), ...this.#around.metadata() },
+    });
     if (epoch !== this.#epoch) return;
     this.id = id;
     this.dispatchEvent(new Event("created"));
@@ -237,6 +246,7 @@ export class ConversationPane extends EventTarget {
 
   async #settle(/** @type {TurnView} */ view, /** @type {Answer} */ answer, /** @type {Outcome} */ outcome) {
     view.finish(answer, outcome.usage);
+    this.#count(outcome.usage);
     const { responseId } = outcome;
     const isKept = wasKept(outcome);
     if (isKept && responseId && !view.turnIds.includes(responseId)) view.turnIds.push(responseId);
@@ -253,6 +263,12 @@ export class ConversationPane extends EventTarget {
     const calls = outcome.kind === "completed" ? answer.blocks.filter((block) => block.kind === "call") : [];
     if (calls.length > 0 && await this.#runTools(view, calls)) return;
     await quietly(() => this.#compare());
+  }
+
+  #count(/** @type {import("./answer.js").Usage | null} */ usage) {
+    if (!usage) return;
+    this.numTokens = usage.input_tokens + usage.output_tokens;
+    this.dispatchEvent(new Event("change"));
   }
 
   async #leaveToOther() {

@@ -29,6 +29,8 @@ import { Store } from "./store.js";
  * @property {string | null} tabbable  the row of the list that Tab leads to
  * @property {{ id: string, right: number, top: number, bottom: number } | null} menu  of which row, and where its button is
  * @property {ReadonlySet<string>} hidden  ids of those that are about to be deleted
+ * @property {{ models: readonly string[], model: string, think: string, tools: string }} choices  what is asked for next
+ * @property {{ used: number, limit: number } | null} context  tokens of the open conversation, where known
  * @property {Conversation | null} undoable  the one among them that can still be taken back
  */
 
@@ -43,6 +45,8 @@ export function newStore() {
     menu: null,
     hidden: new Set(),
     undoable: null,
+    choices: { models: [], model: "", think: "", tools: "" },
+    context: null,
   }));
 }
 

@@ -39,7 +39,7 @@ async def test_the_list_is_by_day_and_pins_are_above(
         listed = await (await route.fetch()).json()
         if "pinned" not in route.request.url:
             listed["data"] = [one for one in listed["data"] if one["id"] == conversation] + made
-        await route.fulfill(json=listed)
+        await route.fulfill(json={**listed, "has_more": False})
 
     await page.route("**/v1/conversations?*", add)
     await open_page(page, demo_server.base_url)
