@@ -1,21 +1,22 @@
 """The interface between policy and device: one step's plan and its result.
 
-Both are plain, picklable data without torch, so a batch can be sent to another rank. A sequence
-is sent whole when it enters or re-enters a device; afterwards only its id, its number of new
-tokens and its new block ids.
+Both are plain, picklable data without torch, so a batch can be sent to another rank. They are made
+for every token, so they are structs, which takes no Python. A sequence is sent whole when it enters
+or re-enters a device; afterwards only its id, its number of new tokens and its new block ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from operator import attrgetter
+
+import msgspec
 
 from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.request import FinishReason, ImageInput, SamplingParams, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceEntry:
+class SequenceEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A whole sequence: everything the device needs when it enters or re-enters.
 
     Attributes:
@@ -47,8 +48,7 @@ class SequenceEntry:
     images: tuple[ImageInput, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, kw_only=True):
     """One sequence's share of a step.
 
     The device computes tokens `num_computed_tokens … + num_new_tokens`. If that reaches the
@@ -76,8 +76,7 @@ class ScheduledSequence:
         return self.num_wanted_drafts or len(self.draft_token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockMoves:
+class BlockMoves(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of whole blocks that run before the step's compute: pairs (source, destination),
     destinations distinct.
 
@@ -99,8 +98,7 @@ class BlockMoves:
         return bool(self.swap_outs or self.swap_ins or self.copies)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration's work.
 
     Attributes:
@@ -112,15 +110,17 @@ class Batch:
     step: int
     scheduled: tuple[ScheduledSequence, ...]
     left_seq_ids: tuple[int, ...] = ()
-    moves: BlockMoves = field(default_factory=BlockMoves)
+    moves: BlockMoves = BlockMoves()
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_new_tokens for item in self.scheduled)
+        return sum(map(_NUM_NEW_TOKENS, self.scheduled))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchResult:
+_NUM_NEW_TOKENS = attrgetter("num_new_tokens")
+
+
+class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step sampled.
 
     Attributes:
@@ -143,13 +143,13 @@ class BatchResult:
 
     step: int
     token_ids: Mapping[int, tuple[int, ...]]
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    ended_seq_ids: Mapping[int, FinishReason] = field(default_factory=dict)
-    prompt_logprobs: Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]] = field(
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+    ended_seq_ids: Mapping[int, FinishReason] = msgspec.field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]] = msgspec.field(
         default_factory=dict
     )
-    forced_token_ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    vectors: Mapping[int, bytes] = field(default_factory=dict)
+    forced_token_ids: Mapping[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    vectors: Mapping[int, bytes] = msgspec.field(default_factory=dict)
     compute_s: float = 0.0
     masks_s: float = 0.0
     num_masks: int = 0

@@ -149,6 +149,7 @@ class EngineCore:
             quarantine=quarantine,
         )
         self.images = ImageQueue(images, scheduler, max_bytes=max_image_bytes)
+        self._takes_images = images is not None
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
@@ -235,14 +236,15 @@ class EngineCore:
         return host_id is not None
 
     def has_work(self) -> bool:
-        queues_have_work = self.adapters.has_work or self.images.has_work
-        return bool(self._in_flight) or self.scheduler.has_work() or queues_have_work
+        if self._in_flight or self.scheduler.has_work():
+            return True
+        return self.adapters.has_work or self.images.has_work
 
     def step(self) -> list[RequestOutput]:
         """Keep the device busy and return the outputs of the oldest step in flight."""
         self._executor.check()
         refused = self.adapters.admit() if self.adapters.has_work else []
-        if self.images.has_work:
+        if self._takes_images and self.images.has_work:
             refused += self.images.admit()
         while len(self._in_flight) < self._max_steps_in_flight:
             batch = self.scheduler.schedule()

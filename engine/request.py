@@ -632,6 +632,7 @@ class Sequence:
         "num_in_flight_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "params",
         "parent_seq_id",
         "request",
         "seq_id",
@@ -640,7 +641,7 @@ class Sequence:
     )
 
     def __init__(self, request: Request, *, seq_id: int, index: int = 0) -> None:
-        self.request = request
+        self.request, self.params = request, request.sampling_params
         self.seq_id = seq_id
         self.index = index  # which of the request's branches; part of the sampling draw
         self.parent_seq_id: int | None = None  # of a beam, the one that it continues
@@ -664,10 +665,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.sampling_params
 
     def move_to(self, status: SequenceStatus) -> None:
         assert status in _LEGAL_MOVES[self.status], f"{self.status} -> {status} is not legal"

@@ -183,7 +183,7 @@ def migrations() -> tuple[str, ...]:
     from penstock.gateway.storage.conversations import disk_rows
     from penstock.gateway.storage.response_log import disk_journal
 
-    return (disk_rows.SCHEMA, disk_journal.SCHEMA)
+    return (disk_rows.SCHEMA, disk_journal.SCHEMA, disk_journal.JOURNAL_FILES)
 
 
 def redis(

@@ -21,7 +21,7 @@ from penstock.engine.config import Quantization
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.protocol.messages import EngineInfo
 from penstock.kernels.cpu.library import CpuLibrary
-from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.program import CpuProgram
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.quantized_codes import QuantizedCodes
@@ -99,7 +99,7 @@ def products_per_s(
         "x": torch.randn(_NUM_ROWS, _IN_FEATURES).to(library.dtype),
         "y": torch.empty(_NUM_ROWS, _OUT_FEATURES, dtype=library.dtype),
     }
-    program = Program(library)
+    program = CpuProgram(library)
     if kind == "none":
         weight = torch.randn(_OUT_FEATURES, _IN_FEATURES).to(library.dtype)
         program.add("linear", weight=library.pack(weight), **sizes, **given)

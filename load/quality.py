@@ -163,7 +163,7 @@ class LoadedModel:
         use_kv_dtype(decoder, resolve_kv_dtype(config.cache, decoder.dtype))
         library = cpu_kernels(decoder, _BLOCK_SIZE, num_threads=config.device.num_threads)
         self._model: LanguageModel = fastest(decoder, _BLOCK_SIZE, library)
-        self._shape = KVShape.of(self._model.kv_spec, _BLOCK_SIZE)
+        self._shape = KVShape.of(self._model.state_spec, _BLOCK_SIZE)
         self._pool = self._shape.allocate(0, _CPU)
 
     @property

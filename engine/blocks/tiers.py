@@ -66,8 +66,6 @@ class MovePlan:
 
     def take_moves(self) -> BlockMoves:
         """Return the plan and start an empty one."""
-        if not self:
-            return _NO_MOVES
         moves = BlockMoves(
             swap_outs=tuple((source, target) for target, source in self._swap_outs.items()),
             swap_ins=tuple((source, target) for target, source in self._swap_ins.items()),
@@ -114,6 +112,8 @@ class Tiers:
     def take_moves(self) -> BlockMoves:
         """Return, and clear, the planned moves; the next step must start with them."""
         self._fresh.clear()
+        if not self.plan:
+            return _NO_MOVES
         moves = self.plan.take_moves()
         self.counters.num_copied += len(moves.copies)
         self.counters.num_swapped_out += len(moves.swap_outs)

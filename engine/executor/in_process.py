@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
@@ -13,8 +14,7 @@ from penstock.engine.runner.model_runner import ModelRunner, PendingStage, Runne
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 
-@dataclass(frozen=True, slots=True)
-class DoneHandle:
+class DoneHandle(msgspec.Struct, frozen=True):
     """The handle of a finished step."""
 
     batch_result: BatchResult

@@ -38,7 +38,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -336,7 +336,7 @@ class RanksExecutor:
             token_ids = result.token_ids.get(item.seq_id)
             if token_ids:
                 self._tokens[item.seq_id] = (len(item.draft_token_ids), token_ids)
-        return replace(
+        return msgspec.structs.replace(
             result,
             compute_s=own.compute_s * self._num_stages,  # each takes about as long
             swap_out_s=own.swap_out_s,

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.paged_attention import paged_attention
 from penstock.kernels.paged_layout import PagedLayout
-
-
-class Attend(Protocol):
-    """The signature of `paged_attention`."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        layout: PagedLayout,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        alibi: Tensor | None,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
-        is_invariant: bool,
-    ) -> Tensor: ...
 
 
 class WholeImage(NamedTuple):
@@ -76,7 +54,6 @@ class ForwardContext:
         prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; only for
             models with `needs_prompt_lens`.
         images: None: there are none.
-        attend: runs attention; not `paged_attention` while a step is captured in pieces.
     """
 
     kv_pool: Tensor
@@ -84,7 +61,6 @@ class ForwardContext:
     positions: Tensor
     prompt_lens: Tensor | None = None
     images: StepImages | None = None
-    attend: Attend = paged_attention
 
     @classmethod
     def of_sequence(cls, kv_pool: Tensor, num_tokens: int) -> ForwardContext:
@@ -115,7 +91,7 @@ _ONE = torch.ones(())
 
 
 class Attention(nn.Module):
-    """Attend over the sequence so far; this step's keys and values must be stored before.
+    """What attention over the sequence so far needs to know in one layer.
 
     Args:
         layer: index into the KV pool.
@@ -129,7 +105,6 @@ class Attention(nn.Module):
         key_scale, value_scale: float32 [num_kv_heads], factors of the stored numbers; None unless
             the cache is in FP8.
         given_scales: of keys and values, as the checkpoint has them: [] or [num_kv_heads].
-        is_invariant: a token's bits depend only on the tokens before it.
     """
 
     key_scale: Tensor | None
@@ -151,7 +126,6 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.soft_cap = soft_cap
-        self.is_invariant = False
         self.given_scales = (_ONE, _ONE)
         self.alibi_slopes = alibi_slopes
         self.place_alibi(torch.device("cpu"))
@@ -169,27 +143,3 @@ class Attention(nn.Module):
         key_scale, value_scale = self.given_scales
         self.key_scale = torch.ones(num_kv_heads, device=device) * key_scale.to(device)
         self.value_scale = torch.ones(num_kv_heads, device=device) * value_scale.to(device)
-
-    def forward(
-        self, query: Tensor, context: ForwardContext, *, sinks: Tensor | None = None
-    ) -> Tensor:
-        """query [num_tokens, num_heads, head_dim] → the same shape
-
-        Args:
-            sinks: [num_heads], logits without values, which only take weight from the others.
-        """
-        key_cache, value_cache = context.cache(self.layer)
-        return context.attend(
-            query,
-            key_cache,
-            value_cache,
-            context.layout,
-            scale=self.scale,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            sinks=sinks,
-            alibi=self.alibi,
-            key_scale=self.key_scale,
-            value_scale=self.value_scale,
-            is_invariant=self.is_invariant,
-        )

@@ -7,22 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.layers.linear import MatrixLayer, constant
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.weights.matrix import DenseMatrix, Matrix
-from penstock.kernels.activation import activate_and_mul
-from penstock.kernels.experts import (
-    SlotGroups,
-    combine_slots,
-    experts_linear,
-    group_slots,
-    route,
-)
-from penstock.kernels.linear import linear
-from penstock.kernels.reference.experts import clamped_swiglu_reference
+from penstock.kernels.experts import SlotGroups, experts_linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +41,6 @@ class ExpertsConfig:
 class Router(MatrixLayer):
     """A few rows whose products decide: always dense, and multiplied in float32."""
 
-    bias: nn.Parameter | None
-
     def __init__(self, out_features: int, in_features: int, *, has_bias: bool = False) -> None:
         super().__init__(out_features, in_features)
         self.bias = constant(torch.empty(out_features)) if has_bias else None
@@ -62,12 +50,6 @@ class Router(MatrixLayer):
     ) -> None:
         values = matrix.dequantize().to(self.weight if like is None else like)
         super().set_matrix(DenseMatrix(values), rounds_inputs=rounds_inputs, like=like)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] → logits float32 [num_tokens, out_features]"""
-        multiply = linear if self.is_invariant else F.linear
-        bias = None if self.bias is None else self.bias.float()
-        return multiply(x.float(), self.weight.float(), bias)
 
 
 class ExpertMatrices(MatrixLayer):
@@ -80,6 +62,7 @@ class ExpertMatrices(MatrixLayer):
         part_sizes: of one expert.
         read: holds the matrices; None: they are held.
         expected_bytes: of the matrices once they are read, about.
+        bias: [num_experts, sum(part_sizes)], or None.
         orders: int64 [num_experts, in_features]: column j of an expert's matrix belongs to this
             input. None: to input j.
     """
@@ -87,8 +70,6 @@ class ExpertMatrices(MatrixLayer):
     read: Callable[[], None] | None = None
     expected_bytes = 0
     orders: Tensor | None = None
-
-    bias: nn.Parameter | None  # [num_experts, sum(part_sizes)]
 
     def __init__(
         self,
@@ -114,8 +95,9 @@ class ExpertMatrices(MatrixLayer):
             self.read()
             self.read = None
 
-    def forward(self, x: Tensor, groups: SlotGroups) -> Tensor:
-        """x [num_slots, in_features] → [num_slots, sum(part_sizes)], in the order of the groups"""
+    def multiply(self, x: Tensor, groups: SlotGroups) -> Tensor:  # type: ignore[override]
+        """In torch: x [num_slots, in_features] → [num_slots, sum(part_sizes)], in the order of the
+        groups"""
         assert self.read is None, "the experts were not loaded"
         if self.orders is not None:
             experts = torch.bucketize(
@@ -138,17 +120,6 @@ class Experts(nn.Module):
         )
         self.down_proj = ExpertMatrices(num_experts, size, (hidden_size,), has_bias=has_bias)
 
-    def forward(self, x: Tensor, groups: SlotGroups) -> Tensor:
-        """x [num_slots, hidden_size], in the order of the groups → the same shape"""
-        gate_up = self.gate_up_proj(x, groups)
-        if self.swiglu is None:
-            gated = activate_and_mul(gate_up, "silu")
-        else:
-            alpha, limit = self.swiglu
-            gated = clamped_swiglu_reference(gate_up, alpha=alpha, limit=limit)
-        output: Tensor = self.down_proj(gated, groups)
-        return output
-
 
 class MixtureOfExperts(nn.Module):
     """
@@ -167,16 +138,3 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = shared_expert
         self.shared_expert_gate = None if shared_expert is None else Router(1, hidden_size)
         self.ranks: Ranks = ALONE  # each has a part of every expert
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] → the same shape"""
-        config = self.config
-        experts, weights = route(
-            self.gate(x), config.experts_per_token, is_normalized=config.is_normalized
-        )
-        groups = group_slots(experts, config.num_experts)
-        y = self.experts(x[groups.tokens], groups)
-        shared = None
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x).float()
-        return self.ranks.sum(combine_slots(y, groups, weights, shared))

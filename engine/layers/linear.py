@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.lora.layer_adapters import LayerAdapters, TorchAdapters
+from penstock.engine.lora.layer_adapters import LayerAdapters
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.parallel.shard import Shard
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
@@ -56,12 +56,14 @@ class MatrixLayer(nn.Module):
     ranks: Ranks = ALONE
     quantized: tuple[PackedMatrix, ...] = ()
     rounds_inputs = False
+    bias: nn.Parameter | None
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
         self.part_sizes: tuple[int, ...] = (out_features,)
         self.weight = constant(torch.empty(out_features, in_features))
+        self.bias = None
 
     @property
     def whole_shape(self) -> tuple[tuple[int, ...], int]:
@@ -94,8 +96,14 @@ class MatrixLayer(nn.Module):
         """Lose the matrix."""
         self.set_matrix(DenseMatrix(self.weight.new_empty(0)))
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [num_rows, in_features] → x · matrixᵀ (+ bias), [num_rows, out_features]"""
+    @property
+    def num_bytes(self) -> int:
+        """Of the matrix, as it is held."""
+        return self.weight.nbytes + sum(each.nbytes for each in self.quantized)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """In torch: x [num_rows, in_features] → x · matrixᵀ (+ bias), [num_rows, out_features]"""
+        bias = self.bias
         if not self.quantized:
             return (linear if self.is_invariant else F.linear)(x, self.weight, bias)
         products = (
@@ -110,21 +118,12 @@ class MatrixLayer(nn.Module):
 class Linear(MatrixLayer):
     """One matrix product, or several fused ones whose outputs are concatenated."""
 
-    bias: nn.Parameter | None
-
     def __init__(
         self, in_features: int, part_sizes: tuple[int, ...], *, has_bias: bool = False
     ) -> None:
         super().__init__(sum(part_sizes), in_features)
         self.part_sizes = part_sizes
         self.bias = constant(torch.empty(self.out_features)) if has_bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] → [num_tokens, sum(part_sizes)]"""
-        y = self.multiply(x, self.bias)
-        if isinstance(self.adapters, TorchAdapters):
-            self.adapters.add(y, x)
-        return self.ranks.sum(y)
 
 
 class Embedding(MatrixLayer):
@@ -134,15 +133,15 @@ class Embedding(MatrixLayer):
         first_id, num_ids: of the ids that it has; num_ids 0: all.
     """
 
-    bias: nn.Parameter | None
     first_id, num_ids = 0, 0
 
     def __init__(self, vocab_size: int, hidden_size: int, *, has_bias: bool = False) -> None:
         super().__init__(vocab_size, hidden_size)
         self.bias = constant(torch.empty(vocab_size)) if has_bias else None
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids [num_tokens] → [num_tokens, hidden_size]"""
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """In torch: token_ids [num_tokens] → their rows, [num_tokens, hidden_size], zeros for
+        those that other ranks have"""
         rows, is_here = token_ids, None
         if self.num_ids:
             rows = token_ids - self.first_id
@@ -152,15 +151,7 @@ class Embedding(MatrixLayer):
             y = embed_quantized(rows, self.quantized[0], self.weight.dtype)
         else:
             y = F.embedding(rows, self.weight)
-        if is_here is not None:
-            y = self.ranks.sum(torch.where(is_here[:, None], y, 0.0))
-        if isinstance(self.adapters, TorchAdapters):
-            self.adapters.add_looked_up(y, token_ids)
-        return y
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
-        return self.multiply(hidden, self.bias)
+        return y if is_here is None else torch.where(is_here[:, None], y, 0.0)
 
 
 def weight_bytes(module: nn.Module) -> int:

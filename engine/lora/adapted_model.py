@@ -14,7 +14,7 @@ from penstock.engine.layers.linear import Linear
 from penstock.engine.lora.cpu_adapters import CpuAdapters, CpuRows
 from penstock.engine.lora.layer_adapters import LayerAdapters, LoraWeights, StepRows, TorchAdapters
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.language_model import TorchModel
+from penstock.engine.models.language_model import LoadedModel
 from penstock.engine.models.names import WeightNames, row_orders
 from penstock.engine.parallel.shard import Shard
 from penstock.kernels.cpu.library import CpuLibrary
@@ -89,7 +89,7 @@ HEAD, TABLE = "lm_head", "embed_tokens"
 
 
 def attach_lora_slots(
-    model: TorchModel,
+    model: LoadedModel,
     names: WeightNames,
     *,
     num_slots: int,
@@ -162,7 +162,7 @@ def attach_lora_slots(
     head = add(HEAD, (vocab_size,), hidden_size, sampled_rows, is_here=config.has_head)
     if config.has_head:
         model.head_adapters = head
-    model.can_be_captured = False  # the rows of a graph would stay the same
+    model.has_adapters = True
     return AdaptedModel(
         layers=layers,
         rows=rows,

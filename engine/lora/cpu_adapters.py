@@ -17,8 +17,8 @@ from penstock.kernels.cpu.lora import (
     set_pair,
     table_of_pairs,
 )
-from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.weight_memory import WeightMemory
+from penstock.kernels.program import Buffer, Place, Program
 from penstock.kernels.reference.lora import LoraRows
 
 
@@ -74,7 +74,6 @@ class CpuAdapters(LayerAdapters):
     def write(
         self, program: Program, y: Place | None, x: Buffer, product: Structure | None = None
     ) -> None:
-        """Add y += the updates of x; y None: the result of `product`."""
         num_chunks = -(-self._in_features // CHUNK)
         hidden = self._hidden(program, num_chunks)
         program.add(
@@ -84,7 +83,6 @@ class CpuAdapters(LayerAdapters):
         self._write_expand(program, y, hidden, num_chunks, product)
 
     def write_lookup(self, program: Program, y: Buffer) -> None:
-        """Add y += the updates of the tokens' rows of a table."""
         hidden = self._hidden(program, 1)
         program.add(
             "lora_lookup", h=hidden, pairs=self._pairs, rows=self._rows.structure,
@@ -109,9 +107,3 @@ class CpuAdapters(LayerAdapters):
             product=product, part_sizes=self._sizes, num_parts=len(self._sizes),
             num_chunks=num_chunks, max_rank=self._max_rank, stride=int(self._sizes.sum()),
         )  # fmt: skip
-
-
-def as_cpu(adapters: LayerAdapters | None) -> CpuAdapters | None:
-    """Those of a layer that the kernels run; None: the layer has no room for adapters."""
-    assert adapters is None or isinstance(adapters, CpuAdapters), "made for torch"
-    return adapters

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.lora import lora_expand, lora_shrink
+from penstock.kernels.program import Buffer, Place, Program
 from penstock.kernels.reference.lora import LoraRows
 
 
@@ -41,6 +42,14 @@ class StepRows:
 
 class LayerAdapters(ABC):
     """The updates of one layer, slot by slot; a fused layer has one for each of its parts."""
+
+    def write(self, program: Program, y: Place | None, x: Buffer, product: Any = None) -> None:
+        """Add y += the updates of x; y None: the result of `product`."""
+        raise NotImplementedError
+
+    def write_lookup(self, program: Program, y: Buffer) -> None:
+        """Add y += the updates of the tokens' rows of a table."""
+        raise NotImplementedError
 
     @abstractmethod
     def pack(self, parts: Sequence[LoraWeights | None], memory: WeightMemory) -> Any:
@@ -101,19 +110,31 @@ class TorchAdapters(LayerAdapters):
                 self._b[part][slot, :, :rank] = pair.b
                 self._scales[part, slot] = pair.scale
 
-    def add(self, y: Tensor, x: Tensor) -> None:
-        """y [num_rows, out_features] += the updates of x [num_rows, in_features]"""
-        rows = self._rows.rows
-        if rows is None:
-            return
-        for part, columns in enumerate(torch.split(y, self._sizes, dim=1)):
-            hidden = lora_shrink(x, rows, self._a[part])
-            lora_expand(columns, hidden, rows, self._b[part], self._scales[part])
+    def write(self, program: Program, y: Place | None, x: Buffer, product: Any = None) -> None:  # noqa: ARG002
+        hidden = program.buffer("lora_hidden", 0)
+        program.add("lora_shrink", h=hidden, x=x, pairs=self)
+        program.add("lora_expand", y=y, h=hidden, pairs=self)
 
-    def add_looked_up(self, y: Tensor, token_ids: Tensor) -> None:
-        """y [num_rows, out_features] += the updates of a table's rows"""
+    def write_lookup(self, program: Program, y: Buffer) -> None:
+        hidden = program.buffer("lora_hidden", 0)
+        program.add("lora_lookup", h=hidden, pairs=self)
+        program.add("lora_expand", y=y, h=hidden, pairs=self)
+
+    def shrink(self, x: Tensor) -> list[Tensor]:
+        """x [num_rows, in_features] → A x of each part; nothing where no row has an adapter."""
+        rows = self._rows.rows
+        return [] if rows is None else [lora_shrink(x, rows, a) for a in self._a]
+
+    def look_up(self, token_ids: Tensor) -> list[Tensor]:
+        """The same of a table's rows."""
+        rows = self._rows.rows
+        return [] if rows is None else [self._a[0, rows.slots, :, token_ids[rows.order]]]
+
+    def expand(self, y: Tensor, hidden: list[Tensor]) -> None:
+        """y [num_rows, out_features] += scale · B h, part beside part"""
         rows = self._rows.rows
         if rows is None:
             return
-        hidden = self._a[0, rows.slots, :, token_ids[rows.order]]
-        lora_expand(y, hidden, rows, self._b[0], self._scales[0])
+        parts = torch.split(y, self._sizes, dim=1)
+        for columns, h, b, scales in zip(parts, hidden, self._b, self._scales, strict=True):
+            lora_expand(columns, h, rows, b, scales)

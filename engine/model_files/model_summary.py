@@ -71,7 +71,7 @@ def _facts(config: ModelConfig, cache: CacheConfig, path: Path) -> dict[str, str
     sampling = _check_small_files(config, path).sampling
     kv_dtype = resolve_kv_dtype(cache, model.dtype)
     use_kv_dtype(model, kv_dtype)
-    shape = KVShape.of(model.kv_spec, 1)
+    shape = KVShape.of(model.state_spec, 1)
     context, free = resolve_max_model_len(config, model.context_len), free_cpu_bytes()
     weights = _weight_bytes(config, path, model)
     left = max(0, free - weights)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.model_files.free_memory import free_cpu_bytes
-from penstock.engine.models.cpu_decoder import CpuDecoder, can_run
+from penstock.engine.models.cpu_model import CpuModel, can_run
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
+from penstock.engine.models.language_model import LanguageModel, LoadedModel
+from penstock.engine.models.torch_model import TorchModel
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
-from penstock.kernels.token_masks import TokenMasks
 
 if TYPE_CHECKING:
     from penstock.engine.models.through_transformers.backend import TransformersModel
@@ -82,9 +80,9 @@ def fastest(
     """
     if isinstance(model, Decoder):
         if library is not None and can_run(model.config, block_size):
-            return CpuDecoder(model, library)
+            return CpuModel(model, library)
         _load_experts(model)
-        return model
+        return TorchModel(model)
     if library is not None:
         model.use_cpu_kernels(library, block_size, deterministic=deterministic)
     model.check_rows(block_size)
@@ -102,29 +100,13 @@ def _load_experts(decoder: Decoder) -> None:
         experts.load()
 
 
-def running_library(model: TorchModel, block_size: int) -> CpuLibrary | None:
+def running_library(model: LoadedModel, block_size: int) -> CpuLibrary | None:
     """The kernels if they will run a model that is a decoder."""
     if not isinstance(model, Decoder) or not can_run(model.config, block_size):
         return None
     return load_library(model.dtype) if model.device.type == "cpu" else None
 
 
-def run_step(
-    model: LanguageModel,
-    input_ids: Tensor,
-    context: ForwardContext,
-    sampled_tokens: Tensor | None,
-    parameters: Tensor | None,
-    draws: Tensor | None,
-    masks: TokenMasks | None = None,
-) -> StepOutput:
-    """One step, including drawn tokens if the model draws them; arguments as in
-    `CpuDecoder.step`."""
-    if isinstance(model, CpuDecoder):
-        return model.step(input_ids, context, sampled_tokens, parameters, draws, masks)
-    hidden = model(input_ids, context)
-    rows = hidden if sampled_tokens is None else hidden[sampled_tokens]
-    if not isinstance(model, Decoder):
-        return StepOutput(hidden=hidden, logits=model.logits(rows))
-    logits = model.logits(rows, are_sampled=True)
-    return StepOutput(hidden=hidden, logits=logits, features=model.features)
+def in_torch(model: LoadedModel) -> LanguageModel:
+    """The model as torch runs it, whose weights stay where they are."""
+    return TorchModel(model) if isinstance(model, Decoder) else cast("LanguageModel", model)

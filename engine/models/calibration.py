@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.linear import Linear, MatrixLayer
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.names import WeightNames
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import Alone
+from penstock.engine.program.torch_backend import TorchBackend, TorchMatrix, TorchMeeting
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.matrix import QuantizedMatrix, rows_of
 from penstock.engine.weights.quantization import Quantizer, quantize_rows
@@ -91,7 +93,7 @@ def _run(
     kept: ConvertedMatrices, like: Tensor, load_layer: Callable[[int], Decoder],
 ) -> None:  # fmt: skip
     sequences = _sequences(path, config)
-    links = [_Between() for _ in sequences]
+    states = [torch.empty(0)] * len(sequences)
     _log.info("choosing codes of 4 bits for %d matrices, once for this model", len(missing))
     began_s = reported_s = time.monotonic()
     for number in range(config.num_layers):
@@ -101,12 +103,9 @@ def _run(
             for name, module in layer.named_modules()
             if isinstance(module, Linear) and missing.intersection(names(name))
         }
-        with _second_moments(linears) as moments:
-            for sequence, link in zip(sequences, links, strict=True):
-                layer.ranks = link
-                layer(sequence, _context(layer, len(sequence)))
+        moments = _second_moments(layer, linears.values(), sequences, states)
         for name, module in linears.items():
-            _choose(module, names(name), moments[name], missing, kept, like)
+            _choose(module, names(name), moments[module], missing, kept, like)
         now_s = time.monotonic()
         if now_s - reported_s > _REPORT_S:
             left_s = (now_s - began_s) / (number + 1) * (config.num_layers - number - 1)
@@ -141,26 +140,48 @@ def _choose(
         kept.add_calibrated(name, "int4", matrix)
 
 
-@contextmanager
-def _second_moments(linears: dict[str, Linear]) -> Iterator[dict[str, Tensor]]:
-    """xᵀ · x, over all rows x that these modules read; only what is on and above the diagonal."""
-    sums: dict[str, Tensor] = {}
+class _Watched:
+    """A layer that sums up xᵀ · x over the rows x that it reads; only what is on and above the
+    diagonal."""
 
-    def watch(name: str, module: Linear) -> torch.utils.hooks.RemovableHandle:
-        def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            if name not in sums:
-                sums[name] = torch.zeros(module.in_features, module.in_features)
-            x = given[0]
-            for start in range(0, x.shape[1], _ROWS_AT_ONCE):
-                rows = slice(start, start + _ROWS_AT_ONCE)
-                sums[name][rows, start:].addmm_(x[:, rows].T, x[:, start:])
+    def __init__(self, layer: MatrixLayer) -> None:
+        self._layer, self.sums = layer, torch.zeros(layer.in_features, layer.in_features)
 
-        return module.register_forward_pre_hook(add)
+    def multiply(self, x: Tensor) -> Tensor:
+        for start in range(0, x.shape[1], _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            self.sums[rows, start:].addmm_(x[:, rows].T, x[:, start:])
+        return self._layer.multiply(x)
 
-    handles = [watch(*each) for each in linears.items()]
-    yield sums
-    for handle in handles:
-        handle.remove()
+
+class _WatchingBackend(TorchBackend):
+    """Lets some layers be watched."""
+
+    def __init__(self, meeting: TorchMeeting, watched: dict[MatrixLayer, _Watched]) -> None:
+        super().__init__(meeting)
+        self._watched = watched
+
+    def pack(self, layer: MatrixLayer) -> TorchMatrix:
+        return TorchMatrix(layer, self._watched.get(layer))
+
+
+def _second_moments(
+    layer: Decoder, linears: Iterable[Linear], sequences: Sequence[Tensor],
+    states: list[Tensor],
+) -> dict[MatrixLayer, Tensor]:  # fmt: skip
+    """xᵀ · x of each of these modules, over all rows of the sequences.
+
+    Args:
+        states: what the layer before gave for each sequence; becomes what this one gives.
+    """
+    layer.ranks = link = _Between()
+    watched: dict[MatrixLayer, _Watched] = {each: _Watched(each) for each in linears}
+    model = TorchModel(layer, partial(_WatchingBackend, watched=watched))
+    for number, sequence in enumerate(sequences):
+        link.states = states[number]
+        model(sequence, _context(layer, len(sequence)))
+        states[number] = link.states
+    return {each: found.sums for each, found in watched.items()}
 
 
 def _sequences(path: Path, config: DecoderConfig) -> list[Tensor]:
@@ -182,7 +203,8 @@ def _sequences(path: Path, config: DecoderConfig) -> list[Tensor]:
 
 def _context(model: Decoder, num_tokens: int) -> ForwardContext:
     """The context of one sequence that is computed at once."""
-    spec, num_layers = model.kv_spec[0], len(model.kv_spec)
+    layers = model.state_spec[0].layers
+    spec, num_layers = layers[0], len(layers)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     shape = (num_layers, 2, num_blocks, _BLOCK_SIZE, spec.num_heads, spec.head_size)
     return ForwardContext.of_sequence(torch.zeros(shape, dtype=spec.dtype), num_tokens)

@@ -7,13 +7,10 @@ varies.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from penstock.engine.layers.attention import Attention, ForwardContext
+from penstock.engine.layers.attention import Attention
 from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
 from penstock.engine.layers.linear import (
     Embedding,
@@ -22,19 +19,14 @@ from penstock.engine.layers.linear import (
     constant,
     weight_bytes,
 )
-from penstock.engine.layers.norm import HeadNorm, LayerNorm, RMSNorm, norms_over_ranks
+from penstock.engine.layers.norm import HeadNorm, LayerNorm, Norm, RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
-from penstock.engine.lora.layer_adapters import LayerAdapters, TorchAdapters
+from penstock.engine.lora.layer_adapters import LayerAdapters
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.parallel.shard import Shard
 from penstock.kernels import int8_cache
-from penstock.kernels.activation import activate, activate_and_mul
-from penstock.kernels.qk_norm import QKNorm
-from penstock.kernels.rotary_store_kv import rotary_store_kv
-
-Norm: TypeAlias = RMSNorm | LayerNorm
 
 
 def _norm(config: DecoderConfig) -> Norm:
@@ -96,43 +88,6 @@ class SelfAttention(nn.Module):
             alibi_slopes=config.alibi_slopes,
         )
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
-        num_tokens = x.shape[0]
-        query = rotary_store_kv(
-            self._normed(self.qkv_proj(x)).view(num_tokens, -1, self.head_dim),
-            rotary,
-            *context.cache(self.attention.layer),
-            context.layout.slot_mapping,
-            qk_norm=self._qk_norm,
-            key_scale=self.attention.key_scale,
-            value_scale=self.attention.value_scale,
-        )  # [num_tokens, num_heads, head_dim]
-        mixed = self.attention(query, context, sinks=self.sinks)
-        output: Tensor = self.o_proj(mixed.reshape(num_tokens, -1))
-        return output
-
-    def _normed(self, qkv: Tensor) -> Tensor:
-        """With queries and keys normalised, where that is not a part of the rotation, and all
-        within their limit."""
-        if self.has_qk_norm and self.qk_norm != "head":
-            query, key, value = torch.split(qkv, list(self.qkv_proj.part_sizes), dim=1)
-            norms, ranks = [self.q_norm, self.k_norm], self.o_proj.ranks
-            over_heads = [each for each in norms if isinstance(each, RMSNorm)]
-            if ranks.size > 1 and over_heads:
-                normed = norms_over_ranks((query, key), over_heads, ranks)
-            else:
-                normed = [self.q_norm(query.contiguous()), self.k_norm(key.contiguous())]
-            qkv = torch.cat((*normed, value), dim=1)
-        limit = self.qkv_limit
-        return qkv if limit is None else qkv.clamp(-limit, limit)
-
-    @property
-    def _qk_norm(self) -> QKNorm | None:
-        if not self.has_qk_norm or not isinstance(self.q_norm, RMSNorm) or self.qk_norm != "head":
-            return None
-        norm = self.q_norm
-        return QKNorm(norm.weight, self.k_norm.weight, norm.eps, norm.offset)
-
 
 class GatedMLP(nn.Module):
     """activation(gate(x)) · up(x), projected (Shazeer, "GLU Variants Improve Transformer",
@@ -146,10 +101,6 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, (size, size), has_bias=has_bias)
         self.down_proj = Linear(size, (config.hidden_size,), has_bias=has_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(activate_and_mul(self.gate_up_proj(x), self.activation))
-        return output
-
 
 class PlainMLP(nn.Module):
     """activation(up(x)), projected (Vaswani et al., "Attention Is All You Need", 2017, §3.3)."""
@@ -160,10 +111,6 @@ class PlainMLP(nn.Module):
         self.activation = config.activation
         self.up_proj = Linear(config.hidden_size, (size,), has_bias=has_bias)
         self.down_proj = Linear(size, (config.hidden_size,), has_bias=has_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(activate(self.up_proj(x), self.activation))
-        return output
 
 
 def make_mlp(config: DecoderConfig, layer: int) -> GatedMLP | PlainMLP | MixtureOfExperts:
@@ -199,39 +146,6 @@ class DecoderLayer(nn.Module):
         self.mlp = make_mlp(config, layer)
         self.mlp_post_norm = _norm(config) if config.has_post_norms else None
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        context: ForwardContext,
-    ) -> tuple[Tensor, Tensor]:
-        """x must still be added to the stream `residual` (None: x starts it); returns the same
-        pair."""
-        normed, residual = _add(self.input_layernorm, x, residual)
-        x = self._end(self.self_attn(normed, rotary, context), self.attention_post_norm)
-        if self.is_parallel:
-            if self.post_attention_layernorm is not None:
-                normed = self.post_attention_layernorm(residual)
-            residual = residual + x
-        else:
-            normed, residual = _add(self.post_attention_layernorm, x, residual)
-        return self._end(self.mlp(normed), self.mlp_post_norm), residual
-
-    def _end(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """What is added to the stream, of a block's output."""
-        if norm is not None:
-            x = norm(x)
-        return x if self.residual_scale == 1.0 else x * self.residual_scale
-
-
-def _add(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `RMSNorm.add`; without a norm the stream itself comes back twice."""
-    if norm is not None:
-        return norm.add(x, residual)
-    total = x if residual is None else x + residual
-    return total, total
-
 
 class PositionTable(nn.Module):
     """A learned vector for each position: Vaswani et al., 2017, §3.5.
@@ -245,23 +159,20 @@ class PositionTable(nn.Module):
         self.first_position = first_position
         self.weight = constant(torch.empty(num_positions, hidden_size))
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """positions int64 [num_tokens] → [num_tokens, hidden_size]"""
-        return F.embedding(positions, self.weight)
-
 
 class Decoder(nn.Module):
-    """A `TorchModel`.
+    """The weights of a model, and what varies: a `LoadedModel`. `writer` says what it computes.
 
     Attributes:
         feature_layers: layers, ascending from 1 on, whose inputs are wanted besides the result.
-        features: these inputs in the last forward pass, [num_tokens, hidden_size] each.
+        has_adapters: its layers have room for some.
         head_adapters: what adapters add to the logits of sampled rows.
         ranks: that have the other parts of its tables.
         whole_config: of the model of which this may be a part.
+        is_invariant: a token's results do not depend on the batch, to the bit.
     """
 
-    can_be_captured = True
+    is_invariant = has_adapters = False
     head_adapters: LayerAdapters | None = None
     ranks: Ranks = ALONE
 
@@ -272,7 +183,6 @@ class Decoder(nn.Module):
         self.quantization = "none"
         self.images = None
         self.feature_layers: tuple[int, ...] = ()
-        self.features: tuple[Tensor, ...] = ()
         self._kv_dtype: torch.dtype | None = None
         if config.has_embedding or (config.has_head and config.is_tied):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -295,72 +205,12 @@ class Decoder(nn.Module):
                 config.vocab_size, config.hidden_size, has_bias=config.has_head_bias
             )
 
-    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size]; of a stage that
-        is not the last, what it has sent to the next"""
-        if self.config.has_embedding:
-            x = self._embed(input_ids, context)
-        else:
-            like = self.norm.weight.new_empty(len(input_ids), self.config.hidden_size)
-            x = self.ranks.receive(like)
-        residual: Tensor | None = None
-        rotary = tuple(
-            each(context.positions, context.prompt_lens, x.dtype) for each in self.rotaries
-        )
-        features = []
-        for number in self.config.layer_numbers:
-            layer = self.layers[number]
-            if number in self.feature_layers:
-                features.append(x if residual is None else x + residual)
-            x, residual = layer(x, residual, rotary[layer.rope], context)  # type: ignore[index]
-        self.features = tuple(features)
-        if not self.config.has_head:
-            x = x if residual is None else x + residual
-            self.ranks.send(x)
-            return x
-        hidden, _ = self.norm.add(x, residual)
-        return hidden
-
-    def _embed(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        x: Tensor = self.embed_tokens(input_ids)
-        if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale).to(x.dtype).item()
-        if self.config.has_position_table:
-            x = x + self.embed_positions(context.positions)
-        return self.embed_norm(x) if self.config.has_embedding_norm else x
-
-    def logits(self, hidden: Tensor, *, are_sampled: bool = False) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]; of a stage that is not the last,
-        [num_rows, 0]
-
-        Args:
-            are_sampled: these are the rows that `head_adapters` are for.
-        """
-        if not self.config.has_head:
-            return hidden[:, :0]
-        logits = self.head.logits(hidden)
-        if self.ranks.layers.size > 1:
-            logits = self._gathered(logits)
-        if are_sampled and isinstance(self.head_adapters, TorchAdapters):
-            self.head_adapters.add(logits, hidden)
-        cap = self.config.logit_soft_cap
-        if self.config.logit_scale != 1.0:
-            logits = logits * self.config.logit_scale
-        return logits if cap is None else (logits / cap).tanh() * cap
-
-    def _gathered(self, logits: Tensor) -> Tensor:
-        """[num_rows, num_ids] of each rank, the last of which may have fewer → all."""
-        ranks = self.ranks.layers
-        size = -(-self.vocab_size // ranks.size)
-        padded = F.pad(logits, (0, size - logits.shape[1])).contiguous()
-        return ranks.gather(padded)[:, : self.vocab_size].contiguous()
-
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
+    def state_spec(self) -> StateSpec:
         head_size = self.config.head_dim
         if self._kv_dtype == torch.int8:
             head_size += int8_cache.SCALE_BYTES
-        return tuple(
+        layers = tuple(
             LayerKV(
                 num_heads=self.config.num_kv_heads,
                 head_size=head_size,
@@ -369,6 +219,7 @@ class Decoder(nn.Module):
             )
             for window in (self.config.windows[layer] for layer in self.config.layer_numbers)
         )
+        return (PagedKV(layers),)
 
     def use_fp8_cache(self) -> None:
         """Store keys and values in FP8."""
@@ -386,9 +237,9 @@ class Decoder(nn.Module):
 
         Norms, activations and positions already do: one program computes a row.
         """
-        for module in self.modules():
-            if isinstance(module, MatrixLayer | Attention):
-                module.is_invariant = True
+        self.is_invariant = True
+        for module in self.matrix_layers:
+            module.is_invariant = True
 
     @property
     def sends_on(self) -> bool:
@@ -442,10 +293,6 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.norm.weight.device
-
-    @property
-    def num_threads(self) -> int:
-        return torch.get_num_threads()
 
     @property
     def needs_prompt_lens(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
+from penstock.kernels.token_masks import TokenMasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,22 @@ class LayerKV:
     head_size: int
     dtype: torch.dtype
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """A group of state: keys and values in blocks, of layers that share block tables. Who stores,
+    swaps or sends blocks knows only how many bytes they have.
+
+    Attributes:
+        layers: in the order of the pool.
+    """
+
+    layers: tuple[LayerKV, ...]
+
+
+# What a model keeps for each sequence, group by group.
+StateSpec: TypeAlias = tuple[PagedKV, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +128,8 @@ class LanguageModel(Protocol):
     """Token ids in, hidden states out; logits only for the rows that need them."""
 
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
-        """By layer, in the order of the KV pool."""
+    def state_spec(self) -> StateSpec:
+        """One group, so far."""
         ...
 
     @property
@@ -128,14 +145,29 @@ class LanguageModel(Protocol):
         """CPU threads that compute."""
         ...
 
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether graphs can replay its steps on a GPU: it launches torch's operations only."""
+    def step(
+        self,
+        input_ids: Tensor,
+        context: ForwardContext,
+        sampled_tokens: Tensor | None = None,
+        parameters: Tensor | None = None,
+        draws: Tensor | None = None,
+        masks: TokenMasks | None = None,
+    ) -> StepOutput:
+        """A forward pass, logits and, where the model draws them, the next tokens; valid until the
+        next call.
+
+        Args:
+            input_ids: int64 [num_tokens]
+            sampled_tokens: int64 [num_sampled], indices of the tokens to sample after; None: all.
+            parameters, draws, masks: as in `sample_tokens` and `draw_uniforms`. Without
+                parameters nothing is drawn; without draws every temperature is 0.
+        """
         ...
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
-        next call"""
+        """The forward pass alone: hidden states [num_tokens, hidden_size], valid until the next
+        call."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -143,9 +175,22 @@ class LanguageModel(Protocol):
         ...
 
 
-class TorchModel(LanguageModel, Protocol):
-    """A model as it is loaded, in torch; `context_len` is the maximum number of tokens of a
-    sequence."""
+class LoadedModel(Protocol):
+    """A model as it is loaded, before whatever runs it takes its weights; `context_len` is the
+    maximum number of tokens of a sequence."""
+
+    @property
+    def state_spec(self) -> StateSpec:
+        """As in `LanguageModel`."""
+        ...
+
+    @property
+    def needs_prompt_lens(self) -> bool: ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights in memory."""
+        ...
 
     vocab_size: int
     context_len: int

@@ -30,7 +30,7 @@ from penstock.engine.models.decoder import (
     rotary_embeddings,
 )
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.language_model import TorchModel
+from penstock.engine.models.language_model import LoadedModel
 from penstock.engine.models.names import (
     EACH_HEAD,
     LLAMA_NAMES,
@@ -419,7 +419,7 @@ class _Weights:
         return _describe(self.checkpoint, self.rounded_to)
 
 
-def load_drafting_model(config: EngineConfig, target: TorchModel) -> DraftingModel | None:
+def load_drafting_model(config: EngineConfig, target: LoadedModel) -> DraftingModel | None:
     """The model or EAGLE-3 head that drafts for `target`, in its dtype and on its device; None if
     the config names none. For a head, the target hands out the features that it needs.
 
@@ -439,7 +439,7 @@ def load_drafting_model(config: EngineConfig, target: TorchModel) -> DraftingMod
         raise ModelLoadError(f"--speculative-config: {error}") from error
 
 
-def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Decoder:
+def _load_draft_model(config: ModelConfig, name: str, target: LoadedModel) -> Decoder:
     settings = replace(
         config,
         model=name,
@@ -463,7 +463,7 @@ def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Dec
     return draft
 
 
-def _load_eagle3_head(name: str, target: TorchModel) -> Eagle3Head:
+def _load_eagle3_head(name: str, target: LoadedModel) -> Eagle3Head:
     if not isinstance(target, Decoder):
         raise ConfigError(
             "--speculative-config: the method eagle3 needs a native model, and this one runs "

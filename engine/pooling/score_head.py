@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.language_model import TorchModel
+from penstock.engine.models.language_model import LoadedModel
 from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.weights.formats import open_checkpoint
 
@@ -26,7 +26,7 @@ class ScoreHead:
 
 
 def load_score_head(
-    model: TorchModel, pooling: ModelPooling, path: Path, *, is_dummy: bool
+    model: LoadedModel, pooling: ModelPooling, path: Path, *, is_dummy: bool
 ) -> ScoreHead | None:
     """The head of a model that scores or classifies; None if it does not, or another stage does.
 

@@ -21,9 +21,13 @@ from torch import Tensor
 
 from penstock.engine.config import CudagraphMode, EngineConfig, SchedulerConfig
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.language_model import LanguageModel
+from penstock.engine.models.language_model import LanguageModel, StepOutput
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.device import NUM_VERIFY_ROWS, resolve_cudagraph_mode
 from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.token_masks import TokenMasks
+from penstock.kernels.torch_operations import TorchStep
+from penstock.kernels.torch_program import Rows
 
 _MAX_SIZE = 512
 
@@ -93,18 +97,11 @@ class GraphedModel:
         max_blocks: maximum number of blocks of a sequence.
     """
 
-    can_be_captured = False
-
     def __init__(
-        self,
-        model: LanguageModel,
-        kv_pool: Tensor,
-        sizes: GraphSizes,
-        maker: GraphMaker,
-        *,
+        self, model: TorchModel, kv_pool: Tensor, sizes: GraphSizes, maker: GraphMaker, *,
         max_blocks: int,
-    ) -> None:
-        self.kv_spec = model.kv_spec
+    ) -> None:  # fmt: skip
+        self.state_spec = model.state_spec
         self.needs_prompt_lens = model.needs_prompt_lens
         self.weight_bytes = model.weight_bytes
         self.num_threads = model.num_threads
@@ -112,33 +109,43 @@ class GraphedModel:
         self._model = model
         self._graphs: list[DecodeGraphs | PieceGraphs] = []
         with torch.inference_mode(), maker.capturing():
-            if sizes.decodes:
-                self._graphs.append(
-                    DecodeGraphs(model, kv_pool, sizes.decodes, maker, max_blocks=max_blocks)
-                )
-            if sizes.verifications:
-                self._graphs.append(
-                    DecodeGraphs(
-                        model,
-                        kv_pool,
-                        sizes.verifications,
-                        maker,
-                        max_blocks=max_blocks,
-                        num_drafts=sizes.num_drafts,
-                    )
-                )
+            for batches, num_drafts in (
+                (sizes.decodes, 0), (sizes.verifications, sizes.num_drafts),
+            ):  # fmt: skip
+                if batches:
+                    graphs = DecodeGraphs(
+                        model, kv_pool, batches, maker, max_blocks=max_blocks,
+                        num_drafts=num_drafts,
+                    )  # fmt: skip
+                    self._graphs.append(graphs)
             if sizes.pieces:
                 self._graphs.append(PieceGraphs(model, kv_pool, sizes.pieces, maker))
 
+    def step(
+        self,
+        input_ids: Tensor,
+        context: ForwardContext,
+        sampled_tokens: Tensor | None = None,
+        parameters: Tensor | None = None,
+        draws: Tensor | None = None,
+        masks: TokenMasks | None = None,
+    ) -> StepOutput:
+        hidden = self._replay(input_ids, context)
+        if hidden is None:
+            return self._model.step(input_ids, context, sampled_tokens, parameters, draws, masks)
+        return self._model.end(hidden, sampled_tokens)
+
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
-        next call"""
+        hidden = self._replay(input_ids, context)
+        return self._model(input_ids, context) if hidden is None else hidden
+
+    def _replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
+        """Hidden states; None: no graph has this step."""
         for graphs in self._graphs:
             hidden = graphs.replay(input_ids, context)
             if hidden is not None:
                 return hidden
-        output: Tensor = self._model(input_ids, context)
-        return output
+        return None
 
 
 def with_graphs(
@@ -151,7 +158,7 @@ def with_graphs(
     """
     mode = resolve_cudagraph_mode(config.device, kv_pool.device)
     sizes = GraphSizes.of(mode, config.scheduler)
-    if mode == "none" or not model.can_be_captured:
+    if mode == "none" or not isinstance(model, TorchModel) or not model.can_be_captured:
         return model
     return GraphedModel(model, kv_pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
 
@@ -215,7 +222,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: TorchModel,
         kv_pool: Tensor,
         sizes: Sequence[int],
         maker: GraphMaker,
@@ -262,7 +269,7 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self._hidden[:num_tokens]
 
-    def _capture(self, model: LanguageModel, context: ForwardContext, maker: GraphMaker) -> Graph:
+    def _capture(self, model: TorchModel, context: ForwardContext, maker: GraphMaker) -> Graph:
         num_tokens = len(context.positions)
         input_ids = self._inputs.input_ids[:num_tokens]
         hidden = model(input_ids, context)  # compiles and loads kernels before the capture
@@ -293,34 +300,34 @@ class DecodeGraphs:
         )
 
 
-# One attention call, with everything bound except queries and context.
-Call = Callable[[Tensor, ForwardContext], Tensor]
-
-
 class PieceGraphs:
-    """Graphs of the parts between the attention calls of any batch, for some sizes.
+    """Graphs of the spans between the attention records of any batch, for some sizes.
 
-    Everything except attention depends only on the number of tokens. So while a forward pass is
-    captured, every attention call ends one graph and starts another:
+    Everything except attention depends only on the number of tokens. So a graph is captured of each
+    span of a program's records, and attention runs between them:
 
-        embed, qkv₀ │ attend₀ │ o₀, mlp₀, qkv₁ │ attend₁ │ …      │ replayed │ launched │
+        embed, qkv₀ │ attention₀ │ o₀, mlp₀, qkv₁ │ attention₁ │ …      │ replayed │ run │
 
     Args:
         sizes: ascending.
     """
 
     def __init__(
-        self, model: LanguageModel, kv_pool: Tensor, sizes: Sequence[int], maker: GraphMaker
+        self, model: TorchModel, kv_pool: Tensor, sizes: Sequence[int], maker: GraphMaker
     ) -> None:
-        self._sizes = sizes
+        self._sizes, self._model, self._kv_pool = sizes, model, kv_pool
         self._inputs = GraphInputs(
             sizes[-1], kv_pool.device, needs_prompt_lens=model.needs_prompt_lens
         )
-        # The tensors that pass between pieces and attention calls, made by the largest capture.
-        self._query = self._mixed = self._hidden = torch.empty(0)
-        self._pieces = {
-            size: self._capture(model, kv_pool, size, maker) for size in reversed(sizes)
-        }
+        model.write(kv_pool)
+        program = model.program
+        self._attentions = program.numbers_of("attention")
+        self._query, self._mixed = (
+            program.records[self._attentions[0]].arguments[name] for name in ("query", "out")
+        )
+        # What passes between graphs and attention, made by the largest capture.
+        self._queries = self._attended = self._hidden = torch.empty(0)
+        self._graphs = {size: self._capture(size, maker) for size in reversed(sizes)}
 
     def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
         """The model's hidden states, valid until the next call; None for a step that is too
@@ -329,19 +336,26 @@ class PieceGraphs:
         size = padded_size(self._sizes, num_tokens)
         if size is None:
             return None
+        assert context.kv_pool.data_ptr() == self._kv_pool.data_ptr(), "of another pool"
         self._inputs.fill(input_ids, context, size)
-        pieces = self._pieces[size]
-        query, mixed = self._query[:num_tokens], self._mixed[:num_tokens]
-        for graph, attend in zip(pieces.graphs, pieces.calls, strict=False):
+        *graphs, last = self._graphs[size]
+        step = TorchStep(
+            token_ids=input_ids, layout=context.layout, positions=context.positions,
+            is_invariant=self._model.is_invariant,
+        )  # fmt: skip
+        self._model.write(self._kv_pool)
+        attended = self._attended[:num_tokens]
+        for graph, number in zip(graphs, self._attentions, strict=True):
             graph.replay()
-            mixed.copy_(attend(query, context))
-        pieces.graphs[-1].replay()
+            rows: Rows = {self._query.name: self._queries[:num_tokens]}
+            self._model.program.run(step, rows, first=number, end=number + 1, keeps=True)
+            attended.copy_(rows[self._mixed.name])
+        last.replay()
         return self._hidden[:num_tokens]
 
-    def _capture(
-        self, model: LanguageModel, kv_pool: Tensor, size: int, maker: GraphMaker
-    ) -> _Pieces:
-        inputs = self._inputs
+    def _capture(self, size: int, maker: GraphMaker) -> list[Graph]:
+        """A graph of each span."""
+        inputs, kv_pool = self._inputs, self._kv_pool
         nothing = torch.zeros(0, dtype=torch.int32, device=kv_pool.device)
         layout = PagedLayout(  # attention is not captured, so only the slots are read
             query_start_loc=nothing,
@@ -351,68 +365,47 @@ class PieceGraphs:
             max_query_len=size,
             max_seq_len=size,
         )
+        context = ForwardContext(
+            kv_pool=kv_pool,
+            layout=layout,
+            positions=inputs.positions[:size],
+            prompt_lens=inputs.prompt_lens_of(size),
+        )
+        self._run(context, [])  # compiles kernels before the capture
+        graphs = [maker.graph() for _ in range(len(self._attentions) + 1)]
+        self._run(context, graphs)
+        return graphs
 
-        def forward(attend: Any) -> Tensor:
-            context = ForwardContext(
-                kv_pool=kv_pool,
-                layout=layout,
-                positions=inputs.positions[:size],
-                prompt_lens=inputs.prompt_lens_of(size),
-                attend=attend,
-            )
-            hidden: Tensor = model(inputs.input_ids[:size], context)
-            return hidden
+    def _run(self, context: ForwardContext, graphs: list[Graph]) -> None:
+        """Run all spans, each captured by its graph, if there are graphs."""
+        model, size, rows = self._model, len(context.positions), Rows()
+        starts = [0, *(number + 1 for number in self._attentions)]
+        ends = [*self._attentions, len(model.program)]
+        step: TorchStep | None = None
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if graphs:
+                graphs[number].begin()
+            if step is None:
+                step = model.begin(self._inputs.input_ids[:size], context)
+            model.program.run(step, rows, first=start, end=end)
+            is_last = end == len(model.program)
+            left = model.hidden_of(rows) if is_last else rows.pop(self._query.name)
+            held = self._held(left, is_last=is_last)
+            held[:size].copy_(left)
+            if graphs:
+                graphs[number].end()
+            rows[self._mixed.name] = self._attended[:size]
 
-        def skip(query: Tensor, *_: object, **__: object) -> Tensor:
-            if not len(self._query):
-                self._query, self._mixed = torch.zeros_like(query), torch.zeros_like(query)
-            return self._mixed[:size]
-
-        hidden = forward(skip)  # compiles kernels before the capture
-        if not len(self._hidden):
-            self._hidden = torch.zeros_like(hidden)
-        pieces = _Pieces(maker, self._query[:size], self._mixed[:size])
-        pieces.begin()
-        self._hidden[:size].copy_(forward(pieces.attend))
-        pieces.graphs[-1].end()
-        return pieces
-
-
-class _Pieces:
-    """One captured forward pass: a graph, an attention call, a graph, …, a graph.
-
-    Args:
-        query, mixed: [num_tokens, num_heads, head_dim], before and after attention.
-    """
-
-    def __init__(self, maker: GraphMaker, query: Tensor, mixed: Tensor) -> None:
-        self.graphs: list[Graph] = []
-        self.calls: list[Call] = []
-        self._maker = maker
-        self._query, self._mixed = query, mixed
-
-    def begin(self) -> None:
-        self.graphs.append(self._maker.graph())
-        self.graphs[-1].begin()
-
-    def attend(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        _layout: PagedLayout,
-        **options: Any,
-    ) -> Tensor:
-        """Stands in for attention while a forward pass is captured."""
-        self._query.copy_(query)
-        self.graphs[-1].end()
-
-        def call(query: Tensor, context: ForwardContext) -> Tensor:
-            return context.attend(query, key_cache, value_cache, context.layout, **options)
-
-        self.calls.append(call)
-        self.begin()
-        return self._mixed
+    def _held(self, left: Tensor, *, is_last: bool) -> Tensor:
+        """Where a span leaves its result."""
+        if is_last:
+            if not len(self._hidden):
+                self._hidden = torch.zeros_like(left)
+            return self._hidden
+        if not len(self._queries):
+            self._queries = torch.zeros_like(left)
+            self._attended = torch.zeros_like(left.flatten(1))
+        return self._queries
 
 
 class GraphInputs:

@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.config import CacheConfig, CudagraphMode, DeviceConfig, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.models.language_model import TorchModel
+from penstock.engine.models.language_model import LoadedModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.kernels.cpu.cores import num_usable_cores
 
@@ -70,7 +70,7 @@ def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     return kinds[config.kv_cache_dtype]
 
 
-def use_kv_dtype(model: TorchModel, dtype: torch.dtype) -> None:
+def use_kv_dtype(model: LoadedModel, dtype: torch.dtype) -> None:
     """Have a model store keys and values in this dtype."""
     if dtype == torch.float8_e4m3fn:
         model.use_fp8_cache()

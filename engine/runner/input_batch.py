@@ -697,19 +697,13 @@ class SteadyDecode:
 
     def goes_on(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """Whether a step continues the run."""
-        return (
-            self.is_due
-            and len(scheduled) == len(self.seq_ids)
-            and all(
-                item.seq_id == seq_id
-                and item.num_new_tokens == query_len
-                and item.entry is None
-                and not item.num_wanted_drafts
-                for item, seq_id, query_len in zip(
-                    scheduled, self.seq_ids, self._query_lens, strict=True
-                )
-            )
-        )
+        if not self.is_due or len(scheduled) != len(self.seq_ids):
+            return False
+        for item, seq_id, query_len in zip(scheduled, self.seq_ids, self._query_lens, strict=True):
+            is_same = item.seq_id == seq_id and item.num_new_tokens == query_len
+            if not is_same or item.entry is not None or item.num_wanted_drafts:
+                return False
+        return True
 
     def extend_table(self, number: int, first: int, block_ids: tuple[int, ...]) -> None:
         """Store new blocks, from index `first` on, of the run's sequence `number`."""

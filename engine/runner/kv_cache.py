@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.config import CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import StateSpec
 
 _GIB = 1 << 30
 _HOST_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB}
@@ -34,13 +34,14 @@ class KVShape:
     num_draft_bytes: int = 0
 
     @classmethod
-    def of(cls, kv_spec: Sequence[LayerKV], block_size: int) -> KVShape:
-        """The shape for a model's layers; their windows do not matter.
+    def of(cls, state_spec: StateSpec, block_size: int) -> KVShape:
+        """The shape for a model's one group; windows of layers do not matter.
 
         Raises:
             ConfigError: layers differ in size, which one tensor cannot hold.
         """
-        sizes = {(layer.num_heads, layer.head_size, layer.dtype) for layer in kv_spec}
+        (layers,) = (group.layers for group in state_spec)
+        sizes = {(layer.num_heads, layer.head_size, layer.dtype) for layer in layers}
         if len(sizes) > 1:
             raise ConfigError(
                 "the model's layers store keys and values of different sizes: "
@@ -48,7 +49,7 @@ class KVShape:
             )
         ((num_heads, head_size, dtype),) = sizes
         return cls(
-            num_layers=len(kv_spec),
+            num_layers=len(layers),
             block_size=block_size,
             num_kv_heads=num_heads,
             head_size=head_size,

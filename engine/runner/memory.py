@@ -14,7 +14,9 @@ from penstock.engine.config import FITTING_LEN, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.model_files.free_memory import free_cpu_bytes
-from penstock.engine.models.language_model import TorchModel
+from penstock.engine.models.backends import in_torch
+from penstock.engine.models.language_model import LoadedModel
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.runner.cuda_graphs import (
     CudaGraphMaker,
@@ -40,7 +42,7 @@ _ATTENTION_BYTES = 1 << 30
 
 def allocate_pool(
     config: EngineConfig,
-    model: TorchModel,
+    model: LoadedModel,
     shape: KVShape,
     max_model_len: int,
     ranks: Ranks = ALONE,
@@ -96,7 +98,7 @@ def make_host_tier(pool: Tensor, num_blocks: int) -> HostTier | NoHostTier:
 
 
 def available_bytes(
-    config: EngineConfig, model: TorchModel, shape: KVShape, max_model_len: int
+    config: EngineConfig, model: LoadedModel, shape: KVShape, max_model_len: int
 ) -> int:
     """Bytes for the KV pool on the model's device."""
     device = model.device
@@ -120,7 +122,7 @@ def cpu_pool_bytes(free: int) -> int:
 
 
 @torch.inference_mode()
-def _profile_peak_bytes(config: EngineConfig, model: TorchModel, shape: KVShape) -> int:
+def _profile_peak_bytes(config: EngineConfig, model: LoadedModel, shape: KVShape) -> int:
     """Peak memory of a full step's forward pass, besides weights and KV pool."""
     device = model.device
     num_tokens = min(config.scheduler.max_num_batched_tokens, model.context_len)
@@ -128,24 +130,29 @@ def _profile_peak_bytes(config: EngineConfig, model: TorchModel, shape: KVShape)
     context = ForwardContext.of_sequence(pool, num_tokens)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = model(torch.zeros_like(context.positions), context)
+    runs = in_torch(model)
+    hidden = runs(torch.zeros_like(context.positions), context)
     # Sampling holds a few float64 copies of the logits.
     rows = min(config.scheduler.max_num_seqs, num_tokens)
-    logits = model.logits(hidden[:rows]).double()
+    logits = runs.logits(hidden[:rows]).double()
     logits.softmax(-1).cumsum(-1)
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def _profile_graphs_bytes(
-    config: EngineConfig, model: TorchModel, shape: KVShape, max_model_len: int
+    config: EngineConfig, model: LoadedModel, shape: KVShape, max_model_len: int
 ) -> int:
     """Memory of the graphs that will be captured, from capturing some of them."""
     device = model.device
     pool = shape.allocate(1, device)
 
+    runs = in_torch(model)
+    if not isinstance(runs, TorchModel) or not runs.can_be_captured:
+        return 0
+
     def capture(sizes: GraphSizes) -> GraphedModel:
         max_blocks = shape.num_blocks_for(max_model_len)
-        return GraphedModel(model, pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
+        return GraphedModel(runs, pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
 
     def used_bytes() -> int:
         torch.cuda.synchronize(device)

@@ -23,12 +23,12 @@ from penstock.engine.models.backends import (
     check_deterministic,
     cpu_kernels,
     fastest,
-    run_step,
     running_library,
 )
-from penstock.engine.models.language_model import LanguageModel, StepOutput, TorchModel
+from penstock.engine.models.language_model import LanguageModel, LoadedModel, StepOutput
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.pooling.pooler import Pooler, Vectors
 from penstock.engine.pooling.score_head import load_score_head
@@ -47,13 +47,13 @@ from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
-from penstock.engine.runner.timing import Stopwatch
+from penstock.engine.runner.timing import Stopwatch, stopwatch_of
 from penstock.engine.sampling.grammars import StepMasks
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
 from penstock.engine.speculative.device.draft_progress import num_draft_bytes
-from penstock.engine.speculative.device.drafters import Drafter, draft_kv_specs, make_drafter
+from penstock.engine.speculative.device.drafters import Drafter, draft_state_spec, make_drafter
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
 
@@ -117,7 +117,10 @@ class ModelRunner:
         pooling: ModelPooling | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        # One for all steps: making one takes longer than entering it.
+        self._inference_mode = torch.inference_mode()
         self._device = select_device(config.device, ranks)
+        self._start_stopwatch = stopwatch_of(self._device)
         check_kv_dtype(config.cache, self._device)
         model = load_model(config.model, model_path, self._device, defers_experts=True, ranks=ranks)
         self.adapters = adapter_slots(config, model, model_path)
@@ -126,8 +129,8 @@ class ModelRunner:
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
         use_kv_dtype(model, kv_dtype)
         drafting_model = load_drafting_model(config, model)
-        shape = KVShape.of(model.kv_spec, config.cache.block_size)
-        draft_specs = draft_kv_specs(drafting_model, kv_dtype)
+        shape = KVShape.of(model.state_spec, config.cache.block_size)
+        draft_specs = draft_state_spec(drafting_model, kv_dtype)
         shape = replace(shape, num_draft_bytes=num_draft_bytes(draft_specs, shape.block_size))
         self._kv_pool = allocate_pool(config, model, shape, max_model_len, ranks)
         if config.model.max_model_len == FITTING_LEN:
@@ -213,9 +216,12 @@ class ModelRunner:
         """Run one step. Sequences whose last known token it computes get a new token."""
         return self.launch(batch).result()
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> StepInFlight | PendingStage:
         """Begin a step without waiting for a GPU, so that the next one may be launched at once."""
+        with self._inference_mode:
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> StepInFlight | PendingStage:
         self._batch.update(batch)
         if batch.moves:
             self._host_tier.execute(batch.moves)
@@ -224,7 +230,7 @@ class ModelRunner:
         draft_model = self._draft_model
         if draft_model is not None:
             draft_model.update(batch)
-        stopwatch = Stopwatch(self._device)
+        stopwatch = self._start_stopwatch()
         if not batch.scheduled:
             if self.adapters is not NO_ADAPTERS:
                 self.adapters.prepare(batch, ())
@@ -232,7 +238,7 @@ class ModelRunner:
         if draft_model is not None:
             draft_model.propose(batch)
         inputs = self._batch.prepare(
-            batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
+            batch, self._kv_pool, needs_prompt_lens=self.info.needs_prompt_lens
         )
         if self._sends_on:
             return self._send_on(batch, inputs, stopwatch)
@@ -242,8 +248,7 @@ class ModelRunner:
             masks.fill()
         if self.adapters is not NO_ADAPTERS:
             self.adapters.prepare(batch, inputs.sampled_seq_ids)
-        output = run_step(
-            self._model,
+        output = self._model.step(
             self._tokens.input_ids(inputs),
             inputs.context,
             inputs.sampled_tokens,
@@ -277,7 +282,7 @@ class ModelRunner:
         if self.adapters is not NO_ADAPTERS:
             self.adapters.prepare(batch, ())
         input_ids = self._tokens.input_ids(inputs)
-        output = run_step(self._model, input_ids, inputs.context, None, None, None)
+        output = self._model.step(input_ids, inputs.context)
         if self._draft_model is not None:
             self._draft_model.follow(batch, inputs, output)
         return PendingStage(batch.step, stopwatch, self._host_tier)
@@ -298,7 +303,7 @@ class ModelRunner:
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
         """The token of each sampled row, which a GPU may not have computed yet."""
         drawn = output.drawn
-        if drawn is not None and sampling.is_plain:
+        if drawn is not None and not (sampling.changed or sampling.num_tops):
             token_ids, is_valid = drawn.read()
             return Sampled(token_ids=token_ids, is_valid=is_valid, logprobs={})
         if sampling.changed or sampling.masks is not None:
@@ -316,7 +321,7 @@ def _order_of(model: LanguageModel, library: CpuLibrary | None) -> str:
 
 
 def adapter_slots(
-    config: EngineConfig, model: TorchModel, model_path: Path
+    config: EngineConfig, model: LoadedModel, model_path: Path
 ) -> AdapterSlots | NoAdapters:
     """Room for adapters in a model whose weights are not packed yet, if the config wants it."""
     lora = config.lora
@@ -492,7 +497,7 @@ class Progress:
     """Counts the finished parts of running steps, for the watchdog.
 
     A step on a CPU may take minutes. Its parts show that it makes progress: the calls of the
-    kernels' pool or, where torch computes, the layers.
+    kernels' pool or, where torch computes, the records of a program or the layers of a module.
 
     Args:
         model: as it runs.
@@ -510,6 +515,7 @@ class Progress:
     ) -> None:
         self._library = library
         self._num_layers = 0
+        self._model = model if isinstance(model, TorchModel) else None
         # On a GPU layers are only launched, and a step never takes minutes.
         if isinstance(model, torch.nn.Module) and device.type == "cpu":
             for module in model.modules():
@@ -518,7 +524,10 @@ class Progress:
 
     def num_parts_done(self) -> int:
         """Parts of all steps so far; grows while a step makes progress."""
-        return self._num_layers + (0 if self._library is None else self._library.num_calls)
+        num_done = self._num_layers
+        if self._model is not None:
+            num_done += self._model.num_parts_done
+        return num_done + (0 if self._library is None else self._library.num_calls)
 
     def describe(self) -> str:
         """What the threads of the CPU's pool are doing, in words."""

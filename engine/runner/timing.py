@@ -6,7 +6,9 @@ On a CPU work is done when a call returns, so an event is the time at which it i
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,8 +45,8 @@ def record_moment(device: torch.device, stream: Any = None) -> Any:
     return moment
 
 
-class Stopwatch:
-    """Measures from its construction on, on a device's current stream."""
+class EventStopwatch:
+    """Measures from its construction on, on a GPU's current stream."""
 
     __slots__ = ("_device", "_end", "_start")
 
@@ -62,7 +64,25 @@ class Stopwatch:
         seconds: float = self._start.elapsed_time(self._end) / 1e3
         return seconds
 
-    def stop(self) -> float:
-        """Seconds from the start until everything launched so far is done; waits for it."""
-        self.mark_end()
-        return self.seconds()
+
+class WallStopwatch:
+    """Its counterpart on a CPU, one of which is made for every token."""
+
+    __slots__ = ("_end_s", "_start_s")
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def mark_end(self) -> None:
+        self._end_s = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self._end_s - self._start_s
+
+
+Stopwatch: TypeAlias = EventStopwatch | WallStopwatch
+
+
+def stopwatch_of(device: torch.device) -> Callable[[], Stopwatch]:
+    """What starts a stopwatch on a device."""
+    return WallStopwatch if device.type == "cpu" else partial(EventStopwatch, device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,8 +28,7 @@ from penstock.kernels.sampling import sample_tokens
 from penstock.kernels.token_masks import TokenMasks, mask_logits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     """A step's tokens, row by row.
 
     Attributes:

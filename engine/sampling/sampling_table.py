@@ -50,11 +50,6 @@ class SamplingBatch:
         """Whether some row's logits are not changed."""
         return len(self.changed) < len(self.num_tokens)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row only needs a draw."""
-        return not self.changed and not self.num_tops
-
     def plain(self) -> SamplingBatch:
         """These rows, drawn from the logits as they are."""
         return replace(self, changed={}, num_tops={}, masks=None)

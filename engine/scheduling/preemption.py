@@ -29,17 +29,16 @@ class PreemptionCosts:
 
     Args:
         block_move_s: seconds to move a block between the tiers, as measured at start.
+
+    Attributes:
+        prefill_tokens_per_s: measured rate; 0 before the first prompt.
     """
 
     def __init__(self, mode: PreemptionMode, *, block_move_s: float = 0.0) -> None:
         self._mode = mode
         self._block_move_s = block_move_s
         self._token_s: float | None = None  # of prefill; unknown before the first
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Measured rate; 0 before the first prompt."""
-        return 1.0 / self._token_s if self._token_s else 0.0
+        self.prefill_tokens_per_s = 0.0
 
     def prefers_swap(self, *, num_tokens: int, num_blocks: int, num_to_save: int) -> bool:
         """Whether a victim should be swapped out.
@@ -67,6 +66,7 @@ class PreemptionCosts:
             is_prefill = num_tokens >= _PREFILL_FACTOR * len(batch.scheduled)
             if is_prefill and not any(item.num_drafts for item in batch.scheduled):
                 self._token_s = _mean(self._token_s, result.compute_s / num_tokens)
+                self.prefill_tokens_per_s = 1.0 / self._token_s
 
 
 def _mean(known: float | None, new: float) -> float:

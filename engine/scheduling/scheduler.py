@@ -212,14 +212,15 @@ class Scheduler:
             self._config,
             num_decoding=len(decoding),
             num_microbatches=self._num_microbatches,
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
         )
-        limits = self._prompt_limits(in_prompt, budget - len(decoding))
+        limits = self._prompt_limits(in_prompt, budget - len(decoding)) if in_prompt else {}
         spare = self._config.max_num_batched_tokens - budget  # for images that are not cut
         for sequence in decoding + in_prompt:
             num_new = min(self._num_uncomputed(sequence), budget)
             num_new = min(num_new, limits.get(sequence.seq_id, num_new))
-            num_new = self._uncut(sequence, num_new, room=budget + spare)
+            if self._has_bidirectional_images and num_new > 0:
+                num_new = self._uncut(sequence, num_new, room=budget + spare)
             if num_new > 0:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
                 has_preempted |= num_preempted > 0
@@ -233,7 +234,8 @@ class Scheduler:
             self._admit(scheduled, budget, spare)
         if not scheduled:
             self._make_way(scheduled)
-        self.drafting.add_drafts(scheduled)
+        if self.drafting.drafted:
+            self.drafting.add_drafts(scheduled)
         self.counters.num_steps += bool(scheduled)
         return Batch(
             step=self.counters.num_steps,
@@ -245,9 +247,12 @@ class Scheduler:
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Process a step's result; the outputs for clients."""
         self._costs.observe(batch, result)
-        self.drafting.observe(batch, result)
-        outputs = [each for each in self._notices if each.request_id in self._requests]
-        self._notices = []
+        if self.drafting.drafted:
+            self.drafting.observe(batch, result)
+        outputs: list[RequestOutput] = []
+        if self._notices:
+            outputs = [each for each in self._notices if each.request_id in self._requests]
+            self._notices = []
         outputs += self._queue_stats.update()
         outputs += self._output_processor.process(batch, result)
         return outputs
@@ -267,8 +272,6 @@ class Scheduler:
     def _prompt_limits(self, in_prompt: list[Sequence], budget: int) -> dict[int, int]:
         """Maximum tokens of the prompts being computed, by seq_id, where tenants compete for the
         budget; the next sequence to be admitted competes too."""
-        if not in_prompt:
-            return {}
         missing = {sequence: self._num_uncomputed(sequence) for sequence in in_prompt}
         head = self._running_set.waiting.peek() if self._running_set.num_free_slots > 0 else None
         num_entering = 0 if head is None else self._num_missing(head)
@@ -314,8 +317,6 @@ class Scheduler:
     def _uncut(self, sequence: Sequence, num_new: int, *, room: int) -> int:
         """How many tokens to compute, `num_new` or else, so that the step ends in no image whose
         tokens see all of it; 0: the image must wait for a step with more room."""
-        if not self._has_bidirectional_images or num_new <= 0:
-            return num_new
         begin = sequence.num_computed_tokens
         end = begin + num_new
         for image in sequence.request.images:
@@ -349,7 +350,8 @@ class Scheduler:
             if was_parked:
                 self._tell(sequence, Notice.RESUMED)
             num_new = min(self._num_missing(sequence), budget)
-            num_new = self._uncut(sequence, num_new, room=budget + spare)
+            if self._has_bidirectional_images:
+                num_new = self._uncut(sequence, num_new, room=budget + spare)
             if not num_new:
                 return  # it runs, and its image is computed in one of the next steps
             scheduled[sequence.seq_id] = self._enter(sequence, num_new)

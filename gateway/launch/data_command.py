@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import shutil
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -121,8 +122,7 @@ def _stats(parsed: argparse.Namespace) -> int:
             "ORDER BY tenants.name"
         ).fetchall()
         (num_responses,) = reader.execute("SELECT count(*) FROM log_ended").fetchone()
-    files = [path for path in folder.iterdir() if path.is_file()]
-    print(f"{folder}: {_size(sum(path.stat().st_size for path in files))}")
+    print(f"{folder}: {_size(sum(_sizes(folder)))}")
     for tenant, number, num_listed, num_bytes, num_turns, num_dropped in found:
         print(
             f"  tenant {tenant}: conversations {num_listed}, chains of responses "
@@ -131,6 +131,14 @@ def _stats(parsed: argparse.Namespace) -> int:
         )
     print(f"  ended responses that can be streamed again: {num_responses}")
     return 0
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Of its files; a server may delete some meanwhile."""
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                yield path.stat().st_size
 
 
 def _size(num_bytes: float) -> str:
@@ -151,10 +159,13 @@ def _clear(parsed: argparse.Namespace) -> int:
         if input(f"Delete all chats in {folder}? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
     from penstock.gateway.storage.disk import FILE_NAME
+    from penstock.gateway.storage.response_log.journal_files import FOLDER
 
     with _own(parsed):
         for path in folder.glob(f"{FILE_NAME}*"):
             path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder / FOLDER)
     return 0
 
 

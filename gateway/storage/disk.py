@@ -7,10 +7,6 @@ A job is a function of a connection. Those that wait while a transaction runs ar
 under load many jobs cost one commit, and alone a job waits for nothing. Each job is a savepoint: if
 it fails, the others are stored nevertheless. A job's result is told after its commit.
 
-A `Statement` may be executed on the event loop (`submit_quick`): a thread and the way back cost
-several times what it takes. It is a write to the page cache, which waits for the disk only if that
-is overloaded; after one that took long, the next thousands go to the thread.
-
 WAL with `synchronous = NORMAL`: what was committed outlives the process at once. A loss of power
 may cost the last moment, never consistency (https://sqlite.org/wal.html). Checkpoints run on the
 reader thread, because they wait for the disk; the writer only does their last part.
@@ -45,9 +41,6 @@ _COMPLAIN_EVERY_S = 60.0
 _ERASE_EVERY_S = 1.0  # at most
 _TROUBLE_S = 5.0  # after a write that failed
 _BUSY_MS = 5000
-_QUICK_S = 0.002  # for which a statement may hold up the event loop
-_NUM_SLOW = 5000  # transactions of the writer after one that took longer
-_LOOK_EVERY = 64  # statements on the event loop
 _PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",
@@ -71,19 +64,6 @@ class DiskError(Exception):
 
 class NewerSchemaError(Exception):
     """The database was written by a later version of this server."""
-
-
-class Statement:
-    """A job of one statement, which SQLite executes whole or not at all: alone, it costs half."""
-
-    __slots__ = ("_sql", "_values")
-
-    def __init__(self, sql: str, values: Sequence[Any] = ()) -> None:
-        self._sql = sql
-        self._values = values
-
-    def __call__(self, connection: sqlite3.Connection) -> None:
-        connection.execute(self._sql, self._values)
 
 
 class Disk:
@@ -117,9 +97,6 @@ class Disk:
         self._trouble_until_s = 0.0
         self._wal = self.path.with_name(f"{FILE_NAME}-wal")
         self._is_checkpoint_due = False
-        self._num_waiting = 0  # jobs whose results were not told yet; the event loop's
-        self._num_slow = 0  # transactions that are the writer's because they may take long
-        self._num_quick = 0
         self._is_erasing_due = False
         self._eraser: asyncio.Task[None] | None = None
 
@@ -171,25 +148,12 @@ class Disk:
             done: called on the event loop after the commit, with the result and None, or with None
                 and the job's exception or a `DiskError`.
         """
-        self._num_waiting += 1
         self._writes.put((job, done))
 
-    def submit_quick(
-        self, statement: Statement, done: Callable[[None, Exception | None], None]
-    ) -> None:
-        """As `submit`; but if the writer has nothing to do and the disk is quick, the statement is
-        executed here, and `done` has been called when this returns."""
-        if self._num_waiting or self._num_slow:
-            self.submit(statement, done)
-            return
-        begun_s = time.perf_counter()
-        ((_, _, error),) = self._transaction([(statement, done)])
-        if time.perf_counter() - begun_s > _QUICK_S:
-            self._num_slow = _NUM_SLOW
-        self._num_quick += 1
-        if self._num_quick % _LOOK_EVERY == 0:
-            self._checkpoint_if_due()
-        done(None, error)
+    def submit_look(self, job: Job[_T], done: Callable[[_T, Exception | None], None]) -> None:
+        """Execute a job that blocks or only reads, on the reader thread: it sees all commits
+        before, and holds up none. `done` as of `submit`."""
+        self._reads.put((job, done))
 
     async def run(self, job: Job[_T]) -> _T:
         """Execute a job that writes; returns its result after the commit.
@@ -198,12 +162,11 @@ class Disk:
             DiskError: nothing was stored.
             Exception: the job's.
         """
-        return await self._awaited(self._writes, job)
+        return await self._awaited(self.submit, job)
 
     async def look(self, job: Job[_T]) -> _T:
-        """Execute a job that only reads, on the reader thread: it sees all commits before, and
-        holds up none. Raises as `run`."""
-        return await self._awaited(self._reads, job)
+        """As `submit_look`; returns and raises as `run`."""
+        return await self._awaited(self.submit_look, job)
 
     def erase_soon(self) -> None:
         """Something was deleted: have it in no file any longer (`truncate`), in the background."""
@@ -230,10 +193,18 @@ class Disk:
         """Write the WAL into the database and empty it, so that what was deleted is in no file any
         longer; False: it is being read, so try again later. Raises: DiskError."""
         await self.look(_checkpoint)  # most of it, while writes go on
-        self._expect_reset()
         return await self.run(_reset)
 
-    async def _awaited(self, queue: _Queue, job: Job[_T]) -> _T:
+    def sync(self) -> None:
+        """Have what was committed outlive a loss of power. Blocks. Raises: OSError."""
+        with contextlib.suppress(FileNotFoundError):  # nothing was since the database was opened
+            fd = os.open(self._wal, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    async def _awaited(self, submit: Callable[[Job[_T], Done], None], job: Job[_T]) -> _T:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def done(result: _T, error: Exception | None) -> None:
@@ -244,10 +215,7 @@ class Disk:
             else:
                 future.set_result(result)
 
-        if queue is self._writes:
-            self.submit(job, done)
-        else:
-            queue.put((job, done))
+        submit(job, done)
         return await future
 
     # -- threads -----------------------------------------------------------------------------
@@ -263,7 +231,7 @@ class Disk:
                     for job, done in jobs
                     if job is _reset
                 ]
-                self._tell_written(replies)
+                self._tell(replies)
                 self._checkpoint_if_due()
         if self._writer is not None:
             self._writer.close()
@@ -286,8 +254,6 @@ class Disk:
         try:
             if connection is None:  # the one before was damaged, and there was no room for another
                 connection = self._writer = self._opened()
-            if len(jobs) == 1 and isinstance(jobs[0][0], Statement):
-                return [(jobs[0][1], *_alone(connection, jobs[0][0]))]
             connection.execute("BEGIN IMMEDIATE")
             replies = [(done, *_tried(connection, job)) for job, done in jobs]
             connection.execute("COMMIT")
@@ -304,23 +270,30 @@ class Disk:
         """Why writes failed lately: a word, and a message; None: they did not."""
         return self._trouble if time.monotonic() < self._trouble_until_s else None
 
+    def report(self, why: str, *, is_full: bool) -> DiskError:
+        """Something could not be stored: `trouble` tells it for a while, the log once a minute."""
+        now_s = time.monotonic()
+        self._trouble, self._trouble_until_s = (
+            ("full" if is_full else "failed", why),
+            now_s + _TROUBLE_S,
+        )
+        if now_s >= self._complain_s:
+            self._complain_s = now_s + _COMPLAIN_EVERY_S
+            _LOG.warning("cannot store in %s: %s", self.path.parent, why)
+        return DiskError(why)
+
     def _refused(self, error: sqlite3.Error) -> DiskError:
         """What to tell about a transaction that failed; replaces a damaged database."""
-        state = "full" if _code(error) == sqlite3.SQLITE_FULL else "failed"
-        self._trouble = state, describe(error)
-        self._trouble_until_s = time.monotonic() + _TROUBLE_S
         if _code(error) in _DAMAGED:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
-            self._set_aside(error)
+            self._set_aside(error)  # with a line in the log
+            self._complain_s = time.monotonic() + _COMPLAIN_EVERY_S
             with contextlib.suppress(sqlite3.Error):  # else the next transaction tries it
                 self._writer = self._opened()
             self._call(self._on_emptied)
-        elif time.monotonic() >= self._complain_s:
-            self._complain_s = time.monotonic() + _COMPLAIN_EVERY_S
-            _LOG.warning("cannot store in %s: %s", self.path, describe(error))
-        return DiskError(describe(error))
+        return self.report(describe(error), is_full=_code(error) == sqlite3.SQLITE_FULL)
 
     def _read(self) -> None:
         connection: sqlite3.Connection | None = None
@@ -352,19 +325,7 @@ class Disk:
     def _on_checkpoint(self, _result: None, _error: Exception | None) -> None:
         self._is_checkpoint_due = False
         # Of what was written meanwhile: otherwise it would grow as long as there is something.
-        self._expect_reset()
         self.submit(_reset, _ignore)
-
-    def _expect_reset(self) -> None:
-        self._num_slow = max(self._num_slow, 2)  # it, and the next one, wait for the disk
-
-    def _tell_written(self, replies: Sequence[_Reply]) -> None:
-        self._call(partial(self._deliver_written, replies))
-
-    def _deliver_written(self, replies: Sequence[_Reply]) -> None:
-        self._num_waiting -= len(replies)
-        self._num_slow = max(self._num_slow - 1, 0)
-        _deliver(replies)
 
     def _tell(self, replies: Sequence[_Reply]) -> None:
         self._call(partial(_deliver, replies))
@@ -436,17 +397,6 @@ def describe(error: sqlite3.Error) -> str:
 def _code(error: sqlite3.Error) -> int:
     """The primary error code; -1: the error is not SQLite's but that of its caller."""
     return getattr(error, "sqlite_errorcode", -1) & 0xFF
-
-
-def _alone(connection: sqlite3.Connection, statement: Statement) -> tuple[None, Exception | None]:
-    """As `_tried`, of a statement that is its own transaction."""
-    try:
-        statement(connection)
-    except sqlite3.Error as error:
-        if _code(error) in (*_FULL, *_DAMAGED):
-            raise
-        return None, error
-    return None, None
 
 
 def _tried(connection: sqlite3.Connection, job: Job[Any]) -> tuple[Any, Exception | None]:

@@ -30,7 +30,7 @@ from penstock.engine.config import (
 from penstock.engine.errors import ConfigError
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
-from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.program import CpuProgram
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.int8_cache import SCALE_BYTES
 from penstock.load.limits import Ceilings, duration_s, random_codes
@@ -146,7 +146,7 @@ class CaseMaker:
         return Case(name=name, copies=copies, num_bytes=num_bytes, num_products=num_products)
 
     def _call(self, operation: str, **arguments: Any) -> Callable[[], None]:
-        program = Program(self.library)
+        program = CpuProgram(self.library)
         program.add(operation, **arguments)
         program.record()
         return program.run

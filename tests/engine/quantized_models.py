@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.config import ModelConfig, Quantization
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
 from penstock.engine.models.backends import cpu_kernels, fastest
-from penstock.engine.models.cpu_decoder import CpuDecoder
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -37,7 +37,7 @@ def load(
     decoder = load_model(config, path, CPU)
     library = None if in_torch else cpu_kernels(decoder, BLOCK_SIZE)
     model = fastest(decoder, BLOCK_SIZE, library)
-    assert isinstance(model, Decoder if in_torch else CpuDecoder)
+    assert isinstance(model, TorchModel if in_torch else CpuModel)
     return model
 
 
@@ -52,7 +52,7 @@ def logits(
     [num_tokens, vocab_size]"""
     if token_ids is None:
         token_ids = torch.randint(0, 160, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3))
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     num_blocks = shape.num_blocks_for(len(token_ids))
     pool = shape.allocate(num_blocks, CPU)
     pool.view(torch.uint8).fill_(0xFF)  # NaN in every dtype, and as a scale
@@ -74,7 +74,7 @@ def logits(
     return torch.cat(parts)
 
 
-def linears(model: Decoder) -> list[Linear]:
+def linears(model: nn.Module) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 

@@ -31,7 +31,8 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
 from penstock.engine.executor.in_process import InProcessExecutor
-from penstock.engine.models import cpu_decoder
+from penstock.engine.models import cpu_model
+from penstock.engine.models.language_model import StepOutput
 from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.gateway.launch.cli import _parser
@@ -165,13 +166,10 @@ class Watch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, *args: Any) -> Tensor:
-        return self._model(*args)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._model.logits(hidden)
-        self._given.append(logits.clone())
-        return logits
+    def step(self, *args: Any) -> StepOutput:
+        output: StepOutput = self._model.step(*args)
+        self._given.append(output.logits.clone())
+        return output
 
     def execute(self, batch: Batch) -> BatchResult:
         self._given.clear()
@@ -179,7 +177,6 @@ class Watch:
             if item.entry is not None:
                 self._tokens[item.seq_id] = list(item.entry.token_ids)
         result = self._runner.execute(batch)
-        # The first logits of a step are those of its draws, in order; the others are of prompts.
         rows = self._given[0] if self._given else ()
         for row, (seq_id, drawn) in zip(rows, result.token_ids.items(), strict=True):
             tokens = self._tokens[seq_id]
@@ -274,7 +271,7 @@ def test_the_way_changes_no_bit(
 ) -> None:
     way = WAYS[name]
     if way.num_threads > 1:
-        monkeypatch.setattr(cpu_decoder, "_MIN_SHARED_S", 0.0)  # else small steps run on one
+        monkeypatch.setattr(cpu_model, "_MIN_SHARED_S", 0.0)  # else small steps run on one
     core = model(way)
     assert answer(core) == alone
     counters = core.scheduler.counters

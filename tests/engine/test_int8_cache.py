@@ -150,9 +150,9 @@ def test_hits_and_forks_have_the_same_tokens(tiny_checkpoint: Callable[..., Path
 
 def test_the_bytes_of_a_block(tiny_checkpoint: Callable[..., Path]) -> None:
     decoder = decoder_with("auto", tiny_checkpoint(), dtype="bfloat16")
-    exact = KVShape.of(decoder.kv_spec, BLOCK_SIZE)
+    exact = KVShape.of(decoder.state_spec, BLOCK_SIZE)
     decoder.use_int8_cache()
-    shape = KVShape.of(decoder.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(decoder.state_spec, BLOCK_SIZE)
     head_dim = decoder.config.head_dim
     assert exact.bytes_per_block * (head_dim + 4) == shape.bytes_per_block * 2 * head_dim
     pool = shape.allocate(3, CPU)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from penstock.engine.batch import Batch
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.request import BeamSearch, Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.kernels.reference.draw_uniforms import as_draws, draw_uniforms_reference
@@ -132,7 +132,7 @@ class Bytes:
         """Keys and values of all computed positions: [layers, 2, tokens, heads, head_dim]."""
         runner = self.executor._runner
         blocks: Tensor = runner._kv_pool[:, :, self.tables[seq_id]]
-        if isinstance(runner._model, CpuDecoder):  # whose kernels have an order of their own
+        if isinstance(runner._model, CpuModel):  # whose kernels have an order of their own
             dtype = runner._model.dtype
             blocks = torch.stack([torch.stack(unpack_cache(*layer, dtype)) for layer in blocks])
         return blocks.flatten(2, 3)[:, :, : self.computed[seq_id]].clone()

@@ -29,8 +29,9 @@ from penstock.engine.config import (
 )
 from penstock.engine.model_files.resolve import weights_fingerprint
 from penstock.engine.models.backends import cpu_kernels, fastest
-from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.loader import load_model
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.startup import build_core
 from penstock.engine.weights.converted import BYTES_VARIABLE, ConvertedMatrices, _checksum
 from penstock.engine.weights.matrix import DenseMatrix
@@ -83,7 +84,7 @@ def test_inputs_as_they_are_are_nearer(
     quantized = load_model(ModelConfig(quantization=quantization), path, CPU)
     for layer in quantized.matrix_layers:
         layer.set_matrix(DenseMatrix(torch.cat([each.dequantize() for each in layer.quantized])))
-    expected = logits(quantized)
+    expected = logits(TorchModel(quantized))  # type: ignore[arg-type]
     exact = load(path, quantization, quantize_activations=False)
     assert relative_error(logits(exact), expected) < 1e-5
     assert 1e-3 < relative_error(logits(load(path, quantization)), expected) < 0.05
@@ -146,8 +147,8 @@ def test_few_bits_a_weight_and_the_originals_are_dropped(
     small = fastest(decoder, BLOCK_SIZE, cpu_kernels(decoder, BLOCK_SIZE))
     whole = load(path, "none")
     assert all(each.weight.numel() == 0 and not each.quantized for each in decoder.matrix_layers)
-    assert isinstance(small, CpuDecoder)
-    assert isinstance(whole, CpuDecoder)
+    assert isinstance(small, CpuModel)
+    assert isinstance(whole, CpuModel)
     of_matrices = whole.weight_bytes / 4 * bits / 8
     for weight_bytes in (in_torch, small.weight_bytes):
         # And scales, and norms; int4 has values and the head in 8 bits.
@@ -391,7 +392,9 @@ def test_a_few_weights_that_were_changed(
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     assert weights_fingerprint(path) == fingerprint
     after = load(path, "int4", in_torch=True)
-    rows = [each.embed_tokens(torch.tensor([999, 1000])) for each in (before, after)]  # type: ignore[attr-defined]
+    rows = [
+        each.decoder.embed_tokens.look_up(torch.tensor([999, 1000])) for each in (before, after)
+    ]  # type: ignore[attr-defined]
     assert torch.equal(rows[0][0], rows[1][0])
     assert (rows[1][1] - 3.0).abs().max() < 0.1
 

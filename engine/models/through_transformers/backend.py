@@ -36,7 +36,7 @@ from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import constant, weight_bytes
 from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec, StepOutput
 from penstock.engine.models.registry import ARCHITECTURES
 from penstock.engine.models.through_transformers.cpu import CpuParts, OthersThanRowwise, use_kernels
 from penstock.engine.models.through_transformers.modules import (
@@ -55,6 +55,7 @@ from penstock.engine.vision.towers import (
     towers,
 )
 from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.token_masks import TokenMasks
 
 _OLDEST = Version(
     "5.0"
@@ -450,7 +451,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class TransformersModel(nn.Module):
-    """A `TorchModel` whose forward pass is that of `transformers`.
+    """A `LoadedModel`, and a `LanguageModel`, whose forward pass is that of `transformers`.
 
     Args:
         inspected: its model has no weights yet.
@@ -464,7 +465,6 @@ class TransformersModel(nn.Module):
         ConfigError: the context's length is unknown; the ranks cannot share the model.
     """
 
-    can_be_captured = False
     needs_prompt_lens = False
     sends_on = False
     expected_bytes = 0
@@ -519,6 +519,19 @@ class TransformersModel(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
 
+    def step(
+        self,
+        input_ids: Tensor,
+        context: ForwardContext,
+        sampled_tokens: Tensor | None = None,
+        parameters: Tensor | None = None,  # noqa: ARG002  (a sampler draws)
+        draws: Tensor | None = None,  # noqa: ARG002
+        masks: TokenMasks | None = None,  # noqa: ARG002
+    ) -> StepOutput:
+        hidden = self(input_ids, context)
+        sampled = hidden if sampled_tokens is None else hidden[sampled_tokens]
+        return StepOutput(hidden=hidden, logits=self.logits(sampled))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]
 
@@ -543,8 +556,8 @@ class TransformersModel(nn.Module):
             self.images = VisionEncoder(self.causal_lm, self._base_name, path)
 
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
-        return tuple(
+    def state_spec(self) -> StateSpec:
+        layers = tuple(
             LayerKV(
                 num_heads=each.num_kv_heads,
                 head_size=each.stored_size,
@@ -553,6 +566,7 @@ class TransformersModel(nn.Module):
             )
             for each in self._attentions
         )
+        return (PagedKV(layers),)
 
     def use_fp8_cache(self) -> None:
         """Store keys and values in FP8.

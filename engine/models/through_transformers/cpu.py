@@ -21,14 +21,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.packed_linear import (
-    CpuLinear,
-    PackedLinear,
-    QuantizedLinear,
-    RankSums,
-    StackedLinear,
-    pack_linear,
-)
 from penstock.engine.models.through_transformers.modules import (
     CONTEXT,
     ModuleEmbedding,
@@ -37,10 +29,14 @@ from penstock.engine.models.through_transformers.modules import (
     trial_step,
 )
 from penstock.engine.parallel.ranks import ALONE, Ranks, SharedRanks
+from penstock.engine.program.cpu_backend import RankSums, pack_matrix
+from penstock.engine.program.cpu_matrices import PackedLinear, QuantizedLinear, StackedLinear
+from penstock.engine.program.operands import Operand, write_sum
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
-from penstock.kernels.cpu.program import Buffer, Place, Program
+from penstock.kernels.cpu.program import CpuProgram
+from penstock.kernels.program import Buffer, Place
 
-# As in `cpu_decoder`. Threads are woken for less work, since they still spin after the last part.
+# As in `cpu_model`. Threads are woken for less work, since they still spin after the last part.
 _READ_BYTES_PER_S, _PRODUCTS_PER_S = 20e9, 100e9
 _MIN_SHARED_S = 15e-6
 _SMALL = 0.1  # standard deviation of inputs beside which what a layer adds to them shows
@@ -58,7 +54,7 @@ class CpuParts:
 
     def __init__(self, library: CpuLibrary, block_size: int) -> None:
         self.library, self.block_size = library, block_size
-        self.program = Program(library)
+        self.program = CpuProgram(library)
         self.weight_bytes = 0
         self._attentions: list[tuple[int, Structure]] = []  # by layer, what names its cache
         self._capacity, self._pool = 0, 0
@@ -118,7 +114,7 @@ class CpuParts:
 
     def add_attention(
         self,
-        program: Program,
+        program: CpuProgram,
         qkv: Buffer,
         module: PagedAttention,
         *,
@@ -160,7 +156,7 @@ class Part:
         x: Buffer,
         out_size: int,
         write: Callable[[ctypes.c_int64], tuple[Structure, str] | Buffer],
-        linears: Sequence[CpuLinear] = (),
+        linears: Sequence[Operand] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
@@ -197,7 +193,7 @@ class Part:
         return self.run(len(flat)).view(*x.shape[:-1], self._out_size)
 
 
-def _is_worth_sharing(linears: Sequence[CpuLinear], num_rows: int) -> bool:
+def _is_worth_sharing(linears: Sequence[Operand], num_rows: int) -> bool:
     """Whether these products take one thread long enough to share them with the others."""
     seconds = 0.0
     for each in linears:
@@ -319,17 +315,17 @@ def can_attend(module: PagedAttention, block_size: int) -> bool:
     return is_right and block_size % 2 == 0 and not module.has_sinks
 
 
-def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, CpuLinear]:
+def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, Operand]:
     """The matrices of linear layers; an embedding that is one of them is looked up there."""
     tables = {
         id(each.weight): each for each in modules.values() if isinstance(each, ModuleEmbedding)
     }
-    packed: dict[str, CpuLinear] = {}
+    packed: dict[str, Operand] = {}
     for name, module in modules.items():
         if not isinstance(module, ModuleLinear) or module.in_features % 2:
             continue
         table = tables.get(id(module.weight))
-        linear = pack_linear(parts.library, module, module.bias)
+        linear = pack_matrix(parts.library, module)
         packed[name] = linear
         parts.weight_bytes += linear.num_bytes
         module.compute = _product(parts, linear)
@@ -339,7 +335,7 @@ def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, CpuLinear
     return packed
 
 
-def _product(parts: CpuParts, linear: CpuLinear) -> Part:
+def _product(parts: CpuParts, linear: Operand) -> Part:
     x = parts.program.buffer(f"inputs {linear.in_features}", linear.in_features)
 
     def write(num_rows: ctypes.c_int64) -> tuple[Structure, str] | Buffer:
@@ -433,7 +429,7 @@ class _Fused:
     """
 
     write: Callable[..., Structure]
-    linears: Sequence[CpuLinear]
+    linears: Sequence[Operand]
     ranks: Ranks
     head_dim: int = 0
 
@@ -441,8 +437,8 @@ class _Fused:
 def _fuse_mlp(
     parts: CpuParts,
     parent: nn.Module,
-    first: Sequence[CpuLinear],
-    last: CpuLinear,
+    first: Sequence[Operand],
+    last: Operand,
     ranks: Ranks,
 ) -> _Fused | None:
     """Make a gated MLP one part, if the module is one."""
@@ -450,12 +446,13 @@ def _fuse_mlp(
     if sizes != {last.in_features}:
         return None
 
-    def write(program: Program, y: Place | None, x: Buffer, **rows: Any) -> Structure:
+    def write(program: CpuProgram, y: Place | None, x: Buffer, **rows: Any) -> Structure:
         gate_up = program.buffer(f"gate_up {2 * last.in_features}", 2 * last.in_features)
         gated = program.buffer(f"gated {last.in_features}", last.in_features)
         StackedLinear(first).write(program, gate_up, x, **rows)
         program.add("silu_mul", y=gated, x=gate_up, size=gated.size, **rows)
-        return last.write(program, y, gated, **rows)
+        product: Structure = last.write(program, y, gated, **rows)
+        return product
 
     def write_part(num_rows: ctypes.c_int64) -> tuple[Structure, str] | Buffer:
         if isinstance(last, StackedLinear):
@@ -482,8 +479,8 @@ def _fuse_mlp(
 def _fuse_attention(
     parts: CpuParts,
     parent: nn.Module,
-    first: Sequence[CpuLinear],
-    last: CpuLinear,
+    first: Sequence[Operand],
+    last: Operand,
     ranks: Ranks,
     trial: _Trial,
 ) -> _Fused | None:
@@ -507,14 +504,15 @@ def _fuse_attention(
         eps = getattr(query, "variance_epsilon", getattr(query, "eps", None))
         given = {"query_norm": query.weight, "key_norm": key.weight, "eps": eps}
 
-    def write(program: Program, y: Place | None, x: Buffer, **rows: Any) -> Structure:
+    def write(program: CpuProgram, y: Place | None, x: Buffer, **rows: Any) -> Structure:
         qkv, mixed = (
             program.buffer(f"{name} {width}", width)
             for name, width in (("qkv", sum(sizes)), ("mixed", sizes[0]))
         )
         StackedLinear(first).write(program, qkv, x, **rows)
         parts.add_attention(program, qkv, module, norms=given, out=mixed)
-        return last.write(program, y, mixed, **rows)
+        product: Structure = last.write(program, y, mixed, **rows)
+        return product
 
     theirs = parent.forward
 
@@ -550,7 +548,7 @@ class _Layer:
     """A decoder layer as operations `first` to before `end` of a chain's program."""
 
     theirs: Callable[..., Any]
-    linears: Sequence[CpuLinear]
+    linears: Sequence[Operand]
     head_dim: int
     first: int
     end: int
@@ -576,7 +574,7 @@ class _Chain:
         self._sums = RankSums(parts.library, ranks) if isinstance(ranks, SharedRanks) else None
         if self._sums is not None:
             self._sums.begin(_MAX_CHAINED_ROWS, size)
-        self._program = Program(parts.library, parts.program.step)
+        self._program = CpuProgram(parts.library, parts.program.step)
         self._streams = [self._program.buffer("stream 0", size)]
         self.layers: list[_Layer] = []
         self.starts: set[int] = set()
@@ -608,8 +606,8 @@ class _Chain:
             if self._sums is None:
                 module.write(program, product, normed)
             else:
-                module.write(program, self._sums.part(size), normed)
-                self._sums.write(program, product, size)
+                module.write(program, self._sums.part(program, size), normed)
+                write_sum(self._sums, program, product, size)
             program.add("scale_add", y=after, x=product, residual=before, factor=1.0, size=size)
         self._streams.append(y)
         linears = (*attention.linears, *mlp.linears)

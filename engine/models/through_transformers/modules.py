@@ -16,6 +16,7 @@ from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.parallel.ranks import ALONE
 from penstock.kernels import int8_cache
 from penstock.kernels.cpu.library import pair_of, unpack_keys, unpack_values
+from penstock.kernels.paged_attention import paged_attention
 from penstock.kernels.paged_layout import PagedLayout
 from penstock.kernels.rotary_store_kv import rotary_store_kv
 
@@ -76,7 +77,7 @@ class PagedAttention(Attention):
         """Numbers of the cache's dtype that a key takes."""
         return self.head_dim + (int8_cache.SCALE_BYTES if self.is_int8 else 0)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -115,7 +116,11 @@ class PagedAttention(Attention):
             key_scale=self.key_scale,
             value_scale=self.value_scale,
         )
-        return super().forward(query, context, sinks=sinks)
+        return paged_attention(
+            query, *context.cache(self.layer), context.layout, scale=self.scale,
+            window=self.window, soft_cap=self.soft_cap, sinks=sinks, alibi=self.alibi,
+            key_scale=self.key_scale, value_scale=self.value_scale,
+        )  # fmt: skip
 
     def _attend_within(self, image: WholeImage, query: Tensor, context: ForwardContext) -> Tensor:
         """Attention of an image's tokens to what its first token sees and to the rest of the image,
@@ -221,7 +226,7 @@ class ModuleLinear(Linear):
             return self._joined(x)
         if self.compute is not None:
             return self.compute(x)
-        y: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
+        y = self.multiply(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _joined(self, x: Tensor) -> Tensor:
@@ -229,7 +234,7 @@ class ModuleLinear(Linear):
         rows = x.reshape(-1, x.shape[-1])
         if self.own_inputs is not None:
             rows = rows[:, self.own_inputs.start : self.own_inputs.stop]
-        y = self.multiply(rows, self.bias) if self.compute is None else self.compute(rows)
+        y = self.multiply(rows) if self.compute is None else self.compute(rows)
         if self.gathered_size:
             size = -(-self.gathered_size // self.ranks.size)  # the last rank may have fewer
             y = self.ranks.gather(functional.pad(y, (0, size - y.shape[1])).contiguous())
@@ -247,10 +252,10 @@ class ModuleEmbedding(Embedding):
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.compute is not None:
             y = self.compute(token_ids)
-            if self.num_ids:
-                y = self.ranks.sum(y.view(-1, y.shape[-1])).view(y.shape)
-            return y
-        y = super().forward(token_ids.flatten())
+        else:
+            y = self.look_up(token_ids.flatten())
+        if self.num_ids:
+            y = self.ranks.sum(y.view(-1, y.shape[-1]))
         return y.view(*token_ids.shape, y.shape[-1])
 
 

@@ -18,7 +18,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from penstock.engine.batch import Batch
-from penstock.engine.models.backends import run_step
 from penstock.engine.models.language_model import LanguageModel, StepOutput
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
@@ -49,7 +48,7 @@ class DraftModel:
         self._model, self._batch, self._sampler = model, batch, sampler
         self._max_token_id = vocab_size - 1
         self._progress = DraftProgress(
-            (model.kv_spec,), kv_pool, num_host_blocks, batch, max_num_tokens=max_num_tokens
+            model.state_spec, kv_pool, num_host_blocks, batch, max_num_tokens=max_num_tokens
         )
         (self._pool,) = self._progress.pools
         self._proposed: dict[int, int] = {}  # how far, with guesses not checked yet
@@ -104,8 +103,7 @@ class DraftModel:
         """The token after each span."""
         inputs = self._inputs(spans)
         sampling = inputs.sampling
-        output = run_step(
-            self._model,
+        output = self._model.step(
             self._known(inputs.input_ids),
             inputs.context,
             inputs.sampled_tokens,

@@ -13,24 +13,23 @@ import numpy as np
 from torch import Tensor
 
 from penstock.engine.batch import Batch
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import StateSpec
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import make_host_tier
 
-KVSpecs = Sequence[Sequence[LayerKV]]  # of each pool
 Spans = Mapping[int, tuple[int, int]]  # seq_id → its first position, and that after its last
 
 
-def num_draft_bytes(kv_specs: KVSpecs, block_size: int) -> int:
+def num_draft_bytes(state_spec: StateSpec, block_size: int) -> int:
     """What a drafter's pools take for the tokens of a block."""
-    return sum(KVShape.of(spec, block_size).bytes_per_block for spec in kv_specs)
+    return sum(KVShape.of((group,), block_size).bytes_per_block for group in state_spec)
 
 
 class DraftProgress:
     """
     Args:
-        kv_specs: of the drafter's pools.
+        state_spec: of the drafter, whose groups have a pool each.
         kv_pool: the target's.
         num_host_blocks: of the target's host tier.
         batch: the sequences on the device.
@@ -43,7 +42,7 @@ class DraftProgress:
 
     def __init__(
         self,
-        kv_specs: KVSpecs,
+        state_spec: StateSpec,
         kv_pool: Tensor,
         num_host_blocks: int,
         batch: InputBatch,
@@ -53,8 +52,8 @@ class DraftProgress:
     ) -> None:
         num_blocks, self._block_size = kv_pool.shape[2:4]
         self.pools = tuple(
-            KVShape.of(spec, self._block_size).allocate(num_blocks, kv_pool.device)
-            for spec in kv_specs
+            KVShape.of((group,), self._block_size).allocate(num_blocks, kv_pool.device)
+            for group in state_spec
         )
         self._host_tiers = [make_host_tier(pool, num_host_blocks) for pool in self.pools]
         self._batch, self._max_num_tokens, self._lag = batch, max_num_tokens, lag

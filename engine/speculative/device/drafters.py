@@ -13,13 +13,13 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.models.backends import fastest
-from penstock.engine.models.language_model import StepOutput
+from penstock.engine.models.language_model import StateSpec, StepOutput
 from penstock.engine.models.loader import DraftingModel
 from penstock.engine.runner.device import use_kv_dtype
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculative.device.draft_model import DraftModel
-from penstock.engine.speculative.device.draft_progress import DraftProgress, KVSpecs, Spans
+from penstock.engine.speculative.device.draft_progress import DraftProgress, Spans
 from penstock.engine.speculative.device.eagle3_head import Eagle3Head
 from penstock.kernels.cpu.library import CpuLibrary
 
@@ -58,7 +58,7 @@ class Eagle3Drafter:
     ) -> None:
         self._head, self._batch, self._sampler = head, batch, sampler
         self._progress = DraftProgress(
-            head.kv_specs,
+            head.state_spec,
             kv_pool,
             num_host_blocks,
             batch,
@@ -136,15 +136,15 @@ class Eagle3Drafter:
 Drafter: TypeAlias = DraftModel | Eagle3Drafter
 
 
-def draft_kv_specs(model: DraftingModel | None, kv_dtype: torch.dtype) -> KVSpecs:
+def draft_state_spec(model: DraftingModel | None, kv_dtype: torch.dtype) -> StateSpec:
     """What a drafter's pools hold, with keys and values in this dtype; an EAGLE-3 head's have its
     own."""
     if model is None:
         return ()
     if isinstance(model, Eagle3Head):
-        return model.kv_specs
+        return model.state_spec
     use_kv_dtype(model, kv_dtype)
-    return (model.kv_spec,)
+    return model.state_spec
 
 
 def make_drafter(

@@ -24,8 +24,14 @@ from penstock.engine.model_files.config_fields import ConfigFields
 from penstock.engine.models.decoder import GatedMLP, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families.llama import read_llama_config
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec
 from penstock.engine.models.names import LLAMA_NAMES
+from penstock.engine.models.writer import AttentionWriter, MLPWriter, write_norm
+from penstock.engine.parallel.ranks import ALONE
+from penstock.engine.program.torch_backend import TorchBackend, TorchMeeting
+from penstock.kernels.program import Buffer
+from penstock.kernels.torch_operations import TorchStep
+from penstock.kernels.torch_program import Rows, TorchProgram, read
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -113,22 +119,6 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, decoder.norm_eps)
         self.mlp = GatedMLP(decoder)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        features: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        context: ForwardContext,
-    ) -> tuple[Tensor, Tensor]:
-        """embedded, features [num_tokens, hidden_size] → what must still be added to the residual
-        stream, and the stream"""
-        normed = self.hidden_norm(features)
-        residual = normed if self.has_normed_stream else features
-        both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        x = self.self_attn(both, rotary, context)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
-
 
 class Eagle3Head(nn.Module):
     """
@@ -144,6 +134,8 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.config = config
         decoder, size = config.decoder, config.decoder.hidden_size
+        self._program: TorchProgram | None = None
+        self._written_for = 0
         self.embed_tokens = Embedding(decoder.vocab_size, size)
         self.fc = Linear(len(config.feature_layers) * target.hidden_size, (size,))
         self.midlayer = Eagle3Layer(config)
@@ -156,8 +148,7 @@ class Eagle3Head(nn.Module):
     def fuse(self, inputs: Sequence[Tensor]) -> Tensor:
         """The inputs of the model's `feature_layers`, [num_tokens, its hidden_size] each → features
         [num_tokens, hidden_size]"""
-        features: Tensor = self.fc(torch.cat(tuple(inputs), dim=-1))
-        return features
+        return self.fc.multiply(torch.cat(tuple(inputs), dim=-1))
 
     def forward(
         self, input_ids: Tensor, features: Tensor, context: ForwardContext
@@ -171,21 +162,57 @@ class Eagle3Head(nn.Module):
             hidden states, and the features for the positions after, of guessed tokens; of the
             shape of `features`.
         """
-        embedded: Tensor = self.embed_tokens(input_ids)
-        rotary = self.rotary(context.positions, context.prompt_lens, embedded.dtype)
-        x, residual = self.midlayer(embedded, features, rotary, context)
-        return self.norm.add(x, residual)
+        program = self._written(context.kv_pool)
+        rotary = self.rotary(context.positions, context.prompt_lens, self.dtype)
+        step = TorchStep(
+            token_ids=input_ids, layout=context.layout, positions=context.positions,
+            rotary=(rotary,),
+        )  # fmt: skip
+        rows: Rows = {"features": features}
+        program.run(step, rows)
+        return read(rows, program.buffer("hidden", 0)), read(rows, program.buffer("stream", 0))
+
+    def _written(self, kv_pool: Tensor) -> TorchProgram:
+        """The program for this pool."""
+        if self._program is None or self._written_for != kv_pool.data_ptr():
+            self._program, self._written_for = TorchProgram(self.dtype), kv_pool.data_ptr()
+            kept = self._write(self._program, kv_pool[0])
+            self._program.compile(kept)
+        return self._program
+
+    def _write(self, program: TorchProgram, cache: Tensor) -> tuple[Buffer, Buffer]:
+        """Add all records; the buffers of the hidden states and of the stream."""
+        layer, size = self.midlayer, self.config.decoder.hidden_size
+        names = ("features", "embedded", "both", "fused", "stream", "attended", "normed", "hidden")
+        features, embedded, both, fused, stream, attended, normed, hidden = (
+            program.buffer(name, size) for name in names
+        )
+        both.size = 2 * size
+        backend = TorchBackend(
+            TorchMeeting(ALONE, self.norm.weight, 0, has_before=False, has_after=False)
+        )
+        backend.pack_table(self.embed_tokens).write_lookup(program, embedded)
+        write_norm(program, fused, features, layer.hidden_norm)
+        write_norm(program, both.columns(0), embedded, layer.input_layernorm)
+        program.add("scale_add", y=both.columns(size), x=fused, factor=1.0, size=size)
+        residual = fused if layer.has_normed_stream else features
+        attention = AttentionWriter(layer.self_attn, backend, rope=0)
+        attention.write(program, y=attended, x=both, cache=cache, residual=residual)
+        write_norm(program, normed, attended, layer.post_attention_layernorm)
+        MLPWriter(layer.mlp, backend).write(program, stream, normed, residual=attended)
+        write_norm(program, hidden, stream, self.norm)
+        return hidden, stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size], −inf for tokens that the head
         cannot guess"""
-        known = self.lm_head.logits(hidden)
+        known = self.lm_head.multiply(hidden)
         logits = known.new_full((len(known), self.config.decoder.vocab_size), -torch.inf)
         return logits.index_copy_(1, self.target_ids, known)
 
     @property
-    def kv_specs(self) -> tuple[tuple[LayerKV, ...], tuple[LayerKV, ...]]:
-        """What two pools hold: keys and values, which stay in the model's dtype, since they are
+    def state_spec(self) -> StateSpec:
+        """Two groups: keys and values, which stay in the model's dtype, since they are
         those of one layer; and a feature for each token in their place, half of it in each."""
         decoder = self.config.decoder
         keys_values, features = (
@@ -195,7 +222,7 @@ class Eagle3Head(nn.Module):
                 (1, decoder.hidden_size // 2),
             )
         )
-        return (keys_values,), (features,)
+        return PagedKV((keys_values,)), PagedKV((features,))
 
     @property
     def weight_bytes(self) -> int:

@@ -76,6 +76,9 @@ class Drafting:
         config: its `speculation` is None: only requests with a prediction get drafts.
         num_tokens_left: how many tokens a sequence may still get.
         num_verify_rows: tokens that a step computes in about the time of one.
+
+    Attributes:
+        drafted: the sequences that may get drafts, by seq_id.
     """
 
     def __init__(
@@ -95,12 +98,12 @@ class Drafting:
         self._max_num_tokens = config.max_num_batched_tokens
         self._blocks = blocks
         self._num_tokens_left = num_tokens_left
-        self._drafted: dict[int, _Drafted] = {}  # by seq_id
+        self.drafted: dict[int, _Drafted] = {}
         self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
 
     def enter(self, sequence: Sequence) -> bool:
         """A sequence enters the device; whether it may get drafts."""
-        if sequence.seq_id in self._drafted:
+        if sequence.seq_id in self.drafted:
             return True
         prediction = sequence.request.prediction_token_ids
         if not (sequence.params.speculation and (self._is_for_all or prediction)):
@@ -116,14 +119,14 @@ class Drafting:
             sibling=self._finished_outputs.find(sequence.request),
         )
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
-        self._drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
+        self.drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
         return True
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a sequence should get its next tokens only when those in flight are known, since
         there are drafts for what comes after them."""
-        drafted = self._drafted.get(sequence.seq_id)
-        if drafted is None or len(self._drafted) >= self._num_verify_rows:
+        drafted = self.drafted.get(sequence.seq_id)
+        if drafted is None or len(self.drafted) >= self._num_verify_rows:
             return False
         if drafted.forced or drafted.pause > 0:
             return bool(drafted.forced)
@@ -131,7 +134,7 @@ class Drafting:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended; its output is kept for its siblings."""
-        drafted = self._drafted.pop(sequence.seq_id, None)
+        drafted = self.drafted.pop(sequence.seq_id, None)
         if drafted is not None and self._is_for_all:
             self._finished_outputs.add(sequence)
 
@@ -141,24 +144,22 @@ class Drafting:
 
     def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> None:
         """Add drafts to a planned step whose tokens are counted as computed."""
-        if not self._drafted or any(item.num_new_tokens > 1 for item in scheduled.values()):
+        if any(item.num_new_tokens > 1 for item in scheduled.values()):
             return
         number = len(scheduled)
         num_rows = min(self._num_verify_rows, self._max_num_tokens) - number
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
             number -= 1
-            drafted = self._drafted.get(seq_id)
+            drafted = self.drafted.get(seq_id)
             if drafted is not None and share > 0:
                 num_rows -= self._add(drafted, item, share, num_spared=len(scheduled))
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Note which drafts of a step were right."""
-        if not self._drafted:
-            return
         counters = self.counters
         for item in batch.scheduled:
-            drafted = self._drafted.get(item.seq_id)
+            drafted = self.drafted.get(item.seq_id)
             if drafted is not None:
                 drafted.forced = result.forced_token_ids.get(item.seq_id, ())
             num_drafts = item.num_drafts

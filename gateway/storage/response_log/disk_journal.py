@@ -1,10 +1,13 @@
 """Response logs in the database on disk: the tables, what a transaction writes, what a start reads.
 
-    log_running   a response that runs, with its log as it was when it was last stored whole
-    log_journal   what was appended to all logs since: a row for each transaction
+    log_running   a response that runs, with its log as it was when it was last stored whole;
+                  what was appended since is in the journal (`journal_files`)
     log_ended     an ended response, with its whole log
 
-Logs and rows begin with their CRC, because SQLite does not notice when a byte of a value changes.
+Logs begin with their CRC, because SQLite does not notice when a byte of a value changes.
+
+Databases of the first version had the journal in a table, `log_journal`, which counts as segment 0
+of the journal: it is read, never written, and emptied when no running log needs it.
 """
 
 from __future__ import annotations
@@ -14,16 +17,13 @@ import logging
 import sqlite3
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from penstock.gateway.storage.disk import Statement
-from penstock.gateway.storage.response_log.codec import (
-    UnreadableEntryError,
-    decode_appended,
-    encode_appended,
-    encode_log,
-)
+from penstock.gateway.storage.disk import Job
+from penstock.gateway.storage.response_log.codec import UnreadableEntryError, encode_log
+from penstock.gateway.storage.response_log.journal_files import Journal, content_of, read_content
 from penstock.gateway.storage.response_log.log import Outage, ResponseLog, Storage
 from penstock.gateway.storage.response_log.log_store import unpacked
 from penstock.gateway.storage.response_log.record import Entry
@@ -48,12 +48,14 @@ CREATE TABLE log_ended (
     log BLOB NOT NULL
 );
 """
+JOURNAL_FILES = """
+ALTER TABLE log_ended RENAME COLUMN last_row TO last_segment;
+UPDATE log_ended SET last_segment = 0;
+"""
 _LOG = logging.getLogger(__name__)
-_APPEND = "INSERT INTO log_journal VALUES (?, ?, ?)"
 _RUN = "INSERT OR REPLACE INTO log_running VALUES (?, ?, ?, ?)"
 _END = "INSERT OR REPLACE INTO log_ended VALUES (?, ?, ?, ?, ?)"
 _LEAVE = "DELETE FROM log_running WHERE key = ?"
-_TRIM = "DELETE FROM log_journal WHERE number <= ?"
 _NEXT_EPOCH = "UPDATE log_running SET epoch = epoch + 1"
 _FORGET = "DELETE FROM log_ended WHERE response_id = ?"
 _CRC_BYTES = 4
@@ -64,39 +66,20 @@ class Write:
     """What one transaction writes.
 
     Attributes:
-        number: of its row in the journal; all rows before have lower ones.
-        appended: deltas, with their log's key.
         running: logs to be stored whole: key, epoch, pool, log.
-        ended: of logs that have ended: the row in `log_ended`.
+        ended: of logs that have ended: the row in `log_ended`, with the journal's last segment that
+            may have anything of it.
         left: keys of logs that no longer run.
-        trim: journal rows up to this one are no longer needed.
     """
 
-    number: int
-    written_s: float
-    appended: list[tuple[int, Sequence[Entry]]] = field(default_factory=list)
     running: list[tuple[int, int, bytes, bytes]] = field(default_factory=list)
     ended: list[tuple[str, str, float, int, bytes]] = field(default_factory=list)
     left: list[tuple[int]] = field(default_factory=list)
-    trim: int = 0
-
-    def job(self) -> Statement | Write:
-        """One statement, if that is all."""
-        if self.running or self.left or self.trim:
-            return self
-        return Statement(_APPEND, self._row())
 
     def __call__(self, connection: sqlite3.Connection) -> None:
-        if self.appended:
-            connection.execute(_APPEND, self._row())
         connection.executemany(_RUN, self.running)
         connection.executemany(_END, self.ended)
         connection.executemany(_LEAVE, self.left)
-        if self.trim:
-            connection.execute(_TRIM, (self.trim,))
-
-    def _row(self) -> tuple[int, float, bytes]:
-        return self.number, self.written_s, checked(encode_appended(self.appended))
 
 
 def running_row(key: int, pool: bytes, log: ResponseLog) -> tuple[int, int, bytes, bytes]:
@@ -104,34 +87,41 @@ def running_row(key: int, pool: bytes, log: ResponseLog) -> tuple[int, int, byte
     return key, log.epoch, pool, checked(encode_log(log.header, log.entries))
 
 
-def run(row: tuple[int, int, bytes, bytes]) -> Statement:
+def run(row: tuple[int, int, bytes, bytes]) -> Job[None]:
     """Stores a log that begins."""
-    return Statement(_RUN, row)
+    return _statement(_RUN, *row)
 
 
-def next_epoch() -> Statement:
+def next_epoch() -> Job[None]:
     """Begins the next epoch of all that ran."""
-    return Statement(_NEXT_EPOCH)
+    return _statement(_NEXT_EPOCH)
 
 
-def leave(key: int) -> Statement:
+def leave(key: int) -> Job[None]:
     """Deletes a log that does not run."""
-    return Statement(_LEAVE, (key,))
+    return _statement(_LEAVE, key)
 
 
-def forget(response_id: str) -> Statement:
+def forget(response_id: str) -> Job[None]:
     """Deletes an ended log."""
-    return Statement(_FORGET, (response_id,))
+    return _statement(_FORGET, response_id)
 
 
-def trim(number: int) -> Statement:
-    """Deletes the journal's rows up to this one."""
-    return Statement(_TRIM, (number,))
+def _statement(sql: str, *values: Any) -> Job[None]:
+    def job(connection: sqlite3.Connection) -> None:
+        connection.execute(sql, values)
+
+    return job
 
 
-def last_row(connection: sqlite3.Connection, response_id: str) -> int:
-    """The journal's last row that has something of an ended log."""
-    query = "SELECT last_row FROM log_ended WHERE response_id = ?"
+def forget_old_journal(connection: sqlite3.Connection) -> None:
+    """Deletes segment 0 of the journal."""
+    connection.execute("DELETE FROM log_journal")
+
+
+def last_segment(connection: sqlite3.Connection, response_id: str) -> int:
+    """The journal's last one that may have anything of an ended log."""
+    query = "SELECT last_segment FROM log_ended WHERE response_id = ?"
     found = connection.execute(query, (response_id,)).fetchone()
     return found[0] if found is not None else 0
 
@@ -156,19 +146,19 @@ class Found:
     Attributes:
         running: logs by key, in the next epoch.
         unreadable: keys of those that cannot go on.
-        rows: the journal's, of which only the running need any: number, how many deltas.
-        last_row: of the journal, as far as any log that is there was in it.
+        segments: of the journal, which only the running need: the number of deltas in each.
+        last_segment: of the journal, as far as any ended log was in it.
         ended: response, tenant, when, bytes; oldest first.
     """
 
     running: dict[int, ResponseLog] = field(default_factory=dict)
     unreadable: list[int] = field(default_factory=list)
-    rows: list[tuple[int, int]] = field(default_factory=list)
-    last_row: int = 0
+    segments: dict[int, int] = field(default_factory=dict)
+    last_segment: int = 0
     ended: list[tuple[str, str, float, int]] = field(default_factory=list)
 
 
-def recover(connection: sqlite3.Connection, *, storage: Storage) -> Found:
+def recover(connection: sqlite3.Connection, *, storage: Storage, journal: Journal) -> Found:
     """Read what a process that has ended left behind."""
     found = Found()
     pools, logs = dict[int, bytes](), dict[int, ResponseLog]()
@@ -180,40 +170,57 @@ def recover(connection: sqlite3.Connection, *, storage: Storage) -> Found:
             found.unreadable.append(key)
         else:
             logs[key].epoch, pools[key] = epoch + 1, pool
-    found.rows, broken, last_s = _replayed(connection, logs)
+    old = list(_old_rows(connection))
+    files = [(number, journal.rows(number)) for number in journal.existing()]
+    found.segments, broken, last_s = _replayed([(0, old), *files] if old else files, logs)
     for key, log in logs.items():
         silent_s = max(0.0, time.time() - max(last_s, log.header.created_at))
         log.outage = Outage(pool=pools[key], silent_s=silent_s, is_complete=key not in broken)
         found.running[key] = log
     query = "SELECT response_id, tenant, ended_s, length(log) FROM log_ended ORDER BY ended_s"
     found.ended = connection.execute(query).fetchall()
-    (last_row,) = connection.execute("SELECT max(last_row) FROM log_ended").fetchone()
-    found.last_row = max([last_row or 0, *(number for number, _ in found.rows[-1:])])
+    (last,) = connection.execute("SELECT max(last_segment) FROM log_ended").fetchone()
+    found.last_segment = last or 0
     return found
 
 
+def _old_rows(connection: sqlite3.Connection) -> Iterator[bytes | None]:
+    """As `Journal.rows`, of segment 0."""
+    query = "SELECT written_s, appended FROM log_journal ORDER BY number"
+    for written_s, data in connection.execute(query):
+        try:
+            yield content_of(written_s, unchecked(data))
+        except UnreadableEntryError:
+            yield None
+
+
 def _replayed(
-    connection: sqlite3.Connection, logs: dict[int, ResponseLog]
-) -> tuple[list[tuple[int, int]], set[int], float]:
+    segments: Iterable[tuple[int, Iterable[bytes | None]]], logs: dict[int, ResponseLog]
+) -> tuple[dict[int, int], set[int], float]:
     """Add to the logs what the journal has of them.
 
-    Returns: the rows, the keys of the logs of which something is missing, and when the last row
-    was written.
+    Args:
+        segments: numbers, and contents of rows.
+
+    Returns: the number of deltas in each segment, the keys of the logs of which something is
+    missing, and when the last row was written.
     """
-    rows, broken, last_s = list[tuple[int, int]](), set[int](), 0.0
-    query = "SELECT * FROM log_journal ORDER BY number"
-    for number, last_s, data in connection.execute(query):  # noqa: B007  (the last one counts)
-        num_deltas = 0
-        try:
-            for key, entries in decode_appended(unchecked(data)):
-                num_deltas += len(entries)
+    num_deltas, broken, last_s = dict[int, int](), set[int](), 0.0
+    for number, rows in segments:
+        num_deltas[number] = 0
+        for content in rows:
+            try:
+                last_s, appended = read_content(content)
+            except UnreadableEntryError as error:
+                text = "a row in segment %d of the journal of responses is damaged: %s"
+                _LOG.warning(text, number, error)
+                broken |= logs.keys()
+                continue
+            for key, entries in appended:
+                num_deltas[number] += len(entries)
                 if key in logs and not _extended(logs[key], entries):
                     broken.add(key)
-        except UnreadableEntryError as error:
-            _LOG.warning("row %d of the journal of responses is damaged: %s", number, error)
-            broken |= logs.keys()
-        rows.append((number, num_deltas))
-    return rows, broken, last_s
+    return num_deltas, broken, last_s
 
 
 def _extended(log: ResponseLog, entries: Sequence[Entry]) -> bool:

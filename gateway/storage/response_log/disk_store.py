@@ -1,13 +1,17 @@
 """Response logs of one gateway, kept on this machine's disk.
 
-    append ──► end of the iteration ──► one row, one transaction ──► commit ──► readers see it
-                    ▲                              │
-                    └── what came meanwhile ◄──────┘
+    append ──► end of the iteration ──► a row in the journal ──────────────► readers see it
+                                    └─► ended: its whole log, a transaction ──────┘
 
-A running log is in memory; the disk has its journal (`disk_journal`). The next process of this
-folder takes over what ran. When the response ends, its whole log is stored, and the journal's rows
-that no running response needs are deleted. A log that needs old ones, while most of the journal is
-of others that have ended, is stored whole.
+A running log is in memory; the disk has its journal (`journal_files`), and the database its log as
+it was when it was last stored whole (`disk_journal`). The next process of this folder takes over
+what ran. When the response ends, its whole log is stored. Segments of the journal that no running
+response needs are deleted. A log that needs old ones, while most of the journal is of others that
+have ended, is stored whole.
+
+The event loop appends the row itself: a thread and the way back cost several times what that takes.
+It waits for the disk only if that is overloaded; after a row that took long, the next thousands go
+to the database's writer thread, and what comes meanwhile is the next row.
 
 What the disk does not take is shown nevertheless: its log goes on unlogged, is no longer resumable,
 and is stored whole, and resumable again, as soon as there is room.
@@ -16,16 +20,18 @@ and is stored whole, and resumable again, as soon as there is room.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
+import sqlite3
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from penstock.gateway.storage.conversations.store import store_unavailable
-from penstock.gateway.storage.disk import Disk, DiskError, Statement
+from penstock.gateway.storage.disk import Disk, DiskError
 from penstock.gateway.storage.response_log.codec import encode_log
 from penstock.gateway.storage.response_log.disk_journal import (
     Found,
@@ -33,15 +39,16 @@ from penstock.gateway.storage.response_log.disk_journal import (
     checked,
     ended_log,
     forget,
-    last_row,
+    forget_old_journal,
+    last_segment,
     leave,
     next_epoch,
     recover,
     run,
     running_row,
-    trim,
 )
 from penstock.gateway.storage.response_log.ended_logs import EndedLogs
+from penstock.gateway.storage.response_log.journal_files import Journal, row_of
 from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import (
     DEFAULT_TTL_S,
@@ -49,7 +56,7 @@ from penstock.gateway.storage.response_log.log_store import (
     TakeOver,
     response_expired,
 )
-from penstock.gateway.storage.response_log.record import EndEntry, LogHeader
+from penstock.gateway.storage.response_log.record import EndEntry, Entry, LogHeader
 from penstock.gateway.storage.tenant_shares import TenantShares
 from penstock.gateway.wake_ups import ENDS, WRITES
 
@@ -58,7 +65,9 @@ _RETRY_S = 1.0  # after the disk took nothing
 _NUM_RETRIED = 8  # logs that a transaction stores whole, each of which may take milliseconds
 _BEAT_S = 5.0  # in which the journal of running responses gets a row: so it tells when they ended
 _NUM_DEAD = 50_000  # deltas of ended logs beyond which the journal is shortened
-_TRIM_ROWS = 256  # that are deleted at a time
+_SEGMENT_BYTES = 4 << 20  # of the journal; some 80,000 deltas
+_SLOW_S = 0.002  # for which a row may hold up the event loop
+_NUM_SLOW = 5000  # rows that are the writer thread's after one that took longer
 
 
 @dataclass(slots=True, eq=False)
@@ -67,18 +76,18 @@ class _Running:
 
     Attributes:
         key: of its row.
-        first_row: of the journal, from which on it is needed for this log.
-        num_taken: its entries that are stored, or being stored.
-        num_journaled: those of them that are in the journal.
-        wants_whole: the next transaction stores it whole.
+        first_segment: of the journal, from which on it is needed for this log.
+        num_whole: its entries that were stored when it was last stored whole.
+        num_taken: its entries that are stored.
+        num_stores: transactions that are storing it whole now.
     """
 
     log: ResponseLog
     key: int
-    first_row: int
+    first_segment: int
+    num_whole: int = 0
     num_taken: int = 0
-    num_journaled: int = 0
-    wants_whole: bool = False
+    num_stores: int = 0
 
     @property
     def response_id(self) -> str:
@@ -94,10 +103,11 @@ class DiskLogStore(InMemory):
     """A `LogStore`.
 
     Args:
-        disk: with the tables of `disk_journal.SCHEMA`; it must have started before this store. It
-            calls `emptied`.
+        disk: with the tables of `disk_journal`; it must have started before this store. It calls
+            `emptied`.
         max_bytes, ttl_s, shares: see `EndedLogs`.
         clock: seconds since the epoch.
+        segment_bytes: of the journal.
     """
 
     def __init__(
@@ -108,11 +118,13 @@ class DiskLogStore(InMemory):
         ttl_s: float = DEFAULT_TTL_S,
         shares: TenantShares | None = None,
         clock: Callable[[], float] = time.time,
+        segment_bytes: int = _SEGMENT_BYTES,
     ) -> None:
         self._disk = disk
+        self._journal = Journal(disk.path.parent, segment_bytes)
         self._clock = clock
         self._pool: Callable[[], bytes] = bytes
-        self._running: OrderedDict[str, _Running] = OrderedDict()  # by `first_row`
+        self._running: dict[str, _Running] = {}
         self._opening: set[str] = set()
         # Shown without being stored: the disk may have less of them.
         self._unlogged: dict[_Running, None] = {}
@@ -120,14 +132,13 @@ class DiskLogStore(InMemory):
             max_bytes, ttl_s=ttl_s, shares=shares, clock=clock, forget=self._forget
         )
         self._keys = itertools.count(1)
-        self._next_row = 1
-        self._rows: deque[tuple[int, int]] = deque()  # the journal's: number, how many deltas
-        self._num_deltas = self._num_live = 0  # in the journal; those of running logs
         self._dirty: dict[_Running, None] = {}
-        self._is_due = self._is_writing = self._is_leaving = False
-        self._written: list[asyncio.Future[None]] = []  # who waits for the transaction
+        self._is_due = self._is_appending = self._is_leaving = False
+        self._num_storing = 0  # transactions
+        self._num_slow = 0  # rows that are the writer thread's because they may take long
+        self._written: list[asyncio.Future[None]] = []  # who waits for a row or a transaction
         self._has_dropped = False  # logs that are still in the files
-        self._written_s = 0.0  # when the last transaction began
+        self._written_s = 0.0  # when the last row was
         self._beat: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
 
@@ -142,35 +153,29 @@ class DiskLogStore(InMemory):
     ) -> None:
         self._pool = pool
         try:
-            found = await self._disk.run(partial(recover, storage=self))
+            found = await self._disk.run(partial(recover, storage=self, journal=self._journal))
         except DiskError as error:
             _LOG.warning("cannot go on with what ran before: %s", error)
             found = Found()
-        self._rows.extend(found.rows)
-        self._num_deltas = sum(num for _, num in found.rows)
-        self._next_row = found.last_row + 1
+        self._journal.segments.update(found.segments)
+        self._journal.number = max((found.last_segment, *self._journal.existing())) + 1
         for response_id, tenant, ended_s, num_bytes in found.ended:
             self._ended.add(tenant, response_id, num_bytes, ended_s=ended_s)
-        self._keys = itertools.count(max((*found.running, *found.unreadable), default=0) + 1)
-        self._clean_up(found)
-        first_row = found.rows[0][0] if found.rows else self._next_row
-        for key, log in found.running.items():
-            num = len(log.entries)
-            self._running[log.header.response_id] = _Running(log, key, first_row, num, num)
-            self._num_live += num
-            take_over(log)
-        self._beat_later()
-
-    def _clean_up(self, found: Found) -> None:
+        # A key is never used again: the journal may have more of an earlier log.
+        self._keys = itertools.count(max((time.time_ns(), *found.running, *found.unreadable)) + 1)
         for key in found.unreadable:
             self._disk.submit(leave(key), _ignore)
         if found.running:
             _LOG.info("%d responses ran when this server stopped", len(found.running))
             self._disk.submit(next_epoch(), _ignore)
-        elif found.rows:
-            self._disk.submit(trim(found.rows[-1][0]), _ignore)
-            self._rows.clear()
-            self._num_deltas = 0
+        first_segment = min(found.segments, default=self._journal.number)
+        for key, log in found.running.items():
+            self._running[log.header.response_id] = _Running(
+                log, key, first_segment, num_taken=len(log.entries)
+            )
+            take_over(log)
+        self._drop_dead()
+        self._beat_later()
 
     async def hand_over(self) -> None:
         """What runs goes on when the server starts again. An unlogged log is not left: it would go
@@ -190,9 +195,10 @@ class DiskLogStore(InMemory):
             if timer is not None:
                 timer.cancel()
         await self._flushed()
+        self._journal.close()
 
     async def _flushed(self) -> None:
-        while self._is_writing or self._dirty:
+        while self._dirty or self._is_appending or self._num_storing:
             await self._next_write()
 
     # -- logs --------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ class DiskLogStore(InMemory):
             raise store_unavailable("this gateway is shutting down")
         if any(response_id in each for each in (self._opening, self._running, self._ended)):
             raise LogExistsError(response_id)
-        each = _Running(ResponseLog(header, storage=self), next(self._keys), self._next_row)
+        each = _Running(ResponseLog(header, storage=self), next(self._keys), self._journal.number)
         self._opening.add(response_id)
         try:
             await self._disk.run(run(running_row(each.key, self._pool(), each.log)))
@@ -215,7 +221,7 @@ class DiskLogStore(InMemory):
             raise
         finally:
             self._opening.remove(response_id)
-        each.first_row = self._next_row
+        each.first_segment = self._journal.number
         self._running[response_id] = each
         return each.log
 
@@ -251,11 +257,11 @@ class DiskLogStore(InMemory):
         if not self._ended.has(tenant, response_id):
             return
         try:
-            row = await self._disk.look(partial(last_row, response_id=response_id))
+            segment = await self._disk.look(partial(last_segment, response_id=response_id))
             await self._disk.run(forget(response_id))
             if response_id in self._ended:
                 self._ended.remove(response_id)
-            await self._trim(row)
+            await self._trim(segment)
             self._disk.erase_soon()
         except DiskError as error:
             raise store_unavailable(str(error)) from error
@@ -269,36 +275,45 @@ class DiskLogStore(InMemory):
         each = self._running.get(response_id)
         if each is None or not each.has_end:
             return
-        if each in self._unlogged:
-            self._store_again(each)
+        if each in self._unlogged and not each.num_stores:
+            self._store([each])
         while response_id in self._running:
             await self._next_write()
-            if each in self._unlogged:
+            if each in self._unlogged and not each.num_stores:
                 raise store_unavailable("its log could not be stored either")
 
-    async def _trim(self, row: int) -> None:
-        """Delete the journal's rows up to this one; running logs that need them are stored whole.
+    async def _trim(self, segment: int) -> None:
+        """Delete the journal's segments up to this one; running logs that need them are stored
+        whole.
 
         Raises:
             DiskError.
         """
-        row = min(row, self._next_row - 1)
-        while self._first_needed() <= row:
-            each = next(iter(self._running.values()))
-            if each in self._unlogged:
-                return  # later
-            each.wants_whole = True
-            self._mark(each)
+        while self._is_appending:
             await self._next_write()
-        await self._disk.run(trim(row))
+        if segment == self._journal.number:
+            self._journal.begin_next()
+        segment = min(segment, self._journal.number - 1)
+        while (oldest := self._oldest()) is not None and oldest.first_segment <= segment:
+            if oldest in self._unlogged:
+                self._has_dropped = True
+                return  # later
+            if not oldest.num_stores:
+                self._store([oldest])
+            await self._next_write()
+        if self._is_leaving:
+            return  # what was handed over needs them
+        dead = self._journal.take_before(segment + 1)
+        try:
+            await self._disk.look(partial(self._remove, dead))
+        except DiskError:
+            self._journal.segments.update(dead)
+            raise
 
     def emptied(self) -> None:
         """The database was lost, and an empty one took its place: what runs is stored again."""
         self._ended.clear()
-        self._rows.clear()
-        self._num_deltas = self._num_live = 0
         for each in self._running.values():
-            each.num_journaled = 0
             self._go_on_unlogged(each)
         self._retry_in(0.0)
 
@@ -319,94 +334,158 @@ class DiskLogStore(InMemory):
 
     def _mark(self, each: _Running) -> None:
         self._dirty[each] = None
-        if not (self._is_due or self._is_writing):
+        if not (self._is_due or self._is_appending):
             self._is_due = True
             ENDS.add(self._write_dirty)
 
     def _write_dirty(self) -> None:
-        """Store all that is new, unless a transaction runs: then, after it."""
+        """Store all that is new, unless a row is being written: then, after it."""
         self._is_due = False
-        if self._dirty and not self._is_writing:
-            self._shorten_journal()
-            batch, self._dirty = list(self._dirty), {}
-            self._write(batch)
-
-    def _write(self, batch: Sequence[_Running]) -> None:
-        self._is_writing, self._written_s = True, asyncio.get_running_loop().time()
-        write = Write(number=self._next_row, written_s=self._clock())
-        self._next_row += 1
-        ends = [(each, len(each.log.entries)) for each in batch]
-        done = partial(self._on_written, write, ends)
-        try:
-            self._plan(write, batch)
-            job = write.job()
-        except Exception as error:  # a bug
-            done(None, error)
+        if not self._dirty or self._is_appending:
             return
-        if isinstance(job, Statement):
-            self._disk.submit_quick(job, done)
-        else:
-            self._disk.submit(job, done)
-
-    def _plan(self, write: Write, batch: Sequence[_Running]) -> None:
-        num_deltas = 0
+        batch, self._dirty = self._dirty, {}
+        appended = list[tuple[int, Sequence[Entry]]]()
+        running, ended = list[tuple[_Running, int]](), list[_Running]()
         for each in batch:
-            entries, begin = each.log.entries, each.num_taken
-            each.num_taken = len(entries)
-            if each.wants_whole or isinstance(entries[-1], EndEntry):
-                self._plan_whole(write, each)
-            elif begin < each.num_taken:
-                new = entries[begin:]
-                write.appended.append((each.key, new))
-                each.num_journaled += len(new)
-                num_deltas += len(new)
-        self._rows.append((write.number, num_deltas))
-        self._num_deltas += num_deltas
-        self._num_live += num_deltas
-        write.trim = self._next_trim()
+            if each.has_end:
+                ended.append(each)
+                continue
+            entries = each.log.entries
+            running.append((each, num := len(entries)))
+            if num > each.num_taken:
+                appended.append((each.key, entries[each.num_taken :]))
+        if appended:
+            self._append(appended, running)
+        elif running:
+            self._on_appended(running, None, None)
+        if ended:
+            self._store(ended)
 
-    def _plan_whole(self, write: Write, each: _Running) -> None:
+    def _append(
+        self,
+        appended: Sequence[tuple[int, Sequence[Entry]]],
+        running: Sequence[tuple[_Running, int]],
+    ) -> None:
+        """Write a row.
+
+        Args:
+            running: logs, with the number of entries of which all are stored then.
+        """
+        journal = self._journal
+        if journal.is_full:
+            journal.begin_next()
+            self._drop_dead()
+        num_deltas = sum(len(entries) for _, entries in appended)
+        journal.segments[journal.number] = journal.segments.get(journal.number, 0) + num_deltas
+        self._written_s = asyncio.get_running_loop().time()
+        error: Exception | None = None
+        try:
+            row = row_of(self._clock(), appended)
+            if self._num_slow:
+                self._num_slow -= 1
+                self._is_appending = True
+                done = partial(self._on_appended, running)
+                self._disk.submit(lambda _: journal.append(row), done)
+                return
+            begun_s = time.perf_counter()
+            journal.append(row)
+            if time.perf_counter() - begun_s > _SLOW_S:
+                self._num_slow = _NUM_SLOW
+        except Exception as caught:
+            error = caught
+        self._on_appended(running, None, error)
+
+    def _on_appended(
+        self, running: Sequence[tuple[_Running, int]], _: None, error: Exception | None
+    ) -> None:
+        self._is_appending = False
+        if error is None:
+            with WRITES:
+                for each, num in running:
+                    each.num_taken = max(each.num_taken, num)
+                    if not each.log.is_resumable:
+                        each.log.is_resumable = each not in self._unlogged
+                    each.log.publish(num)
+        else:
+            self._refused([each for each, _num in running], error)
+        self._tell_written()
+
+    def _store(self, batch: Sequence[_Running]) -> None:
+        """Store logs whole, in a transaction."""
+        write, planned = Write(), list[tuple[_Running, int, int]]()
+        try:
+            for each in batch:
+                planned.append((each, len(each.log.entries), self._journal.number))
+                self._plan(write, each)
+        except Exception as error:  # a bug
+            self._refused(batch, error)
+            return
+        for each in batch:
+            each.num_stores += 1
+        self._num_storing += 1
+        self._disk.submit(write, partial(self._on_stored, write, planned))
+
+    def _plan(self, write: Write, each: _Running) -> None:
         log, header = each.log, each.log.header
         if each.has_end:
             data = checked(encode_log(header, log.entries))
-            ended = header.response_id, header.tenant, write.written_s, write.number, data
-            write.ended.append(ended)
+            last = self._journal.number
+            write.ended.append((header.response_id, header.tenant, self._clock(), last, data))
             write.left.append((each.key,))
         else:
             write.running.append(running_row(each.key, self._pool(), log))
-        # From now on it needs only later rows.
-        self._num_live -= each.num_journaled
-        each.num_journaled = 0
-        each.wants_whole, each.first_row = False, self._next_row
-        self._running.move_to_end(each.response_id)
 
-    def _on_written(
+    def _on_stored(
         self,
         write: Write,
-        ends: Sequence[tuple[_Running, int]],
+        planned: Sequence[tuple[_Running, int, int]],
         _: None,
         error: Exception | None,
     ) -> None:
-        self._is_writing = False
+        self._num_storing -= 1
+        for each, _num, _segment in planned:
+            each.num_stores -= 1
         if error is None:
-            if write.running or write.ended:
-                for each, _num in ends:
-                    each.log.is_resumable |= each not in self._unlogged
             with WRITES:
-                for each, num_entries in ends:
-                    each.log.publish(num_entries)
-            for response_id, tenant, _ended_s, _row, data in write.ended:
+                for each, num, segment in planned:
+                    self._stored(each, num, segment)
+            for response_id, tenant, _ended_s, _last, data in write.ended:
                 self._ended.being_read[response_id] = self._running.pop(response_id).log
                 self._ended.add(tenant, response_id, len(data))
+            if write.running:
+                self._drop_dead()
             if self._unlogged and self._retry is None:
                 self._retry_in(0.0)
         else:
-            if not isinstance(error, DiskError):
-                _LOG.error("storing responses failed", exc_info=error)
-            for each, _num in ends:
-                self._go_on_unlogged(each)
-            if self._retry is None:
-                self._retry_in(_RETRY_S)
+            self._refused([each for each, _num, _segment in planned], error)
+        self._tell_written()
+
+    def _stored(self, each: _Running, num_entries: int, segment: int) -> None:
+        """A log was stored whole, so that it only needs this segment and later ones."""
+        each.first_segment, each.num_whole = segment, num_entries
+        each.num_taken = max(each.num_taken, num_entries)
+        if each in self._unlogged:
+            del self._unlogged[each]
+            if num_entries < len(each.log.entries):
+                self._mark(each)  # what came meanwhile is to be stored too
+            else:
+                each.log.is_resumable = True
+        each.log.publish(num_entries)
+
+    def _refused(self, batch: Sequence[_Running], error: Exception) -> None:
+        """They could not be stored."""
+        if isinstance(error, OSError):
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = "the disk is full" if is_full else f"the journal cannot be written ({error})"
+            self._disk.report(why, is_full=is_full)
+        elif not isinstance(error, DiskError):
+            _LOG.error("storing responses failed", exc_info=error)
+        for each in batch:
+            self._go_on_unlogged(each)
+        if self._unlogged and self._retry is None:
+            self._retry_in(_RETRY_S)
+
+    def _tell_written(self) -> None:
         written, self._written = self._written, []
         for waiting in written:
             if not waiting.done():
@@ -414,41 +493,62 @@ class DiskLogStore(InMemory):
         self._write_dirty()
 
     async def _next_write(self) -> None:
-        """Wait until a transaction has ended."""
+        """Wait until a row or a transaction was written."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._written.append(waiting)
         await waiting
 
     # -- the journal -------------------------------------------------------------------------
 
-    def _first_needed(self) -> int:
-        """The first row that a running log needs."""
-        return next((each.first_row for each in self._running.values()), self._next_row)
+    def _oldest(self) -> _Running | None:
+        """The running log that needs the oldest segment."""
+        return min(self._running.values(), key=attrgetter("first_segment"), default=None)
 
-    def _next_trim(self) -> int:
-        """Up to which row to delete now; 0: none."""
-        first_needed = self._first_needed()
-        if first_needed < self._next_row and self._rows[0][0] + _TRIM_ROWS > first_needed:
-            return 0
-        while self._rows and self._rows[0][0] < first_needed:
-            self._num_deltas -= self._rows.popleft()[1]
-        return first_needed - 1
+    def _drop_dead(self) -> None:
+        """Delete the segments that no running log needs. If most of the others is dead too, have
+        the log that needs the oldest stored whole."""
+        if self._is_leaving:
+            return
+        journal, oldest = self._journal, self._oldest()
+        dead = journal.take_before(journal.number if oldest is None else oldest.first_segment)
+        if dead:
+            self._disk.submit_look(partial(self._remove, dead), partial(self._on_removed, dead))
+        num_live = sum(each.num_taken - each.num_whole for each in self._running.values())
+        if sum(journal.segments.values()) <= 2 * num_live + _NUM_DEAD:
+            return
+        if (
+            oldest is not None
+            and oldest.first_segment < journal.number
+            and not (oldest.num_stores or oldest in self._unlogged)
+        ):
+            self._store([oldest])
 
-    def _shorten_journal(self) -> None:
-        """Have the log that needs the oldest rows stored whole, if most of the journal is dead."""
-        if self._num_deltas > 2 * self._num_live + _NUM_DEAD:
-            oldest = next(iter(self._running.values()))
-            if oldest not in self._unlogged:
-                oldest.wants_whole = True
-                self._dirty[oldest] = None
+    def _remove(self, segments: Collection[int], connection: sqlite3.Connection) -> None:
+        """Delete segments. Raises: DiskError, sqlite3.Error."""
+        if 0 in segments:
+            forget_old_journal(connection)
+        try:
+            self._disk.sync()  # what made them needless
+            self._journal.remove(segments)
+        except OSError as error:
+            raise DiskError(f"the journal cannot be deleted ({error})") from error
+
+    def _on_removed(self, segments: dict[int, int], _: None, error: Exception | None) -> None:
+        if error is not None:
+            self._journal.segments.update(segments)
+            _ignore(None, error)
 
     def _beat_later(self) -> None:
         self._beat = asyncio.get_running_loop().call_later(_BEAT_S, self._beat_now)
 
     def _beat_now(self) -> None:
         is_silent = asyncio.get_running_loop().time() - self._written_s >= _BEAT_S
-        if self._running and is_silent and not self._is_writing:
-            self._write(())
+        if self._running and is_silent and not self._is_appending:
+            self._append((), ())
+        if not self._is_appending:
+            if self._has_dropped or not self._running:
+                self._journal.begin_next()
+            self._drop_dead()
         if self._has_dropped:
             self._has_dropped = False
             self._disk.erase_soon()
@@ -469,13 +569,9 @@ class DiskLogStore(InMemory):
 
     def _store_unlogged(self) -> None:
         self._retry = None
-        for each in list(itertools.islice(self._unlogged, _NUM_RETRIED)):
-            self._store_again(each)
-
-    def _store_again(self, each: _Running) -> None:
-        del self._unlogged[each]
-        each.wants_whole = True
-        self._mark(each)
+        waiting = (each for each in self._unlogged if not each.num_stores)
+        if batch := list(itertools.islice(waiting, _NUM_RETRIED)):
+            self._store(batch)
 
 
 def _ignore(_: None, error: Exception | None) -> None:

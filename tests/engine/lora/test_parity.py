@@ -28,8 +28,8 @@ from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.lora.files import find_adapter
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.models import backends
-from penstock.engine.models.cpu_decoder import CpuDecoder
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.cpu_model import CpuModel
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.request import Adapter, Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.engine.weights.quantization import quantize_rows
@@ -134,7 +134,7 @@ def requests_for(
 def test_eight_adapters_in_one_batch(base, adapters, peft_tokens, in_torch):
     core = engine(base, in_torch=in_torch)
     model = core._executor._runner._model
-    assert isinstance(model, Decoder if in_torch else CpuDecoder)
+    assert isinstance(model, TorchModel if in_torch else CpuModel)
     requests = requests_for({**adapters, "base": None})
     expected = {
         name: peft_tokens(base, path, list(request.prompt_token_ids), NUM_NEW)

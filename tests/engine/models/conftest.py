@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.backends import cpu_kernels, fastest
-from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.backends import cpu_kernels, fastest, in_torch
+from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
@@ -43,10 +43,11 @@ def paged_logits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         assert sum(chunks) == len(token_ids)
         if isa is not None:
             monkeypatch.setenv(ISA_VARIABLE, isa)
-        model: LanguageModel = load_model(ModelConfig(), path, torch.device("cpu"))
+        loaded = load_model(ModelConfig(), path, torch.device("cpu"))
+        model = in_torch(loaded)
         if (implementation or request.param) == "kernels":
-            model = fastest(model, BLOCK_SIZE, cpu_kernels(model, BLOCK_SIZE))
-            assert isinstance(model, CpuDecoder)
+            model = fastest(loaded, BLOCK_SIZE, cpu_kernels(loaded, BLOCK_SIZE))
+            assert isinstance(model, CpuModel)
         return run_paged(model, token_ids, chunks, num_prompt=num_prompt)
 
     return run
@@ -60,7 +61,7 @@ def run_paged(
     num_prompt: int | None = None,
 ) -> Tensor:
     """Logits of all tokens of one sequence, computed in chunks: [num_tokens, vocab_size]."""
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     num_blocks = shape.num_blocks_for(len(token_ids))
     pool = shape.allocate(num_blocks + 3, torch.device("cpu")).fill_(torch.nan)
     table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))

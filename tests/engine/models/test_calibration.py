@@ -31,9 +31,10 @@ def test_layers_one_after_the_other_read_what_the_model_does(
     original = calibration._second_moments
 
     def watch(*args):  # type: ignore[no-untyped-def]
-        context = original(*args)
-        seen.append(context.__enter__())
-        return _Given(seen[-1], context)
+        sums = original(*args)
+        names = {module: name for name, module in args[0].named_modules()}
+        seen.append({names[module]: each for module, each in sums.items()})
+        return sums
 
     monkeypatch.setattr(calibration, "_second_moments", watch)
     load_model(ModelConfig(quantization="int4"), path, CPU)
@@ -43,23 +44,11 @@ def test_layers_one_after_the_other_read_what_the_model_does(
     linears = {name: each for name, each in whole.named_modules() if name in moments}
     assert len(linears) == len(moments) > 1
     sequences = calibration._sequences(path, whole.config)  # type: ignore[union-attr]
-    with torch.inference_mode(), original(linears) as expected:  # type: ignore[arg-type]
-        for sequence in sequences:
-            context = calibration._context(whole, len(sequence))  # type: ignore[arg-type]
-            whole(sequence, context)
+    states = [torch.empty(0)] * len(sequences)
+    with torch.inference_mode():
+        expected = original(whole, linears.values(), sequences, states)  # type: ignore[arg-type]
     for name, found in moments.items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-3)
-
-
-class _Given:
-    def __init__(self, sums: dict[str, Tensor], context: object) -> None:
-        self.sums, self.context = sums, context
-
-    def __enter__(self) -> dict[str, Tensor]:
-        return self.sums
-
-    def __exit__(self, *error: object) -> None:
-        self.context.__exit__(*error)  # type: ignore[attr-defined]
+        torch.testing.assert_close(found, expected[linears[name]], rtol=1e-4, atol=1e-3)
 
 
 def test_chosen_once_and_also_without_a_place(

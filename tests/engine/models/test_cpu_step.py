@@ -8,7 +8,7 @@ import torch
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.backends import cpu_kernels, fastest
-from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.draw_uniforms import draw_uniforms
@@ -21,22 +21,22 @@ LAST = torch.arange(NUM_SEQS) * LENGTH + LENGTH - 1
 
 
 @pytest.fixture
-def model(tiny_checkpoint) -> CpuDecoder:
+def model(tiny_checkpoint) -> CpuModel:
     decoder = load_model(ModelConfig(), tiny_checkpoint(), torch.device("cpu"))
     library = cpu_kernels(decoder, BLOCK_SIZE, num_threads=2)
     model = fastest(decoder, BLOCK_SIZE, library)
-    assert isinstance(model, CpuDecoder)
+    assert isinstance(model, CpuModel)
     return model
 
 
 @pytest.fixture
-def context(model: CpuDecoder) -> ForwardContext:
+def context(model: CpuModel) -> ForwardContext:
     """Three prompts of five tokens, two blocks each."""
     tables = torch.arange(2 * NUM_SEQS, dtype=torch.int32).view(NUM_SEQS, 2)
     positions = torch.arange(LENGTH).repeat(NUM_SEQS)
     blocks = tables.long().repeat_interleave(LENGTH, 0)
     slots = blocks.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     return ForwardContext(
         kv_pool=shape.allocate(2 * NUM_SEQS, torch.device("cpu")),
         layout=PagedLayout(

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.models import backends, packed_experts
+from penstock.engine.models import backends
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
+from penstock.engine.program import cpu_experts
 from penstock.engine.weights.formats.packing import FP4
 
 from ...support.isas import usable_isas
@@ -116,8 +117,8 @@ def test_mxfp4_of_gpt_oss(gpt_oss, tmp_path):
     assert relative_error(logits(exact), expected) < 1e-5
     found = load(tmp_path / "mxfp4", "none", in_torch=True, quantize_activations=False)
     assert relative_error(logits(found), expected) < 1e-5
-    assert found.quantization == "mxfp4"
-    assert found.layers[0].mlp.experts.gate_up_proj.quantized
+    assert found.decoder.quantization == "mxfp4"
+    assert found.decoder.layers[0].mlp.experts.gate_up_proj.quantized
 
 
 def test_bfloat16_is_as_exact_as_transformers(tiny_checkpoint, reference, paged_logits):
@@ -211,7 +212,7 @@ def test_experts_that_have_no_common_layout_are_dense(tiny_checkpoint, tmp_path)
 
 def load_with(free_bytes: int, path: Path, monkeypatch, *, in_torch: bool = False) -> LanguageModel:
     """The model on a machine with so much free memory."""
-    for module in (packed_experts, backends):
+    for module in (cpu_experts, backends):
         monkeypatch.setattr(module, "free_cpu_bytes", lambda: free_bytes)
     decoder = load_model(ModelConfig(), path, CPU, defers_experts=True)
     library = None if in_torch else cpu_kernels(decoder, BLOCK_SIZE)
@@ -227,7 +228,7 @@ def test_experts_beyond_memory_are_mapped_from_a_file(tiny_checkpoint, monkeypat
     path = tiny_checkpoint(QWEN2, **SHARED)
     expected = logits(load(path, "none"))
     cpu_kernels(load_model(ModelConfig(), path, CPU), BLOCK_SIZE)  # compiled before the cache moves
-    monkeypatch.setattr(packed_experts, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cpu_experts, "cache_dir", lambda: tmp_path)
     assert torch.equal(logits(load_with(1 << 40, path, monkeypatch)), expected)
     assert num_mapped_files(tmp_path) == 0
     model = load_with(1 << 20, path, monkeypatch)
@@ -240,7 +241,7 @@ def test_experts_beyond_memory_and_disk_are_refused(tiny_checkpoint, monkeypatch
     path = tiny_checkpoint(QWEN2, **SHARED)
     with pytest.raises(ModelLoadError, match=r"experts take .* without the CPU kernels"):
         load_with(1 << 10, path, monkeypatch, in_torch=True)
-    monkeypatch.setattr(packed_experts, "cache_dir", lambda: tmp_path / "missing")
+    monkeypatch.setattr(cpu_experts, "cache_dir", lambda: tmp_path / "missing")
     with pytest.raises(ModelLoadError, match=r"more than memory holds"):
         load_with(1 << 10, path, monkeypatch)
 

@@ -16,6 +16,7 @@ from penstock.engine.config import ModelConfig, SchedulerConfig
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_model
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.cuda_graphs import (
     GraphedModel,
     GraphSizes,
@@ -106,7 +107,7 @@ def decoder(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]
 
 def full_pool(decoder: Decoder) -> Tensor:
     """Numbers in every slot, as if all sequences had been computed before."""
-    shape = KVShape.of(decoder.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(decoder.state_spec, BLOCK_SIZE)
     pool = shape.allocate(NUM_BLOCKS, torch.device("cpu"))
     return pool.normal_(generator=torch.Generator().manual_seed(1))
 
@@ -123,13 +124,14 @@ def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes
     pool = full_pool(decoder)
     eager_pool = pool.clone()
     maker = RecordedGraphMaker()
-    graphed = GraphedModel(decoder, pool, sizes, maker, max_blocks=MAX_BLOCKS)
+    model = TorchModel(decoder)
+    graphed = GraphedModel(model, pool, sizes, maker, max_blocks=MAX_BLOCKS)
     assert torch.equal(pool, eager_pool)  # nor does capturing
     num_replayed = 0
     for each in steps():
         before = maker.num_replays
         hidden = graphed(each.input_ids, each.context(pool))
-        expected = decoder(each.input_ids, each.context(eager_pool))
+        expected = model(each.input_ids, each.context(eager_pool))
         assert hidden.shape == expected.shape
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(pool, eager_pool, rtol=1e-4, atol=1e-4)
@@ -149,10 +151,11 @@ def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes
 def test_nan_of_padding_stays_there(decoder: Decoder) -> None:
     """A padded row may hold anything: here what a broken sequence left there."""
     pool = full_pool(decoder)
-    graphed = GraphedModel(decoder, pool, SIZES, RecordedGraphMaker(), max_blocks=MAX_BLOCKS)
+    model = TorchModel(decoder)
+    graphed = GraphedModel(model, pool, SIZES, RecordedGraphMaker(), max_blocks=MAX_BLOCKS)
     rng = random.Random(0)
     healthy = step(rng, [(3, 1), (8, 1), (2, 1)])
-    expected = decoder(healthy.input_ids, healthy.context(pool.clone()))
+    expected = model(healthy.input_ids, healthy.context(pool.clone()))
     decoder.embed_tokens.weight.data[150] = torch.nan
     spoilt = step(rng, [(0, 1)] * 4)
     ids = torch.tensor([1, 2, 3, 150])

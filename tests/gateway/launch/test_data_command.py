@@ -72,6 +72,10 @@ def test_stats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith(f"{folder}: ")
     assert f"  tenant {TENANT}: conversations 1, chains of responses 0, turns 2, " in out
+    (folder / "journal").mkdir()
+    (folder / "journal" / "1.log").write_bytes(bytes(8 << 20))  # of responses that run
+    assert run(folder, "stats") == 0
+    assert f"{folder}: 8." in capsys.readouterr().out
 
 
 def test_export_and_import(folder: Path, tmp_path: Path) -> None:
@@ -107,6 +111,8 @@ def test_clear_deletes_all_and_asks_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "penstock.db.damaged-20260101-000000").write_text("old")
+    (folder / "journal").mkdir()
+    (folder / "journal" / "1.log").write_text("what ran")
     monkeypatch.setattr(sys, "stdin", io.StringIO("y"))
     assert "needs --yes" in failed(["clear", "--data-dir", str(folder)], capsys)
     assert run(folder, "clear", "--yes") == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gateway.storage.disk import Disk, DiskError, NewerSchemaError, Statement
+from penstock.gateway.storage.disk import Disk, DiskError, NewerSchemaError
 
 _SCHEMA = ("CREATE TABLE words (word TEXT PRIMARY KEY)",)
 
@@ -163,31 +163,3 @@ async def test_the_log_of_writes_becomes_small_again(disk: Disk, tmp_path: Path)
         sizes.append(wal.stat().st_size)
     assert max(sizes) > 30_000_000
     assert min(sizes[sizes.index(max(sizes)) :]) < 10_000_000
-
-
-async def test_a_quick_statement_is_stored_when_it_returns(disk: Disk) -> None:
-    """And in its order, if the writer has something to do."""
-    told: list[str] = []
-
-    def put(word: str, *, held: bool = False) -> None:
-        if held:
-            disk.submit(lambda each: _put(each, word), lambda *_: told.append(word))
-        else:
-            statement = Statement("INSERT INTO words VALUES (?)", (word,))
-            disk.submit_quick(statement, lambda *_: told.append(word))
-
-    put("a")
-    assert told == ["a"]
-    put("b", held=True)
-    put("c")
-    assert told == ["a"]
-    await disk.run(lambda _: None)
-    assert told == ["a", "b", "c"]
-    put("d")
-    assert told[-1] == "d"
-    assert await disk.look(_words) == ["a", "b", "c", "d"]
-    refused: list[Exception | None] = []
-    disk.submit_quick(
-        Statement("INSERT INTO words VALUES ('a')"), lambda _, error: refused.append(error)
-    )
-    assert isinstance(refused[0], sqlite3.IntegrityError)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.models.packed_experts import SlotBuffers
-from penstock.kernels.cpu.program import Program
+from penstock.engine.program.operands import SlotBuffers
+from penstock.kernels.cpu.program import CpuProgram
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.reference.experts import (
     clamped_swiglu_reference,
@@ -104,7 +104,7 @@ class Case:
         self.groups = group_slots(self.experts, self.num_experts)
         self.x = random(num_tokens, size, dtype=library.dtype)
         self.sorted_x = self.x[self.groups.tokens]
-        self.program = Program(library)
+        self.program = CpuProgram(library)
         self.slots = SlotBuffers.of(self.program, count)
         slots = self.slots
         self.program.add(

@@ -15,7 +15,7 @@ from . import operations
 PROGRAM = """
 import ctypes, os, torch
 from penstock.kernels.cpu.library import load_library
-from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.program import CpuProgram
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 generator = torch.Generator().manual_seed(0)
@@ -26,7 +26,7 @@ start, wide = random(40, 256), torch.empty(40, 1024, dtype=torch.bfloat16)
 streams = [torch.empty_like(start) for _ in range(2)]
 rows = ctypes.c_int64(40)
 
-program = Program(library)
+program = CpuProgram(library)
 
 def linear(y, x, weight, residual=None):
     sizes = {"in_features": x.shape[1], "out_features": y.shape[1]}

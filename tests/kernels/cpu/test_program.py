@@ -1,5 +1,5 @@
-"""Programs, and what it takes to add an operation: its arguments in `ops.h`, its function in C, a
-record in a program, and a reference in torch to hold it against."""
+"""Programs, and what it takes to add an operation: its arguments in `ops.h`, its function in C and
+in torch, and a record in a program."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.kernels import torch_operations, torch_program
 from penstock.kernels.cache_folder import CACHE_VARIABLE
 from penstock.kernels.cpu import build
 from penstock.kernels.cpu.build import find_compiler
 from penstock.kernels.cpu.library import CpuLibrary, load_library
-from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.program import CpuProgram
 from penstock.kernels.cpu.structures import read_structures
+from penstock.kernels.program import Buffer, Program
 from penstock.kernels.reference.rms_norm import rms_norm_reference
+from penstock.kernels.torch_operations import NO_STEP, OPERATIONS, TorchStep, operation
+from penstock.kernels.torch_program import TorchProgram, read
 
 HEADER = build.read_source("ops.h")
 ARGUMENTS = """
@@ -74,19 +78,76 @@ def extended(tmp_path, monkeypatch) -> CpuLibrary:
     return library
 
 
-def test_an_operation_is_added(extended):
-    dtype, num_rows, size, eps = extended.dtype, 5, 50, 1e-5
-    x, out = random(num_rows, size, seed=0, dtype=dtype), torch.empty(num_rows, size, dtype=dtype)
-    weight = random(size, seed=1, dtype=dtype)
-    program = Program(extended)
-    raised = program.buffer("raised", size)
-    program.add("at_least", y=raised, x=x, size=size, floor=-0.5)
-    program.add("rms_norm", y=out, x=raised, weight=weight, size=size, eps=eps)
-    program.record(num_rows)
-    program.step.num_tokens = num_rows
-    program.run()
-    assert torch.equal(raised.rows, x.clamp(min=-0.5))
-    torch.testing.assert_close(out, rms_norm_reference(raised.rows, weight, eps))
+def write(program: Program, x: Buffer, weight: torch.Tensor) -> tuple[Buffer, Buffer]:
+    """What a model's writer does, once for both."""
+    raised, normed = program.buffer("raised", x.size), program.buffer("normed", x.size)
+    program.add("at_least", y=raised, x=x, size=x.size, floor=-0.5)
+    program.add("rms_norm", y=normed, x=raised, weight=weight, size=x.size, eps=1e-5)
+    return raised, normed
+
+
+def test_an_operation_is_added(extended, monkeypatch):
+    dtype, num_rows, size = extended.dtype, 5, 50
+    given, weight = (random(*shape, seed=0, dtype=dtype) for shape in ((num_rows, size), (size,)))
+    in_c = CpuProgram(extended)
+    x = in_c.buffer("x", size)
+    raised, normed = write(in_c, x, weight)
+    in_c.record(num_rows)
+    in_c.step.num_tokens = num_rows
+    x.rows.copy_(given)
+    in_c.run()
+    assert torch.equal(raised.rows, given.clamp(min=-0.5))
+    torch.testing.assert_close(normed.rows, rms_norm_reference(raised.rows, weight, 1e-5))
+
+    monkeypatch.setattr(torch_operations, "OPERATIONS", OPERATIONS | {})
+    monkeypatch.setattr(torch_program, "OPERATIONS", torch_operations.OPERATIONS)
+    torch_program._declared.cache_clear()
+
+    @operation("y")
+    def at_least(_: TorchStep, x: torch.Tensor, floor: float) -> torch.Tensor:
+        return x.clamp(min=floor)
+
+    program, rows = TorchProgram(dtype), {"x": given}
+    kept = write(program, program.buffer("x", size), weight)
+    program.compile(kept)
+    program.run(NO_STEP, rows)
+    torch_program._declared.cache_clear()
+    for each in (raised, normed):
+        torch.testing.assert_close(rows[each.name], each.rows)
+
+
+def test_a_sum_is_added_with_its_norm(library):
+    """Or where something else reads it; and what nothing reads any more is dropped."""
+    program, size = TorchProgram(library.dtype), 8
+    x, y, z, last = (program.buffer(name, size) for name in ("x", "y", "z", "last"))
+    weight = random(size, seed=1, dtype=library.dtype)
+    program.add("scale_add", y=y, x=x, residual=x, factor=2.0, size=size)
+    program.add("rms_norm", y=z, x=y, weight=weight, size=size, eps=1e-5)
+    program.add("scale_add", y=last, x=z, residual=y, factor=1.0, size=size)
+    program.compile((last,))
+    given = random(5, size, seed=0, dtype=library.dtype)
+    rows = {"x": given}
+    program.run(NO_STEP, rows)
+    total = given * 2.0 + given
+    expected = rms_norm_reference(total, weight, 1e-5) + total
+    assert list(rows) == ["last"]
+    assert torch.equal(read(rows, last), expected)
+
+
+def test_columns_of_a_buffer(library):
+    program, size = TorchProgram(library.dtype), 8
+    x, y = program.buffer("x", size), program.buffer("y", size)
+    for start, limit in ((0, 0.5), (5, 0.25)):
+        count = 5 if not start else 3
+        program.add(
+            "clamp", y=y.columns(start), x=x.columns(start), size=count, stride=size, limit=limit
+        )
+    program.compile((y,))
+    given = random(4, size, seed=0, dtype=library.dtype)
+    rows = {"x": given}
+    program.run(NO_STEP, rows)
+    expected = torch.cat((given[:, :5].clamp(-0.5, 0.5), given[:, 5:].clamp(-0.25, 0.25)), dim=1)
+    assert torch.equal(rows["y"], expected)
 
 
 def offsets(structure: type[Structure]) -> list[int]:
@@ -121,7 +182,7 @@ def test_a_member_of_another_type_is_refused():
 
 
 def test_a_program_is_readable(library):
-    program = Program(library)
+    program = CpuProgram(library)
     x, normed = program.buffer("x", 8), program.buffer("normed", 8)
     weight = torch.ones(8, dtype=library.dtype)
     program.add("rms_norm", y=normed, x=x, weight=weight, size=8, eps=0.5)
@@ -132,18 +193,20 @@ def test_a_program_is_readable(library):
     ]
 
 
-def test_what_an_operation_does_not_know_is_refused(library):
-    program = Program(library)
+@pytest.mark.parametrize("make", [CpuProgram, lambda library: TorchProgram(library.dtype)])
+def test_what_an_operation_does_not_know_is_refused(make, library):
+    program = make(library)
     with pytest.raises(KeyError, match="no_such_operation"):
         program.add("no_such_operation")
     with pytest.raises(AttributeError, match=r"rms_norm_args.*widht"):
         program.add("rms_norm", widht=8)
+    program = CpuProgram(library)
     with pytest.raises(TypeError):
         program.add("rms_norm", size=0.5)
 
 
 def test_a_buffer_has_room_for_its_largest_user(library):
-    program = Program(library)
+    program = CpuProgram(library)
     small, large = program.buffer("room", 8), program.buffer("room", 24)
     assert program.buffer("room", 16) is small is large
     scales = program.buffer("scales", 1, torch.float32)

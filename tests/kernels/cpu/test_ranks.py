@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.layers.norm import RMSNorm, norms_over_ranks
 from penstock.engine.parallel.ranks import Link, SharedRanks
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.rms_norm import rms_norm
+from penstock.kernels.torch_operations import NO_STEP, query_key_norm, query_key_squares
 
 Body = Callable[[SharedRanks], Any]
 
@@ -150,7 +150,7 @@ def test_links_hand_on_rows_in_their_order(library: CpuLibrary, data: st.DataObj
 def test_norms_are_over_the_parts_of_all_ranks(
     library: CpuLibrary, size: int, num_rows: int, sizes: tuple[int, int]
 ) -> None:
-    """In C, and by `norms_over_ranks`."""
+    """In C, and in torch."""
     whole = [torch.randn(num_rows, size * each).to(library.dtype) for each in sizes]
     weights = [torch.randn(size * each).to(library.dtype) for each in sizes]
     eps, offset = 1e-5, 0.5
@@ -160,11 +160,12 @@ def test_norms_are_over_the_parts_of_all_ranks(
             return x.chunk(size, dim=-1)[ranks.rank].contiguous()
 
         ranks.open(library.dtype, torch.device("cpu"))
-        norms = [RMSNorm(each, eps, offset=offset) for each in sizes]
-        for norm, weight in zip(norms, weights, strict=True):
-            norm.weight.data = own(weight)
-        in_torch = norms_over_ranks([own(each) for each in whole], norms, ranks)
+        query_weight, key_weight = (own(each) for each in weights)
         x = torch.cat([own(each) for each in whole], dim=1)
+        squares = query_key_squares(NO_STEP, x, *sizes)
+        in_torch = query_key_norm(
+            NO_STEP, x, squares, ranks, query_weight, key_weight, *sizes, eps, offset
+        )
         y, places = torch.full_like(x, torch.nan), ranks.memory.region(size * 4 * 2 * 8)
         parts = places.view(torch.float32).view(size, -1)
         common: dict[str, Any] = {
@@ -174,10 +175,12 @@ def test_norms_are_over_the_parts_of_all_ranks(
         library.run("query_key_squares", y=parts[ranks.rank], **common)
         library.run(
             "query_key_norm", y=y, parts=parts, part_stride=parts.shape[1],
-            ranks=ranks.structure(library), query_weight=norms[0].weight.data,
-            key_weight=norms[1].weight.data, eps=eps, offset=offset, **common,
+            ranks=ranks.structure(library), query_weight=query_weight,
+            key_weight=key_weight, eps=eps, offset=offset, **common,
         )  # fmt: skip
-        return (*in_torch, *torch.split(y, list(sizes), dim=1))
+        return tuple(
+            part for each in (in_torch, y) for part in torch.split(each, list(sizes), dim=1)
+        )
 
     results = on_ranks(size, body)
     expected = [rms_norm(x, weight, eps, offset) for x, weight in zip(whole, weights, strict=True)]

@@ -23,6 +23,7 @@ from penstock.engine.layers.rotary import RopeConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.registry import read_model_config
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.weights.matrix import DenseMatrix
 from penstock.engine.weights.quantization import quantize_rows
@@ -73,8 +74,9 @@ def logits(
 ) -> Tensor:
     """Of every token, computed in steps that are padded as a CUDA graph pads them."""
     model = model.to(device)
+    runs = TorchModel(model)
     steps = STEPS if steps is None else steps
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
     pool = shape.allocate(7, torch.device(device))
     pool.copy_(torch.full_like(pool, torch.nan, dtype=torch.float32))
     table = torch.tensor([5, 2, 6], dtype=torch.int32)
@@ -95,8 +97,8 @@ def logits(
         context = ForwardContext(
             kv_pool=pool, layout=layout, positions=torch.cat((positions, padding)).to(device)
         )
-        hidden = model(torch.cat((token_ids[start:end], padding)).to(device), context)
-        found.append(model.logits(hidden[: end - start]))
+        hidden = runs(torch.cat((token_ids[start:end], padding)).to(device), context)
+        found.append(runs.logits(hidden[: end - start]))
     return torch.cat(found).cpu()
 
 

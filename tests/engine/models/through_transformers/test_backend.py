@@ -39,7 +39,7 @@ from penstock.engine.models.through_transformers.backend import TransformersMode
 from penstock.engine.models.through_transformers.cpu import Part
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
-from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.program import CpuProgram
 
 TinyCheckpoint = Callable[..., Path]
 
@@ -259,13 +259,13 @@ def test_layers_are_one_call_together(
 ) -> None:
     core = build(tiny_checkpoint("LlamaForCausalLM"))
     runs: list[int] = []
-    run_part = Program.run_part
+    run_part = CpuProgram.run_part
 
-    def count(program: Program, *args: Any, **others: Any) -> None:
+    def count(program: CpuProgram, *args: Any, **others: Any) -> None:
         runs.append(1)
         run_part(program, *args, **others)
 
-    monkeypatch.setattr(Program, "run_part", count)
+    monkeypatch.setattr(CpuProgram, "run_part", count)
     core.add(Request(request_id="0", prompt_token_ids=(5,), sampling_params=SamplingParams()))
     core.step()
     assert len(runs) <= 3  # the embedding, the layers, the output head

@@ -162,13 +162,13 @@ def test_two_ranks_compute_what_one_does(
     part, got = on_two_ranks(job, num_stages=num_stages)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert part.weight_bytes < 0.65 * whole.weight_bytes
-    num_heads = [model.kv_spec[0].num_heads for model in (whole, part)]
+    num_heads = [model.state_spec[0].layers[0].num_heads for model in (whole, part)]
     if case in ("fewer keys than ranks", *WITH_ALL_HEADS) or num_stages == 2:
         assert num_heads[1] == num_heads[0]
     else:
         assert 2 * num_heads[1] == num_heads[0]
     if num_stages == 2:
-        assert len(part.kv_spec) == len(whole.kv_spec) // 2
+        assert len(part.state_spec[0].layers) == len(whole.state_spec[0].layers) // 2
     elif case == "int8" and by_kernels:  # Llama's layers: some are one call
         assert all("forward" in vars(layer) for layer in part.causal_lm.model.layers)
 

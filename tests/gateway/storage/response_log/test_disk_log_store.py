@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import random
 import sqlite3
+import stat
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +20,9 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.disk import FILE_NAME
+from penstock.gateway.storage.response_log import disk_store
+from penstock.gateway.storage.response_log.codec import encode_appended
+from penstock.gateway.storage.response_log.disk_journal import checked
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry
 
@@ -80,7 +85,7 @@ async def test_what_ended_after_it_was_taken_over_has_ended(tmp_path: Path) -> N
         whole = await read_to_end(log)
     async with process(folder) as third:
         assert not third.carried_on
-        assert await third.rows("log_journal") == 0
+        assert not await third.journal()
         assert await read_to_end(await third.store.find(TENANT, log.header.response_id)) == whole
 
 
@@ -126,7 +131,7 @@ async def test_a_server_that_stops_leaves_what_runs(tmp_path: Path) -> None:
         assert second.carried_on[running.header.response_id].entries == running.entries
 
 
-# -- transactions -------------------------------------------------------------------------------
+# -- rows and transactions ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -140,33 +145,66 @@ def held(started: Process) -> Any:
         gate.set()
 
 
-async def test_an_event_is_seen_after_its_commit(started: Process) -> None:
+async def test_an_event_is_seen_when_it_is_stored(started: Process) -> None:
+    """At the end of the iteration; and if the disk was slow lately, after the writer thread has
+    written it: then nothing is held up."""
     log = await begin(started)
+    add_delta(log)
+    assert log.num_published == 0
+    await asyncio.sleep(0)
+    assert log.num_published == 1
     published: list[int] = []
-    with log.read() as reader:
+    started.store._num_slow = 2
+    with log.read(log.entries[0].last_number) as reader:
         with held(started):
             add_delta(log)
             add_delta(log)
-            assert not reader.take()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert not reader.take()
-            assert log.num_published == 0
+            assert log.num_published == 1
             add_delta(log)
+            assert not reader.take()
             assert reader.when_ready(lambda: published.append(log.num_published))
-        await seen(log, 3)
-    assert published == [2], "the third is the next transaction's"
+        await seen(log, 4)
+    assert published == [3], "the fourth is the next row's"
+    assert await started.journal_rows() == 3
+
+
+async def test_an_end_is_seen_after_its_commit(started: Process) -> None:
+    """Which holds up no other response."""
+    ending, other = await begin(started, 1), await begin(started, 1)
+    with held(started):
+        add_delta(ending)
+        add_end(ending)
+        add_delta(other)
+        await asyncio.sleep(0)
+        assert (ending.num_published, other.num_published) == (1, 2)
+    assert len(await read_to_end(ending)) == 3
+
+
+async def test_a_slow_disk_is_noticed(started: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = await begin(started, 1)
+    now_s = itertools.count()
+    monkeypatch.setattr(disk_store.time, "perf_counter", lambda: next(now_s))
+    add_delta(log)
+    await seen(log, 2)
+    with held(started):
+        add_delta(log)
+        await asyncio.sleep(0)
+        assert log.num_published == 2
+    await seen(log, 3)
 
 
 async def test_an_iteration_of_all_responses_is_one_row(started: Process) -> None:
-    """And what comes while a transaction runs is the next one."""
+    """And what comes while a row is written is the next one."""
     logs = [await begin(started) for _ in range(5)]
-    before = await started.rows("log_journal")
+    before = await started.journal_rows()
     for log in logs:
         add_delta(log)
         add_delta(log)
     await seen(logs[-1], 2)
-    assert await started.rows("log_journal") == before + 1
+    assert await started.journal_rows() == before + 1
+    started.store._num_slow = 100
     with held(started):
         for log in logs:
             add_delta(log)
@@ -176,7 +214,7 @@ async def test_an_iteration_of_all_responses_is_one_row(started: Process) -> Non
                 add_delta(log)
             await asyncio.sleep(0)
     await seen(logs[-1], 13)
-    assert await started.rows("log_journal") == before + 3
+    assert await started.journal_rows() == before + 3
     assert len(await read_now(logs[0])) == 13
 
 
@@ -193,23 +231,27 @@ async def test_of_what_has_ended_the_journal_keeps_nothing(started: Process) -> 
         log = await begin(started, 10)
         add_end(log)
         await read_to_end(log)
-    assert await started.rows("log_journal") == 0
+    (path,) = await started.journal()
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)] == [0o600, 0o700]
+    started.store._beat_now()
+    assert not await started.journal()
     assert await started.rows("log_running") == 0
     assert await started.rows("log_ended") == 3
 
 
 async def test_the_journal_keeps_what_is_needed(tmp_path: Path) -> None:
-    """When a response ends, the rows go that only it needed."""
-    async with process(tmp_path) as started:
+    """When a response has ended, the segments go that only it needed."""
+    async with process(tmp_path, segment_bytes=1000) as started:
         first = await begin(started)
         for number in range(300):
             add_delta(first)
             await seen(first, number + 1)
+        assert len(await started.journal()) > 10
         second = await begin(started, 1)
         third = await begin(started, 1)
         add_end(first)
         await read_to_end(first)
-        assert await started.rows("log_journal") < 10
+        assert len(await started.journal()) < 3
         folder = started.killed("first")
     async with process(folder) as one:
         for log in (second, third):
@@ -219,8 +261,9 @@ async def test_the_journal_keeps_what_is_needed(tmp_path: Path) -> None:
 async def test_a_response_that_runs_long_does_not_keep_the_journal_of_others(
     tmp_path: Path,
 ) -> None:
-    async with process(tmp_path, max_bytes=1 << 30) as started:
+    async with process(tmp_path, max_bytes=1 << 30, segment_bytes=100_000) as started:
         long = await begin(started, 3)
+        num_most = 0
         for _ in range(4):
             other = await started.store.create(header())
             for _ in range(20):
@@ -228,31 +271,105 @@ async def test_a_response_that_runs_long_does_not_keep_the_journal_of_others(
                     add_delta(other, "")
                 await seen(other, len(other.entries))
                 add_delta(long)
+                num_most = max(num_most, sum(started.store._journal.segments.values()))
             add_end(other)
             await read_to_end(other)
-        assert await started.rows("log_journal") < 80
+        started.store._beat_now()
+        await seen(long, len(long.entries))
+        assert num_most < 80_000
         folder = started.killed("first")
     async with process(folder) as second:
         assert second.carried_on[long.header.response_id].entries == long.entries
 
 
-async def test_what_is_deleted_is_in_no_row(started: Process) -> None:
-    """Although the journal's rows of that time are needed for what still runs."""
+async def test_what_is_appended_while_a_log_is_stored_whole_is_kept(tmp_path: Path) -> None:
+    """Although the journal is in a later segment when the transaction ends."""
+    async with process(tmp_path) as started:
+        log = await begin(started, 3)
+        with held(started):
+            started.store._store([started.store._running[log.header.response_id]])
+            add_delta(log)
+            await asyncio.sleep(0)
+            started.store._journal.begin_next()
+        await started.disk.run(lambda _: None)
+        assert await started.journal_rows() == 2, "of its segment: the deltas before and after"
+        folder = started.killed("first")
+    async with process(folder) as second:
+        assert second.carried_on[log.header.response_id].entries == log.entries
+
+
+async def test_what_is_deleted_is_in_no_file(started: Process) -> None:
+    """Although the segment of the journal that has it is needed for what still runs."""
+
+    def is_there() -> bool:
+        paths = [path for path in started.disk.path.parent.rglob("*") if path.is_file()]
+        return any(b"a secret word" in path.read_bytes() for path in paths)
+
     running, deleted = await begin(started, 1), await begin(started)
     add_delta(deleted, "a secret word")
     add_delta(running, "another word")
     await seen(deleted, 1)
+    assert is_there()
     add_end(deleted)
     await read_to_end(deleted)
     await started.store.delete(TENANT, deleted.header.response_id)
-    for table in ("log_journal", "log_running", "log_ended"):
-        rows = await started.disk.run(started.execute(f"SELECT * FROM {table}"))
-        assert b"secret" not in repr(rows).encode()
+    await started.disk.erased()
+    assert not is_there()
     add_delta(running, "and one more")
     await seen(running, 3)
     folder = started.killed("copy")
     async with process(folder) as second:
         assert second.carried_on[running.header.response_id].entries == running.entries
+
+
+async def test_a_key_is_not_used_again(tmp_path: Path) -> None:
+    """The journal may still have what an earlier response appended under it."""
+    async with process(tmp_path) as first:
+        running, ended = await begin(first, 1), await begin(first, 5)
+        add_end(ended)
+        await read_to_end(ended)
+        folder = first.killed("first")
+    async with process(folder) as second:
+        begun = [await begin(second) for _ in range(3)]
+        folder = second.killed("second")
+    async with process(folder) as third:
+        assert len(third.carried_on) == 4
+        assert third.carried_on[running.header.response_id].entries == running.entries
+        assert not any(third.carried_on[log.header.response_id].entries for log in begun)
+
+
+async def test_a_journal_of_the_first_version_is_read(tmp_path: Path) -> None:
+    """It was a table; what ran goes on, and nothing is left of it when that has ended."""
+    async with process(tmp_path) as first:
+        running, ended = await begin(first, 3), await begin(first, 1)
+        add_end(ended)
+        await read_to_end(ended)
+        (path,) = await first.journal()
+        folder = first.killed("first")
+    database = sqlite3.connect(folder / FILE_NAME)
+    with database:
+        (folder / "journal" / path.name).unlink()
+        for number, entry in enumerate(running.entries):
+            ((key,),) = database.execute("SELECT key FROM log_running").fetchall()
+            data = checked(encode_appended([(key, [entry])]))
+            database.execute("INSERT INTO log_journal VALUES (?, ?, ?)", (number, 1e9, data))
+        database.execute("ALTER TABLE log_ended RENAME COLUMN last_segment TO last_row")
+        database.execute("UPDATE log_ended SET last_row = 400")
+        database.execute("PRAGMA user_version = 1")
+    database.close()
+    async with process(folder) as second:
+        log = second.carried_on[running.header.response_id]
+        assert log.entries == running.entries
+        add_delta(log)
+        await seen(log, 4)
+        folder = second.killed("second")
+    async with process(folder) as third:
+        assert third.carried_on[log.header.response_id].entries == log.entries
+        await third.store.delete(TENANT, ended.header.response_id)
+        assert await third.rows("log_journal") == 0
+        folder = third.killed("third")
+    async with process(folder) as fourth:
+        assert fourth.carried_on[log.header.response_id].entries == log.entries
 
 
 async def test_a_log_of_an_earlier_process_is_deleted_while_others_run(tmp_path: Path) -> None:
@@ -263,7 +380,7 @@ async def test_a_log_of_an_earlier_process_is_deleted_while_others_run(tmp_path:
     async with process(tmp_path) as second:
         running = await begin(second, 1)
         await second.store.delete(TENANT, deleted.header.response_id)
-        assert await second.rows("log_journal") == 1, "nothing had to be stored again"
+        assert await second.journal_rows() == 1, "nothing had to be stored again"
         folder = second.killed("second")
     async with process(folder) as third:
         assert third.carried_on[running.header.response_id].entries == running.entries
@@ -315,10 +432,12 @@ async def is_there(one: Process, response_id: str) -> bool:
 
 
 async def limit(started: Process, room: bool) -> None:
+    started.has_room = room
     await started.disk.run(started.execute(f"PRAGMA max_page_count = {1 << 30 if room else 1}"))
 
 
 async def lock(started: Process, room: bool) -> None:
+    started.has_room = room
     assert started.disk._writer is not None
     started.disk._writer.execute(f"PRAGMA query_only = {not room}")
 
@@ -397,7 +516,7 @@ async def test_after_a_damage_what_runs_is_stored_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "column"), [("log_journal", "appended"), ("log_running", "log"), ("log_ended", "log")]
+    ("table", "column"), [("journal", ""), ("log_running", "log"), ("log_ended", "log")]
 )
 async def test_a_flipped_byte_is_noticed(
     tmp_path: Path, table: str, column: str, caplog: pytest.LogCaptureFixture
@@ -410,16 +529,19 @@ async def test_a_flipped_byte_is_noticed(
         add_end(ended)
         await read_to_end(ended)
         folder = first.killed("first")
+    if table == "journal":
+        (path,) = (folder / table).iterdir()
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
     database = sqlite3.connect(folder / FILE_NAME)
     with database:
-        for row, data in database.execute(f"SELECT rowid, {column} FROM {table}").fetchall():
+        for row, data in database.execute(f"SELECT rowid, {column} FROM {table}") if column else ():
             flipped = bytearray(data)
             flipped[-1] ^= 1
             database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (flipped, row))
     database.close()
     async with process(folder) as second:
         log = second.carried_on.get(running.header.response_id)
-        if table == "log_journal":
+        if table == "journal":
             assert log is not None
             assert log.outage is not None
             assert not log.outage.is_complete

@@ -1,0 +1,231 @@
+"""Packs a model for the CPU's kernels, and lets its program meet those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.layers.experts import ExpertMatrices, Router
+from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
+from penstock.engine.parallel.ranks import Link, Ranks, SharedRanks
+from penstock.engine.program.cpu_experts import PackedExperts, memory_for_experts
+from penstock.engine.program.cpu_matrices import (
+    PackedLinear,
+    PackedRouter,
+    PlainTable,
+    QuantizedLinear,
+    StackedLinear,
+)
+from penstock.engine.program.operands import Lookup, Operand, Table
+from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.quantized import PackedCodes, can_pack
+from penstock.kernels.linear_quantized import PackedMatrix
+from penstock.kernels.program import Buffer, Place, Program
+from penstock.kernels.quantized_codes import QuantizedCodes
+
+
+class RankSums:
+    """Sums over the ranks in a program.
+
+    Args:
+        dtype: of the parts; None: the library's.
+
+    Two places in shared memory take turns, so that a rank that writes its part of the next sum does
+    not change what another one still reads of the last.
+    """
+
+    def __init__(
+        self, library: CpuLibrary, ranks: SharedRanks, dtype: torch.dtype | None = None
+    ) -> None:
+        self._ranks, self._dtype = ranks, dtype or library.dtype
+        self._structure = ranks.structure(library)
+        self._places: tuple[Tensor, ...] = ()  # [ranks, rows · size] each
+        self._turn = 0
+
+    def begin(self, num_rows: int, size: int) -> None:
+        """As in `CpuMeeting`."""
+        num_values, self._turn = num_rows * size, 0
+        if not self._places or self._places[0].shape[1] < num_values:
+            num_bytes = self._ranks.size * num_values * self._dtype.itemsize
+            self._places = tuple(
+                self._ranks.memory.region(num_bytes).view(self._dtype).view(self._ranks.size, -1)
+                for _ in range(2)
+            )
+
+    def part(self, _: Program, size: int) -> Buffer:
+        own = self._places[self._turn][self._ranks.rank]
+        rows = len(own) // size
+        return Buffer("rank_part", size, own[: rows * size].view(rows, size))
+
+    def parts(self) -> dict[str, Any]:
+        parts = self._places[self._turn]
+        self._turn ^= 1
+        return {"parts": parts, "part_stride": parts.shape[1], "ranks": self._structure}
+
+
+class StageLink:
+    """Hidden states from one stage to the next in a program."""
+
+    def __init__(self, library: CpuLibrary, link: Link) -> None:
+        self._link, self._dtype = link, library.dtype
+        self._structure = link.structure(library)
+        self._slots = torch.empty(0)
+
+    def begin(self, num_rows: int, size: int) -> None:
+        """As in `CpuMeeting`."""
+        self._slots = self._link.slots(num_rows * size * self._dtype.itemsize)
+
+    def write_send(self, program: Program, x: Buffer) -> None:
+        program.add("send_rows", x=x, size=x.size, **self._arguments())
+
+    def write_receive(self, program: Program, y: Buffer) -> None:
+        program.add("receive_rows", y=y, size=y.size, **self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "slots": self._slots, "ranks": self._structure, "num_slots": len(self._slots),
+            "slot_stride": self._slots.shape[1] // self._dtype.itemsize,
+        }  # fmt: skip
+
+
+class RankGather:
+    """The logits of all ranks, of which each has a part of the vocabulary.
+
+    Attributes:
+        size: of the vocabulary.
+    """
+
+    def __init__(self, library: CpuLibrary, ranks: SharedRanks, size: int) -> None:
+        self.size, self._library = size, library
+        self._ranks, self._dtype = ranks, library.dtype
+        self._structure = ranks.structure(library)
+        self._part_size = -(-size // ranks.size)
+        self._places: list[Tensor] = []  # [ranks, rows · part_size] each; the last two are in use
+        self._turn = 0
+
+    def write(
+        self, program: Program, y: Place | None, table: Table, x: Buffer, **rows: Any
+    ) -> tuple[tuple[Structure, Structure], Structure]:
+        product = table.write(program, None, x, stride=self._part_size, **rows)
+        gather = program.add(
+            "gather_ranks", y=y, ranks=self._structure, size=self.size, part_size=self._part_size,
+            **rows,
+        )  # fmt: skip
+        return (product, gather), self._library.structure("linear_args", **rows)
+
+    def point(self, written: tuple[Structure, Structure], logits: Tensor) -> None:
+        """Let the operations of `write` end in these rows."""
+        product, gather = written
+        num_rows = len(logits)
+        num_values = num_rows * self._part_size
+        if not self._places or self._places[-1].shape[1] < num_values:
+            num_values = 1 << max(num_values - 1, 0).bit_length()
+            num_bytes = self._ranks.size * num_values * self._dtype.itemsize
+            self._places += [
+                self._ranks.memory.region(num_bytes).view(self._dtype).view(self._ranks.size, -1)
+                for _ in range(2)
+            ]
+        self._turn ^= 1
+        parts = self._places[-1 - self._turn]
+        product.y = parts[self._ranks.rank].data_ptr()
+        gather.y, gather.parts, gather.part_stride = (
+            logits.data_ptr(), parts.data_ptr(), parts.shape[1]
+        )  # fmt: skip
+
+
+class CpuMeeting:
+    """Where a program meets those of other ranks: in memory that they share.
+
+    Args:
+        vocab_size: of the whole model.
+        is_normed_over_heads: queries and keys are, over those of all ranks.
+    """
+
+    def __init__(
+        self, library: CpuLibrary, ranks: Ranks, vocab_size: int, *, is_normed_over_heads: bool
+    ) -> None:
+        self.sums = self.squares = self.gather = self.before = self.after = None
+        layers = ranks.layers
+        if isinstance(layers, SharedRanks):
+            self.sums = RankSums(library, layers)
+            self.gather = RankGather(library, layers, vocab_size)
+            if is_normed_over_heads:
+                self.squares = RankSums(library, layers, torch.float32)
+        if isinstance(ranks, SharedRanks):
+            self.before, self.after = (
+                None if each is None else StageLink(library, each)
+                for each in (ranks.before, ranks.after)
+            )
+
+    def begin(self, num_rows: int, size: int) -> None:
+        """Before a program whose buffers have room for so many rows is written."""
+        for each in (self.sums, self.before, self.after):
+            if each is not None:
+                each.begin(num_rows, size)
+        if self.squares is not None:
+            self.squares.begin(num_rows, 2)
+
+
+class CpuBackend:
+    """
+    Args:
+        expected_bytes: of experts that are still to be read.
+    """
+
+    def __init__(self, library: CpuLibrary, meeting: CpuMeeting, expected_bytes: int = 0) -> None:
+        self.meeting = meeting
+        self._library = library
+        self._expert_memory = memory_for_experts(library, expected_bytes)
+
+    def pack(self, layer: MatrixLayer) -> Operand:
+        return pack_matrix(self._library, layer)
+
+    def pack_head(self, layer: Embedding) -> Table:
+        (table,) = _pack_parts(self._library, layer)
+        return table
+
+    def pack_table(self, layer: Embedding) -> Lookup:
+        return self.pack_head(layer) if layer.quantized else PlainTable(layer.weight)
+
+    def pack_router(self, gates: Sequence[Router]) -> PackedRouter:
+        return PackedRouter(self._library, torch.cat([each.weight.data for each in gates]))
+
+    def pack_experts(self, matrices: ExpertMatrices) -> PackedExperts:
+        try:
+            with self._library.packing_into(self._expert_memory):
+                return PackedExperts(self._library, matrices)
+        except OSError as error:
+            raise ModelLoadError(f"the experts are more than memory holds: {error}") from error
+
+
+def pack_matrix(library: CpuLibrary, layer: MatrixLayer) -> Operand:
+    """Pack the layer's matrix as its kernel reads it; the layer loses it."""
+    parts = _pack_parts(library, layer)
+    return parts[0] if len(parts) == 1 else StackedLinear(parts)
+
+
+def _pack_parts(library: CpuLibrary, layer: MatrixLayer) -> list[PackedLinear | QuantizedLinear]:
+    bias = layer.bias
+    weight, quantized, rounds_inputs = layer.weight.data, layer.quantized, layer.rounds_inputs
+    layer.drop()
+    if not quantized:
+        return [PackedLinear(library, weight, bias)]
+    return [
+        _pack_codes(library, codes, each, in_bytes=rounds_inputs)
+        for codes, each in zip(quantized, split_bias(bias, quantized), strict=True)
+    ]
+
+
+def _pack_codes(
+    library: CpuLibrary, codes: PackedMatrix, bias: Tensor | None, *, in_bytes: bool
+) -> PackedLinear | QuantizedLinear:
+    assert isinstance(codes, QuantizedCodes), "packed for a GPU"
+    if not can_pack(codes, in_bytes=in_bytes):
+        return PackedLinear(library, codes.dequantize().to(library.dtype), bias)
+    packed = PackedCodes(library, codes, in_bytes=in_bytes)
+    return QuantizedLinear(packed, bias, order=codes.order, factors=codes.factors)
