@@ -3,19 +3,26 @@
  */
 
 import { Composer } from "./composer.js";
+import { Controls } from "./composer-controls.js";
 import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
 import { keepDraft, NOTHING } from "./drafts.js";
 import { liveText, queueText } from "./figures.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
+import { conversationOf, newStore, titleOf } from "./page-state.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
+import { tell } from "./question-dialog.js";
 import { quietly } from "./quietly.js";
 import { Settings } from "./settings.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
+import { html } from "./vendor/htm-preact.js";
 import { StickyScroll } from "./sticky-scroll.js";
+import { allAsJson, asJson, asMarkdown, codeFileName, fileName, fromJson, NotConversations, saveFile } from "./transfer.js";
 
+// For the model that comes with the server, which knows no more than this.
+const DEMO = "demo";
 const SUGGESTIONS = [
   ["Say hello", "Hello! Who are you?"],
   ["Look behind the page", "What is penstock?"],
@@ -25,6 +32,7 @@ const SUGGESTIONS = [
   ["Watch a long stream", "Tell me a long story."],
 ];
 const LIVE_INTERVAL_MS = 250;
+const KEEP_MS = 400;
 // An answer that has been silent for so long: is there an engine?
 const SILENT_MS = 1_500;
 const ASK_INTERVAL_MS = 500;
@@ -39,6 +47,9 @@ const page = {
   bannerText: byId("banner-text"),
   bannerAction: byId("banner-action"),
   welcome: byId("welcome"),
+  welcomeText: byId("welcome-text"),
+  suggestions: byId("suggestions"),
+  pane: byId("pane"),
   transcript: byId("transcript"),
   messagesTitle: byId("messages-title"),
   toLatest: byId("to-latest"),
@@ -48,15 +59,27 @@ const page = {
   hint: byId("hint"),
   live: byId("live"),
   obstacle: byId("obstacle"),
-  attach: byId("attach"),
   refusal: byId("refusal"),
   announcer: byId("announcer"),
 };
 
 const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
-const settings = new Settings(refresh);
-const list = new ConversationList(client.conversations);
-const sidebar = new Sidebar();
+const settings = new Settings(() => { refresh(); keepChoices(); });
+const store = newStore();
+const list = new ConversationList(client.conversations, store);
+const sidebar = new Sidebar(store, {
+  newChat: () => showNewChat(),
+  open: (id, turn) => { if (id === pane.id && turn) reveal(turn); else wanted = turn; },
+  pin: (id, isPinned) => void list.pin(id, isPinned),
+  rename: (id) => list.askForName(id),
+  save: (id, format) => void save(id, format),
+  remove: (id) => list.remove(id),
+  undo: () => list.undo(),
+  deleteNow: () => list.deleteNow(),
+  loadMore: () => void list.loadMore(),
+  find: (query) => void list.find(query),
+  findMore: () => void list.findMore(),
+});
 const scroll = new StickyScroll(byId("scroller"), byId("content"), (isFollowing) => {
   page.toLatest.hidden = isFollowing || !page.welcome.hidden;
 });
@@ -64,6 +87,7 @@ const pane = new ConversationPane({
   client,
   transcript: page.transcript,
   parameters: () => settings.parameters(),
+  metadata: () => settings.metadata,
   hasTools: () => settings.hasTools,
   announce,
   mayAsk,
@@ -80,6 +104,10 @@ const composer = new Composer(location.hash.slice(1) || null, () => client.takes
 let obstacle = "";
 /** Why something is not, or not any more, part of what was sent. */
 let refusal = "";
+/** The turn at which the next conversation is to be opened. @type {string | null} */
+let wanted = null;
+/** The conversation that was open when it was removed. @type {string | null} */
+let left = null;
 /** How the answer under way gets on. */
 let progress = "";
 /** Notifies the other tabs of this browser when a conversation has changed, with its id. */
@@ -87,12 +115,40 @@ const tabs = new BroadcastChannel("penstock");
 
 // ---- conversations -------------------------------------------------------------------------
 
+let keepTimer = 0;
+
+/** Uses the settings of the open conversation. */
+async function adoptSettings(/** @type {string | null} */ id) {
+  clearTimeout(keepTimer);
+  settings.adopt(null);
+  if (id) await quietly(async () => {
+    const { metadata } = await client.conversations.get(id);
+    if (pane.id === id) settings.adopt(metadata);
+  });
+  refresh();
+}
+
+/** Keeps what was chosen with the open conversation, too. */
+function keepChoices() {
+  clearTimeout(keepTimer);
+  const { id } = pane;
+  if (!id) return;
+  keepTimer = setTimeout(() => void quietly(async () => {
+    const now = (await client.conversations.get(id)).metadata;
+    const others = Object.entries(now).filter(([name]) => !name.startsWith("settings_"));
+    await client.conversations.update(id, { ...Object.fromEntries(others), ...settings.metadata });
+    await list.refresh();
+  }), KEEP_MS);
+}
+
 /** Opens what the address names. */
 async function openAddressed() {
   const id = location.hash.slice(1) || null;
   if (id === pane.id && (id || pane.isEmpty)) return;
+  const opened = pane.open(id);
+  void adoptSettings(id);
   try {
-    await pane.open(id);
+    await opened;
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
     if (error.status === 404) {
@@ -102,11 +158,19 @@ async function openAddressed() {
   }
   list.mark(pane.id);
   if (pane.id) scroll.follow();
+  if (wanted) reveal(wanted);
+  wanted = null;
+}
+
+function reveal(/** @type {string} */ turn) {
+  scroll.letGo();
+  pane.reveal(turn);
 }
 
 function showNewChat(said = "New chat.") {
   history.pushState(null, "", location.pathname + location.search);
   void pane.open(null);
+  void adoptSettings(null);
   list.mark(null);
   announce(said);
   sidebar.closeOverlay();
@@ -170,8 +234,19 @@ function listenToPane() {
     if (data.conversation === pane.id) void catchUp();
     if (data.deleted && data.deleted === pane.id) leaveDeleted();
   });
+  list.addEventListener("removed", (event) => {
+    const { detail: id } = /** @type {CustomEvent<string>} */ (event);
+    left = id === pane.id ? id : null;
+    announce("Deleted.");
+    if (left) leaveDeleted();
+  });
+  list.addEventListener("restored", (event) => {
+    const { detail: id } = /** @type {CustomEvent<string>} */ (event);
+    announce("It is back.");
+    if (left === id) location.hash = `#${id}`;
+  });
   list.addEventListener("deleted", (event) => {
-    const id = /** @type {CustomEvent<string>} */ (event).detail;
+    const { detail: id } = /** @type {CustomEvent<string>} */ (event);
     keepDraft(id, NOTHING);
     tabs.postMessage({ deleted: id });
     if (id === pane.id) leaveDeleted();
@@ -181,6 +256,20 @@ function listenToPane() {
 function leaveDeleted() {
   pane.stop(); // the rest will not be read
   showNewChat("Deleted.");
+}
+
+/** Saves a conversation as a file. */
+async function save(/** @type {string} */ id, /** @type {"json" | "md"} */ format) {
+  const conversation = conversationOf(store.state, id);
+  if (!conversation) return;
+  try {
+    const text = format === "json" ? await asJson(client.conversations, [conversation])
+      : await asMarkdown(client.conversations, conversation);
+    saveFile(fileName(titleOf(conversation), format), text, format === "json" ? "application/json" : "text/markdown");
+  } catch (error) {
+    if (!(error instanceof PenstockError)) throw error;
+    await tell("This conversation was not saved", `The reason: ${error.message}`);
+  }
 }
 
 /** Shows changes made elsewhere. Conversations deleted on the server stay on the page. */
@@ -270,6 +359,8 @@ function refresh() {
   page.connection.dataset.state = shown;
   page.connectionText.textContent = shown === "open" && client.transport === "sse" ? "Connected (without WebSocket)" : label[shown];
   page.model.textContent = settings.model;
+  const limit = client.contexts[settings.model] ?? 0;
+  store.update({ choices: settings.choices, context: pane.numTokens > 0 && limit > 0 ? { used: pane.numTokens, limit } : null });
   showBanner(shown);
   showWelcome(pane.isEmpty && (location.hash === "" || pane.id === null));
   const isAnswering = pane.answer !== null;
@@ -283,7 +374,6 @@ function refresh() {
   page.live.hidden = !isAnswering || obstacle !== "";
   page.hint.hidden = isAnswering || obstacle !== "" || !page.refusal.hidden;
   page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || composer.isEmpty;
-  page.attach.hidden = !client.takesImages;
   page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");
   page.send.title = isAnswering ? "Stop (Esc)" : "Send (Enter)";
   for (const button of document.querySelectorAll("button[data-asks]")) {
@@ -294,6 +384,12 @@ function refresh() {
 function showWelcome(/** @type {boolean} */ isShown) {
   const wasShown = !page.welcome.hidden;
   page.welcome.hidden = !isShown;
+  page.pane.classList.toggle("is-empty", isShown);
+  const isDemo = settings.model === DEMO;
+  page.suggestions.hidden = !isDemo;
+  page.welcomeText.textContent = !settings.model ? "\u00a0"
+    : isDemo ? "The demo model is small, and knows little but penstock. Try one of these, or write your own."
+    : `${settings.model} answers.`;
   page.messagesTitle.hidden = isShown;
   if (isShown && !wasShown) scroll.toTop();
 }
@@ -353,11 +449,10 @@ function listenToPage() {
     submit();
   });
   page.transcript.addEventListener("click", (event) => {
-    const button = /** @type {Element} */ (event.target).closest("button[data-copies]");
-    const code = button?.parentElement?.parentElement?.querySelector("pre");
-    if (button && code) void copyText(code.textContent ?? "").then(() => confirmOn(button));
+    const button = /** @type {Element} */ (event.target).closest(".code-head button");
+    const block = button?.closest(".code");
+    if (button && block) useCode(/** @type {HTMLElement} */ (button), block);
   });
-  byId("new-chat").addEventListener("click", () => showNewChat());
   byId("open-settings").addEventListener("click", () => settings.open());
   byId("settings-key").addEventListener("click", () => { settings.close(); openKeyDialog(); });
   page.toLatest.addEventListener("click", () => { scroll.follow(); composer.focus(); });
@@ -372,6 +467,45 @@ function listenToPage() {
   document.addEventListener("visibilitychange", () => { if (!document.hidden) void catchUp(); });
 }
 
+/** Saves all conversations as a file, and makes those of one again. */
+function listenForFiles() {
+  const note = byId("chats-note");
+  const chooser = /** @type {HTMLInputElement} */ (byId("chats-file"));
+  const told = async (/** @type {() => Promise<string>} */ work) => {
+    note.textContent = "One moment…";
+    try {
+      note.textContent = await work();
+    } catch (error) {
+      if (!(error instanceof PenstockError || error instanceof NotConversations)) throw error;
+      note.textContent = error.message;
+    }
+  };
+  byId("chats-save").addEventListener("click", () => void told(async () => {
+    saveFile("penstock-chats.json", await allAsJson(client.conversations), "application/json");
+    return "Saved.";
+  }));
+  byId("chats-load").addEventListener("click", () => chooser.click());
+  chooser.addEventListener("change", () => {
+    const file = chooser.files?.[0];
+    chooser.value = "";
+    if (file) void told(async () => {
+      const { length } = await fromJson(client.conversations, await file.text());
+      void list.refresh();
+      return length === 1 ? "One chat was loaded." : `${length} chats were loaded.`;
+    });
+  });
+}
+
+/** Does with a block of code what its button says. */
+function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */ block) {
+  const code = block.querySelector("pre")?.textContent ?? "";
+  if ("copies" in button.dataset) void copyText(code).then(() => confirmOn(button));
+  else if ("saves" in button.dataset) {
+    saveFile(codeFileName(block.querySelector(".code-head span")?.textContent ?? ""), `${code}\n`);
+    confirmOn(button);
+  } else button.setAttribute("aria-pressed", String(block.classList.toggle("is-wrapped")));
+}
+
 function addSuggestions() {
   for (const [label, prompt] of SUGGESTIONS) {
     const item = make("li");
@@ -380,15 +514,18 @@ function addSuggestions() {
     button.dataset.asks = "";
     button.append(make("b", "", label), make("span", "", prompt));
     button.addEventListener("click", () => {
-      if (canAsk()) ask({ text: prompt, images: [] });
+      if (canAsk()) ask({ text: prompt, attachments: [] });
       composer.focus();
     });
     item.append(button);
-    byId("suggestions").append(item);
+    page.suggestions.append(item);
   }
 }
 
+store.mount(byId("controls"), ["choices", "context"], ({ choices, context }) => html`
+  <${Controls} choices=${choices} context=${context} set=${(/** @type {string} */ name, /** @type {string} */ value) => settings.set(name, value)} />`);
 addSuggestions();
+listenForFiles();
 listenToPane();
 listenToPage();
 listenForKey((key) => client.setApiKey(key));
@@ -398,6 +535,7 @@ listenForShortcuts({
   regenerate: () => { if (!pane.isEmpty && mayAsk()) pane.regenerateLast(); },
   copy: () => pane.views.at(-1)?.copy(),
   toggleList: () => sidebar.toggle(),
+  search: () => sidebar.search(),
   settings: () => settings.open(),
   write: () => composer.focus(),
 });

@@ -1,5 +1,5 @@
 /**
- * The message box: text and images of the next message. Every conversation has a message of its own
+ * The message box: text, images and files of the next message. Every conversation has a message of its own
  * here, which is kept as its draft.
  *
  * What it does not know: servers, and whether a message can be sent.
@@ -7,10 +7,12 @@
 
 import { byId } from "./dom.js";
 import { draftOf, isEmpty, keepDraft, NOTHING } from "./drafts.js";
-import { filesOf, ImageTray, imageFrom, isImage, MAX_IMAGES } from "./images.js";
+import { fileFrom, filesOf, imageFrom, isImage, MAX_ATTACHMENTS, Tray } from "./attachments.js";
 
 /** @typedef {import("./drafts.js").Message} Message */
 
+/** A text that is pasted and longer is a file: it would fill the box. */
+const LONG_PASTE = 4_000;
 const box = /** @type {HTMLTextAreaElement} */ (byId("composer-text"));
 const chooser = /** @type {HTMLInputElement} */ (byId("files"));
 
@@ -20,7 +22,7 @@ export class Composer extends EventTarget {
   #place = { id: /** @type {string | null} */ (null) };
   #message = NOTHING;
   #takesImages;
-  #tray = new ImageTray(byId("tray"), (images) => this.#put({ ...this.#message, images }));
+  #tray = new Tray(byId("tray"), (attachments) => this.#put({ ...this.#message, attachments }));
 
   /**
    * @param {string | null} id
@@ -36,9 +38,11 @@ export class Composer extends EventTarget {
     box.addEventListener("paste", (event) => {
       const files = filesOf(event.clipboardData);
       const hasText = event.clipboardData?.types.includes("text/plain");
-      if (files.length === 0 || (hasText && !files.some(isImage))) return;
+      const text = event.clipboardData?.getData("text/plain") ?? "";
+      const isLong = files.length === 0 && text.length > LONG_PASTE;
+      if (!isLong && (files.length === 0 || (hasText && !files.some(isImage)))) return;
       event.preventDefault();
-      void this.add(files);
+      void this.add(isLong ? [new File([text], "Pasted text.txt", { type: "text/plain" })] : files);
     });
     byId("attach").addEventListener("click", () => chooser.click());
     chooser.addEventListener("change", () => {
@@ -75,18 +79,18 @@ export class Composer extends EventTarget {
 
   /** Takes the message out of the box. */
   take() {
-    const { text, images } = this.#message;
+    const { text, attachments } = this.#message;
     this.#put(NOTHING);
-    return { text: text.trim(), images };
+    return { text: text.trim(), attachments };
   }
 
   /** Puts a message back that could not be sent to its conversation; what was written since follows it. */
   giveBack(/** @type {string | null} */ id, /** @type {Message} */ message) {
     const draft = draftOf(id);
     const text = draft.text && draft.text !== message.text ? `${message.text}\n\n${draft.text}` : message.text;
-    const images = [...message.images, ...draft.images.filter(({ image_url }) =>
-      !message.images.some((image) => image.image_url === image_url))];
-    keepDraft(id, { text, images });
+    const attachments = [...message.attachments, ...draft.attachments.filter((part) =>
+      !message.attachments.some((same) => same.image_url === part.image_url && same.text === part.text))];
+    keepDraft(id, { text, attachments });
     if (id === this.id) this.open(id);
   }
 
@@ -109,7 +113,7 @@ export class Composer extends EventTarget {
     box.focus();
   }
 
-  /** Adds images; says of the first other file why it is none. */
+  /** Adds images and texts; says of the first other file why it is neither. */
   async add(/** @type {File[]} */ files) {
     const place = this.#place;
     let refusal = "";
@@ -117,22 +121,24 @@ export class Composer extends EventTarget {
       refusal = await this.#addTo(place, file);
       if (refusal) break;
     }
-    if (place === this.#place) this.dispatchEvent(new CustomEvent("refused", { detail: refusal }));
+    if (place.id === this.id) this.dispatchEvent(new CustomEvent("refused", { detail: refusal }));
   }
 
   /** What is wrong with a file that cannot be part of the message at `place`; empty once it is. */
   async #addTo(/** @type {{ id: string | null }} */ place, /** @type {File} */ file) {
-    if (!isImage(file)) {
+    if (isImage(file) && !this.#takesImages()) return "This model takes no images.";
+    const part = isImage(file) ? await imageFrom(file) : await fileFrom(file);
+    if (!part && isImage(file)) return `“${file.name}” is not an image that this browser can open.`;
+    if (typeof part === "string") return part;
+    if (!part) {
       const accepted = this.#takesImages() ? "text and images" : "text";
       return `“${file.name}” cannot be added: a message takes ${accepted}.`;
     }
-    if (!this.#takesImages()) return "This model takes no images.";
-    const image = await imageFrom(file);
-    if (!image) return `“${file.name}” is not an image that this browser can open.`;
-    const isOpen = place === this.#place;
+    const isOpen = place.id === this.id;
     const message = isOpen ? this.#message : draftOf(place.id);
-    if (message.images.length >= MAX_IMAGES) return `A message has ${MAX_IMAGES} images at most.`;
-    const grown = { ...message, images: [...message.images, image] };
+    const isFull = message.attachments.length >= MAX_ATTACHMENTS;
+    if (isFull) return `A message has ${MAX_ATTACHMENTS} images and files at most.`;
+    const grown = { ...message, attachments: [...message.attachments, part] };
     if (isOpen) this.#put(grown);
     else keepDraft(place.id, grown);
     return "";
@@ -145,9 +151,9 @@ export class Composer extends EventTarget {
   }
 
   #show() {
-    const { text, images } = this.#message;
+    const { text, attachments } = this.#message;
     if (box.value !== text) box.value = text;
-    this.#tray.show(images);
+    this.#tray.show(attachments);
     // The box grows with its text, up to the height that the style sheet allows.
     box.style.height = "auto";
     box.style.height = `${box.scrollHeight}px`;

@@ -1,124 +1,203 @@
 /**
  * The list of the server's conversations, the last used first; older ones are loaded as it is scrolled.
+ * Pins, names, searches in it, and deletions, which can be taken back for a while.
+ *
+ * What it does not know: how any of it looks.
  */
 
-import { button, byId, make } from "./dom.js";
+import { byId } from "./dom.js";
+import { conversationOf, NO_SEARCH, titleOf } from "./page-state.js";
 import { PenstockError } from "./penstock-client.js";
-import { isConfirmed, tell } from "./question-dialog.js";
+import { tell } from "./question-dialog.js";
 import { quietly } from "./quietly.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
 
-const list = byId("conversations");
-const more = byId("more-conversations");
-const empty = byId("no-conversations");
-const kept = byId("kept");
 const MIN_SHOWN = 30;
 const MAX_PAGE = 100; // the server's limit
+const FOUND = 30;
+const TYPING_MS = 150;
+const UNDO_MS = 8_000;
 const dialog = /** @type {HTMLDialogElement} */ (byId("rename-dialog"));
 const titleInput = /** @type {HTMLInputElement} */ (byId("rename-input"));
 
-/** Event: `deleted` (detail: the conversation's id). */
+/** Events (detail: the conversation's id): `removed`; then `restored`, or `deleted`. */
 export class ConversationList extends EventTarget {
-  /** @type {Conversation[]} */ #shown = [];
   #conversations;
-  #hasMore = false;
+  #store;
   /** While a page is on its way. */
   #isLoading = false;
-  #ahead;
   #numRefreshes = 0;
-  /** @type {string | null} */ #current = null;
+  #searching = new AbortController();
+  #undoTimer = 0;
   /** @type {Conversation | null} */ #renamed = null;
 
-  constructor(/** @type {import("./conversations.js").Conversations} */ conversations) {
+  /**
+   * @param {import("./conversations.js").Conversations} conversations
+   * @param {ReturnType<typeof import("./page-state.js").newStore>} store
+   */
+  constructor(conversations, store) {
     super();
     this.#conversations = conversations;
-    more.addEventListener("click", () => void this.#loadMore());
-    const scroller = /** @type {HTMLElement} */ (more.parentElement);
-    // A page ahead of the reader, once there is one.
-    this.#ahead = new IntersectionObserver(
-      (changes) => { if (changes.at(-1)?.isIntersecting) void this.#loadMore(); },
-      { root: scroller, rootMargin: "0px 0px 4000px" },
-    );
-    scroller.addEventListener("scroll", () => this.#ahead.observe(more), { passive: true, once: true });
+    this.#store = store;
     byId("rename-form").addEventListener("submit", () => void this.#rename());
     byId("rename-cancel").addEventListener("click", () => dialog.close());
+    window.addEventListener("pagehide", () => this.deleteNow({ keepalive: true }));
+    store.watch(["list", "current"], ({ list, current }) => {
+      const open = [...list.recent, ...list.pinned].find((one) => one.id === current);
+      const title = open ? titleOf(open) : "";
+      document.title = title ? `${title} – penstock` : "penstock";
+      byId("chat-title").textContent = title;
+    });
+  }
+
+  get #list() { return this.#store.state.list; }
+
+  #set(/** @type {Partial<import("./page-state.js").Listed>} */ parts) {
+    this.#store.update({ list: { ...this.#list, ...parts } });
   }
 
   /** Reloads as much of the list as is shown; unchanged if the server cannot be reached. */
   async refresh() {
     await quietly(async () => {
       const number = this.#numRefreshes += 1;
+      const { length } = this.#list.recent;
+      const pinned = this.#conversations.list({ limit: MAX_PAGE, pinned: true });
+      pinned.catch(() => {}); // looked at below
       /** @type {Map<string, Conversation>} */ const found = new Map();
+      let [kept, hasMore] = [this.#list.kept, false];
       for (let after = /** @type {string | undefined} */ (undefined); ;) {
-        const limit = Math.min(MAX_PAGE, Math.max(MIN_SHOWN, this.#shown.length - found.size));
+        const limit = Math.min(MAX_PAGE, Math.max(MIN_SHOWN, length - found.size));
         const page = await this.#conversations.list({ limit, after });
-        if (number < this.#numRefreshes) return; // it may have what has been deleted since
         for (const one of page.data) found.set(one.id, one);
-        this.#hasMore = page.has_more;
-        if (!after) kept.textContent = whereKept(page.penstock);
+        hasMore = page.has_more;
+        if (!after) kept = whereKept(page.penstock);
         after = page.data.at(-1)?.id;
-        if (!page.has_more || found.size >= this.#shown.length) break;
+        if (!page.has_more || found.size >= length) break;
       }
-      this.#shown = [...found.values()];
-      this.#render();
+      const above = (await pinned).data.filter((one) => one.pinned);
+      if (number < this.#numRefreshes) return; // it may have what has been deleted since
+      this.#set({ recent: [...found.values()], pinned: above, hasMore, kept });
     });
   }
 
   /** Moves one up that has got a turn, as the server does; one that is not shown is looked for. */
   use(/** @type {string} */ id) {
-    const used = this.#shown.find((one) => one.id === id);
-    if (!used) return void this.refresh();
-    this.#shown = [used, ...this.#shown.filter((one) => one !== used)];
-    this.#render();
+    const one = this.#list.recent.find((each) => each.id === id);
+    if (!one) return void this.refresh();
+    const used = { ...one, used_at: Math.floor(Date.now() / 1000) };
+    const first = (/** @type {readonly Conversation[]} */ all) => [used, ...all.filter((each) => each.id !== id)];
+    const { recent, pinned } = this.#list;
+    this.#set({ recent: first(recent), pinned: one.pinned ? first(pinned) : pinned });
   }
 
   /** Marks the one that is open; one that is not listed yet may have been made elsewhere. */
   mark(/** @type {string | null} */ id) {
-    this.#current = id;
-    if (id && !this.#shown.some((one) => one.id === id)) void this.refresh();
-    this.#showCurrent();
+    this.#store.update({ current: id, tabbable: id });
+    if (id && !this.#list.recent.some((one) => one.id === id)) void this.refresh();
   }
 
-  #showCurrent() {
-    const id = this.#current;
-    const current = this.#shown.find((one) => one.id === id);
-    document.title = current ? `${titleOf(current)} – penstock` : "penstock";
-    for (const link of list.querySelectorAll("a")) {
-      if (link.dataset.id === id) link.setAttribute("aria-current", "page");
-      else link.removeAttribute("aria-current");
-    }
-  }
-
-  async #loadMore() {
-    if (this.#isLoading) return;
+  async loadMore() {
+    if (this.#isLoading || !this.#list.hasMore) return;
     this.#isLoading = true;
     await quietly(async () => {
-      const page = await this.#conversations.list({ limit: MAX_PAGE, after: this.#shown.at(-1)?.id });
-      const known = new Set(this.#shown.map(({ id }) => id));
-      this.#shown.push(...page.data.filter(({ id }) => !known.has(id)));
-      this.#hasMore = page.has_more;
-      this.#render();
-      this.#ahead.unobserve(more); // observed anew, it tells where it is now
-      this.#ahead.observe(more);
+      const page = await this.#conversations.list({ limit: MAX_PAGE, after: this.#list.recent.at(-1)?.id });
+      const known = new Set(this.#list.recent.map(({ id }) => id));
+      this.#set({
+        recent: [...this.#list.recent, ...page.data.filter(({ id }) => !known.has(id))],
+        hasMore: page.has_more,
+      });
     });
     this.#isLoading = false;
   }
 
-  async #delete(/** @type {string} */ id) {
-    const title = "Delete this conversation?";
-    const text = `The server will delete “${titleOf(this.#conversation(id))}” with all its messages.`;
-    if (!(await isConfirmed({ title, text, yes: "Delete" }))) return;
-    if (!(await wasDone("deleted", () => this.#conversations.delete(id)))) return;
-    this.#shown = this.#shown.filter((one) => one.id !== id);
-    this.#render();
+  // ---- search --------------------------------------------------------------------------------
+
+  /** Looks for words as they are typed; none: ends the search. */
+  async find(/** @type {string} */ query) {
+    this.#searching.abort();
+    if (!query.trim()) return this.#store.update({ search: { ...NO_SEARCH, query } });
+    const { signal } = this.#searching = new AbortController();
+    this.#store.update({ search: { ...this.#store.state.search, query, problem: "" } });
+    await new Promise((resolve) => setTimeout(resolve, TYPING_MS));
+    if (!signal.aborted) await this.#search(signal, []);
+  }
+
+  async findMore() {
+    const { hits, hasMore } = this.#store.state.search;
+    if (hits && hasMore) await this.#search(this.#searching.signal, hits);
+  }
+
+  async #search(/** @type {AbortSignal} */ signal, /** @type {readonly import("./conversations.js").Hit[]} */ before) {
+    const { query } = this.#store.state.search;
+    try {
+      const page = await this.#conversations.search(query, { limit: FOUND, offset: before.length, signal });
+      if (signal.aborted) return;
+      this.#store.update({ search: { query, hits: [...before, ...page.data], hasMore: page.has_more, problem: "" } });
+    } catch (error) {
+      if (!(error instanceof PenstockError)) throw error;
+      if (!signal.aborted) this.#store.update({ search: { query, hits: [], hasMore: false, problem: error.message } });
+    }
+  }
+
+  // ---- changing them -------------------------------------------------------------------------
+
+  async pin(/** @type {string} */ id, /** @type {boolean} */ isPinned) {
+    await wasDone(isPinned ? "pinned" : "unpinned", () => this.#conversations.pin(id, isPinned));
+    await this.refresh();
+  }
+
+  /** Takes one off the list, and deletes it unless that is taken back soon. */
+  remove(/** @type {string} */ id) {
+    const removed = conversationOf(this.#store.state, id);
+    if (!removed) return;
+    this.deleteNow();
+    this.#store.update({ hidden: new Set([...this.#store.state.hidden, id]), undoable: removed });
+    this.#undoTimer = setTimeout(() => this.deleteNow(), UNDO_MS);
+    this.dispatchEvent(new CustomEvent("removed", { detail: id }));
+  }
+
+  /** Puts the one back that was removed last. */
+  undo() {
+    const { undoable } = this.#store.state;
+    if (!undoable) return;
+    clearTimeout(this.#undoTimer);
+    this.#store.update({ undoable: null });
+    this.#show(undoable.id);
+    this.dispatchEvent(new CustomEvent("restored", { detail: undoable.id }));
+  }
+
+  /** Deletes what was removed, which cannot be taken back any more. */
+  deleteNow({ keepalive = false } = {}) {
+    const { undoable } = this.#store.state;
+    if (!undoable) return;
+    clearTimeout(this.#undoTimer);
+    this.#store.update({ undoable: null });
+    void this.#delete(undoable.id, keepalive);
+  }
+
+  async #delete(/** @type {string} */ id, /** @type {boolean} */ keepalive) {
+    const isDone = await wasDone("deleted", () => this.#conversations.delete(id, { keepalive }));
+    if (!isDone) return this.#show(id);
+    const rest = (/** @type {readonly Conversation[]} */ all) => all.filter((one) => one.id !== id);
+    this.#set({ recent: rest(this.#list.recent), pinned: rest(this.#list.pinned) });
+    const { search } = this.#store.state;
+    const hits = search.hits?.filter((hit) => hit.conversation.id !== id) ?? null;
+    this.#store.update({ search: { ...search, hits } });
+    this.#show(id);
     this.dispatchEvent(new CustomEvent("deleted", { detail: id }));
     await this.refresh();
   }
 
-  #askForName(/** @type {string} */ id) {
-    this.#renamed = this.#conversation(id);
-    titleInput.value = titleOf(this.#renamed);
+  #show(/** @type {string} */ id) {
+    this.#store.update({ hidden: new Set([...this.#store.state.hidden].filter((each) => each !== id)) });
+  }
+
+  askForName(/** @type {string} */ id) {
+    const renamed = conversationOf(this.#store.state, id);
+    if (!renamed) return;
+    this.#renamed = renamed;
+    titleInput.value = titleOf(renamed);
     dialog.showModal();
     titleInput.select();
   }
@@ -129,74 +208,6 @@ export class ConversationList extends EventTarget {
     if (!renamed || !title) return;
     await wasDone("renamed", () => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
     await this.refresh();
-  }
-
-  /** Rows that stay are kept: a dialog returns the focus to the button of a row that opened it. */
-  #render() {
-    const rows = new Map([...list.children].map((row) => [row.querySelector("a")?.dataset.id, row]));
-    const shown = this.#shown.map((conversation) => {
-      const row = rows.get(conversation.id) ?? this.#row(conversation.id);
-      label(row, titleOf(conversation));
-      return row;
-    });
-    if (shown.length !== list.children.length || shown.some((row, index) => row !== list.children[index])) {
-      const focus = this.#focused();
-      list.replaceChildren(...shown);
-      if (focus) this.#focus(focus);
-    }
-    more.hidden = !this.#hasMore;
-    empty.hidden = this.#shown.length > 0;
-    this.#showCurrent();
-  }
-
-  /** Which part of which row has the focus. */
-  #focused() {
-    const part = document.activeElement;
-    const row = part?.closest("#conversations > li");
-    if (!part || !row) return null;
-    return {
-      id: row.querySelector("a")?.dataset.id,
-      index: [...list.children].indexOf(row),
-      part: [...row.children].indexOf(part),
-    };
-  }
-
-  /** The same part of the same row; else the row that is in its place now; else "New chat". */
-  #focus(/** @type {{ id: string | undefined, index: number, part: number }} */ { id, index, part }) {
-    const same = this.#shown.findIndex((one) => one.id === id);
-    const row = list.children[same >= 0 ? same : Math.min(index, list.children.length - 1)];
-    const node = row?.children[same >= 0 ? part : 0] ?? byId("new-chat");
-    /** @type {HTMLElement} */ (node).focus();
-  }
-
-  #row(/** @type {string} */ id) {
-    const row = make("li");
-    const link = /** @type {HTMLAnchorElement} */ (make("a"));
-    link.dir = "auto";
-    link.href = `#${id}`;
-    link.dataset.id = id;
-    row.append(
-      link,
-      button({ label: "Rename", picture: "edit", run: () => this.#askForName(id) }),
-      button({ label: "Delete", picture: "delete", run: () => void this.#delete(id) }),
-    );
-    return row;
-  }
-
-  /** One of those that are shown; whose row is there. */
-  #conversation(/** @type {string} */ id) {
-    return /** @type {Conversation} */ (this.#shown.find((one) => one.id === id));
-  }
-}
-
-/** Names a row and its buttons by its conversation's title, which may change. */
-function label(/** @type {Element} */ row, /** @type {string} */ title) {
-  const [link, rename, remove] = row.children;
-  if (link.textContent !== title) link.textContent = title;
-  for (const [node, verb] of /** @type {const} */ ([[rename, "Rename"], [remove, "Delete"]])) {
-    const name = `${verb} “${title}”`;
-    node.setAttribute("title", name);
-    node.setAttribute("aria-label", name);
   }
 }
 
@@ -211,10 +222,6 @@ async function wasDone(/** @type {string} */ what, /** @type {() => Promise<unkn
     return false;
   }
   return true;
-}
-
-function titleOf(/** @type {Conversation} */ { metadata, created_at }) {
-  return metadata.title || `Conversation of ${new Date(created_at * 1000).toLocaleString()}`;
 }
 
 /** Where chats are kept, and what was dropped to make room. */

@@ -14,7 +14,7 @@ import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { grouped, imagesOf, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { grouped, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -26,6 +26,7 @@ import { grouped, imagesOf, messageOf, messageText, openCalls, inputOf, numShown
  * @property {import("./penstock-client.js").PenstockClient} client
  * @property {HTMLElement} transcript
  * @property {() => Record<string, any> & { model: string }} parameters  of the next request
+ * @property {() => Record<string, string>} metadata  of the next conversation, beside its title
  * @property {() => boolean} hasTools  whether the page runs the tools that the model calls
  * @property {(text: string) => void} announce
  * @property {(id: string | null, message: Message, reason: string) => void} onLost  a message of this conversation
@@ -42,6 +43,8 @@ export class ConversationPane extends EventTarget {
   /** @type {string | null} */ id = null;
   /** The answer under way in this conversation. @type {Answer | null} */ answer = null;
   /** @type {TurnView[]} */ views = [];
+  /** How many tokens the conversation has, as far as the server has said. */
+  numTokens = 0;
   /** While something is being fetched or moved. */
   isBusy = false;
   /** @type {Tree | null} */ #tree = null;
@@ -55,7 +58,7 @@ export class ConversationPane extends EventTarget {
     regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
     edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => {
       this.#around.write();
-      void this.#branch(view, [userItem({ text, images: imagesOf(asked(view)) })]);
+      void this.#branch(view, [userItem({ text, attachments: messageOf(asked(view)).attachments })]);
     },
     switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
     usage: (/** @type {TurnView} */ view) => usageOf(this.#around.client, view.turnIds.at(-1)),
@@ -79,6 +82,7 @@ export class ConversationPane extends EventTarget {
     this.answer = null;
     this.isBusy = false;
     this.#tree = null;
+    this.numTokens = 0;
     this.#changed();
     if (id) await this.refresh();
   }
@@ -105,6 +109,9 @@ export class ConversationPane extends EventTarget {
       if (refused) this.#around.onLost(id, messageOf(asked(refused)), refused.noteText);
     }
     this.#followRunning(path.at(-1));
+    if (!this.answer && this.numTokens === 0) {
+      void usageOf(this.#around.client, path.at(-1)?.turn).then((usage) => { if (epoch === this.#epoch) this.#count(usage); });
+    }
     this.#changed();
     const view = this.views.at(-1);
     const calls = openCalls(path);
@@ -169,6 +176,11 @@ export class ConversationPane extends EventTarget {
     this.#changed();
   }
 
+  /** Brings a turn into view, if it is on the way to the head. */
+  reveal(/** @type {string} */ turn) {
+    this.views.find(({ turnIds }) => turnIds.includes(turn))?.reveal();
+  }
+
   /** Answers the last message again. */
   regenerateLast() {
     const view = this.views.at(-1);
@@ -187,7 +199,7 @@ export class ConversationPane extends EventTarget {
     this.isBusy = true;
     this.#changed();
     try {
-      if (!this.id) await this.#create(messageText(items[0]), epoch);
+      if (!this.id) await this.#create(titleOf(items[0]), epoch);
     } catch (error) {
       this.isBusy = false;
       if (epoch === this.#epoch) this.#giveBack(view, error);
@@ -200,7 +212,9 @@ export class ConversationPane extends EventTarget {
   }
 
   async #create(/** @type {string} */ text, /** @type {number} */ epoch) {
-    const { id } = await this.#around.client.conversations.create({ metadata: { title: titleFrom(text) } });
+    const { id } = await this.#around.client.conversations.create({
+      metadata: { title: titleFrom(text), ...this.#around.metadata() },
+    });
     if (epoch !== this.#epoch) return;
     this.id = id;
     this.dispatchEvent(new Event("created"));
@@ -232,6 +246,7 @@ export class ConversationPane extends EventTarget {
 
   async #settle(/** @type {TurnView} */ view, /** @type {Answer} */ answer, /** @type {Outcome} */ outcome) {
     view.finish(answer, outcome.usage);
+    this.#count(outcome.usage);
     const { responseId } = outcome;
     const isKept = wasKept(outcome);
     if (isKept && responseId && !view.turnIds.includes(responseId)) view.turnIds.push(responseId);
@@ -248,6 +263,12 @@ export class ConversationPane extends EventTarget {
     const calls = outcome.kind === "completed" ? answer.blocks.filter((block) => block.kind === "call") : [];
     if (calls.length > 0 && await this.#runTools(view, calls)) return;
     await quietly(() => this.#compare());
+  }
+
+  #count(/** @type {import("./answer.js").Usage | null} */ usage) {
+    if (!usage) return;
+    this.numTokens = usage.input_tokens + usage.output_tokens;
+    this.dispatchEvent(new Event("change"));
   }
 
   async #leaveToOther() {
@@ -302,7 +323,7 @@ export class ConversationPane extends EventTarget {
     const actions = {
       again: { label: "Try again", run: () => this.#sendInstead(view, view.items) },
       anew: { label: "Start anew with this message", run: () => this.#startAnew(view) },
-      bare: { label: "Send without images", run: () => this.#sendInstead(view, [userItem({ ...message, images: [] })]) },
+      bare: { label: "Send without images", run: () => this.#sendInstead(view, [userItem({ ...message, attachments: message.attachments.filter((part) => !part.image_url) })]) },
       edit: { label: "Edit message", asks: false, run: () => view.startEditing() },
     };
     view.addNote(text, { isError: true, actions: remedies.map((remedy) => actions[remedy]) });
@@ -429,6 +450,12 @@ export class ConversationPane extends EventTarget {
       this.#changed();
     });
   }
+}
+
+/** What a conversation is called that begins with this message. */
+function titleOf(/** @type {TurnView["items"][number]} */ item) {
+  const { text, attachments } = messageOf(item);
+  return text || attachments.map(({ name }) => name ?? "").find(Boolean) || "";
 }
 
 /** The message that a turn answers. */

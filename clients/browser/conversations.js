@@ -5,7 +5,15 @@
 
 /** @typedef {import("./http.js").Http} Http */
 /** @typedef {{ store?: string, durable?: boolean, num_dropped?: number, dropped_at?: number }} Kept  where conversations are, and how many were dropped to make room */
-/** @typedef {{ id: string, created_at: number, metadata: Record<string, string> }} Conversation */
+/**
+ * @typedef {object} Conversation
+ * @property {string} id
+ * @property {number} created_at  seconds of the epoch
+ * @property {number} [used_at]  of the last turn
+ * @property {boolean} [pinned]
+ * @property {Record<string, string>} metadata
+ */
+/** @typedef {{ conversation: Conversation, turn: string | null, excerpt: string }} Hit  `turn`: null where the title has the words */
 /** @typedef {{ type: string, text?: string, image_url?: string, name?: string }} Part  `name`: of the image's file, while the page has it */
 /**
  * @typedef {object} Item  a message
@@ -51,12 +59,25 @@ export class Conversations {
 
   /**
    * A page of them, the last used first; and where they are kept.
-   * @param {{ limit?: number, after?: string }} [options]
+   * @param {{ limit?: number, after?: string, pinned?: boolean }} [options]
    * @returns {Promise<{ data: Conversation[], has_more: boolean, penstock?: Kept }>}
    */
-  list({ limit = 30, after } = {}) {
-    const query = new URLSearchParams({ limit: String(limit), ...(after && { after }) });
+  list({ limit = 30, after, pinned } = {}) {
+    const query = new URLSearchParams({
+      limit: String(limit), ...(after && { after }), ...(pinned !== undefined && { pinned: String(pinned) }),
+    });
     return this.#http.request("GET", `v1/conversations?${query}`);
+  }
+
+  /**
+   * Where words are, the newest first: in titles, and in the messages of one turn.
+   * @param {string} words
+   * @param {{ limit?: number, offset?: number, signal?: AbortSignal }} [options]
+   * @returns {Promise<{ data: Hit[], has_more: boolean }>}
+   */
+  search(words, { limit = 20, offset = 0, signal } = {}) {
+    const query = new URLSearchParams({ query: words, limit: String(limit), offset: String(offset) });
+    return this.#http.request("GET", `v1/conversations/search?${query}`, { signal });
   }
 
   /** @returns {Promise<Conversation>} */
@@ -69,17 +90,34 @@ export class Conversations {
     return this.#http.request("POST", path(id), { body: { metadata } });
   }
 
-  /** Forgets it with all its turns. */
-  delete(/** @type {string} */ id) {
-    return this.#http.request("DELETE", path(id));
+  /** Keeps it above the others, or no longer. @returns {Promise<Conversation>} */
+  pin(/** @type {string} */ id, /** @type {boolean} */ pinned) {
+    return this.#http.request("POST", path(id), { body: { pinned } });
+  }
+
+  /** Forgets it with all its turns; `keepalive`: also if the page is left. */
+  delete(/** @type {string} */ id, { keepalive = false } = {}) {
+    return this.#http.request("DELETE", path(id), { keepalive });
   }
 
   /**
-   * Its turns; `items`: with the texts on the path to the head, or to the turn that runs on it.
+   * Adds items as one turn behind the head, at most 20.
+   * @param {string} id
+   * @param {object[]} items
+   */
+  add(id, items) {
+    return this.#http.request("POST", path(id, "/items"), { body: { items } });
+  }
+
+  /**
+   * Its turns; `items`: with the texts on the path to the head, or to the turn that runs on it;
+   * `"all"`: with those of all turns.
+   * @param {string} id
+   * @param {{ items?: boolean | "all" }} [options]
    * @returns {Promise<Tree>}
    */
-  tree(/** @type {string} */ id, { items = false } = {}) {
-    return this.#http.request("GET", path(id, items ? "/tree?items=true" : "/tree"));
+  tree(id, { items = false } = {}) {
+    return this.#http.request("GET", path(id, items ? `/tree?items=${items}` : "/tree"));
   }
 
   /**

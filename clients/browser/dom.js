@@ -15,7 +15,7 @@ export function make(/** @type {string} */ name, className = "", text = "") {
 }
 
 /** One of the page's icons: a symbol of `index.html`. */
-function icon(/** @type {string} */ name) {
+export function icon(/** @type {string} */ name) {
   const picture = document.createElementNS(SVG, "svg");
   picture.setAttribute("viewBox", "0 0 20 20");
   picture.setAttribute("aria-hidden", "true");

@@ -4,17 +4,20 @@
  */
 
 /** @typedef {import("./conversations.js").Part} Part */
-/** @typedef {Readonly<{ text: string, images: readonly Part[] }>} Message  of the user */
+/**
+ * What the user says. Attachments: images, and texts of files, which have names.
+ * @typedef {Readonly<{ text: string, attachments: readonly Part[] }>} Message
+ */
 
-const TEXT = "penstock.draft.", IMAGES = "penstock.draft-images.";
+const TEXT = "penstock.draft.", ATTACHMENTS = "penstock.draft-attachments.";
 /** Where there is no session storage, or no room in it: until a reload. @type {Map<string, Message>} */
 const drafts = new Map();
 
-/** @type {Message} */ export const NOTHING = { text: "", images: [] };
+/** @type {Message} */ export const NOTHING = { text: "", attachments: [] };
 
 /** Whether there is nothing to send. */
-export function isEmpty(/** @type {Message} */ { text, images }) {
-  return !text.trim() && images.length === 0;
+export function isEmpty(/** @type {Message} */ { text, attachments }) {
+  return !text.trim() && attachments.length === 0;
 }
 
 /** The draft of a conversation (null: of a new one). */
@@ -23,8 +26,8 @@ export function draftOf(/** @type {string | null} */ id) {
   const known = drafts.get(key);
   if (known) return known;
   try {
-    const images = /** @type {Part[]} */ (JSON.parse(sessionStorage.getItem(IMAGES + key) ?? "[]"));
-    return { text: sessionStorage.getItem(TEXT + key) ?? "", images };
+    const attachments = /** @type {Part[]} */ (JSON.parse(sessionStorage.getItem(ATTACHMENTS + key) ?? "[]"));
+    return { text: sessionStorage.getItem(TEXT + key) ?? "", attachments };
   } catch {
     return NOTHING;
   }
@@ -33,10 +36,10 @@ export function draftOf(/** @type {string | null} */ id) {
 /** Keeps a draft; an empty one is forgotten. */
 export function keepDraft(/** @type {string | null} */ id, /** @type {Message} */ draft) {
   const key = id ?? "";
-  const isNew = draft.images !== drafts.get(key)?.images; // they are long, and text comes by letters
+  const isNew = draft.attachments !== drafts.get(key)?.attachments; // they are long, and text comes by letters
   drafts.set(key, draft);
   store(TEXT + key, draft.text);
-  if (isNew) store(IMAGES + key, draft.images.length > 0 ? JSON.stringify(draft.images) : "");
+  if (isNew) store(ATTACHMENTS + key, draft.attachments.length > 0 ? JSON.stringify(draft.attachments) : "");
 }
 
 function store(/** @type {string} */ name, /** @type {string} */ text) {

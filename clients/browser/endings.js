@@ -51,7 +51,7 @@ export async function problemOf(client, outcome, { id, isFirst, model, message }
   const text = kind === "lost" ? LOST : problem?.message || "The server gave no reason.";
   if (code === "request_too_large") return { text, remedies: ["edit"] };
   if (code !== "context_length_exceeded") return { text, remedies: remediesOf(problem, message) };
-  const size = await client.countTokens(model, message.text).catch(() => null);
+  const size = await client.countTokens(model, [...message.attachments.map((part) => part.text ?? ""), message.text].join("\n")).catch(() => null);
   if (!size?.max_model_len) return { text: `Too long: ${text}`, remedies: ["edit"] };
   const { count, max_model_len: limit } = size;
   if (isFirst || count >= limit) {

@@ -53,11 +53,12 @@ export class Http {
    * The answer of an endpoint as JSON. Throws PenstockError.
    * @param {string} method
    * @param {string} path
-   * @param {{ body?: object, signal?: AbortSignal }} [options]
+   * @param {{ body?: object, signal?: AbortSignal, keepalive?: boolean }} [options]  `keepalive`: it
+   *     goes on when the page is left
    * @returns {Promise<any>}
    */
-  async request(method, path, { body, signal = AbortSignal.timeout(REQUEST_TIMEOUT_MS) } = {}) {
-    const answer = await this.open(method, path, { body, signal });
+  async request(method, path, { body, signal = AbortSignal.timeout(REQUEST_TIMEOUT_MS), keepalive } = {}) {
+    const answer = await this.open(method, path, { body, signal, keepalive });
     try {
       return await answer.json();
     } catch (error) {
@@ -69,15 +70,15 @@ export class Http {
    * An answer whose body is yet to be read. Throws PenstockError.
    * @param {string} method
    * @param {string} path
-   * @param {{ body?: object, signal?: AbortSignal }} options
+   * @param {{ body?: object, signal?: AbortSignal, keepalive?: boolean }} options
    */
-  async open(method, path, { body, signal }) {
+  async open(method, path, { body, signal, keepalive }) {
     /** @type {Record<string, string>} */ const headers = {};
     if (this.apiKey) headers.Authorization = `Bearer ${this.apiKey}`;
     if (body) headers["Content-Type"] = "application/json";
     let answer;
     try {
-      answer = await fetch(this.url(path), { method, headers, signal, body: body && jsonOf(body) });
+      answer = await fetch(this.url(path), { method, headers, signal, keepalive, body: body && jsonOf(body) });
     } catch (error) {
       throw unreachable(error);
     }

@@ -8,6 +8,7 @@ import { element, GrowingText } from "./markdown-text.js";
 
 /** @typedef {import("./markdown-lexer.js").Token} Token */
 /** @typedef {import("./markdown-lexer.js").MarkdownLexer} MarkdownLexer */
+/** Takes formulas back, and sets them. @typedef {{ written: (text: string) => string, setFormula: (node: HTMLElement, written: string) => void }} Means */
 /** A token as drawn: what it was, and its node. @typedef {{ key: string, isText: boolean, node: ChildNode }} Drawn */
 
 /** A longer text is taken in pieces of at most this: some of marked's rules look through all of it. */
@@ -22,13 +23,20 @@ const BREAK = /^<br\s*\/?>$/i;
 export class InlineText {
   #root;
   #lexer;
+  #setFormula;
   #text = "";
   /** @type {{ text: string, numDrawn: number }[]} */ #pieces = [];
   /** @type {Drawn[]} */ #drawn = [];
 
-  constructor(/** @type {HTMLElement} */ root, /** @type {MarkdownLexer} */ lexer) {
+  /**
+   * @param {HTMLElement} root
+   * @param {MarkdownLexer} lexer
+   * @param {(node: HTMLElement, written: string) => void} setFormula
+   */
+  constructor(root, lexer, setFormula) {
     this.#root = root;
     this.#lexer = lexer;
+    this.#setFormula = setFormula;
   }
 
   update(/** @type {string} */ text) {
@@ -84,7 +92,7 @@ export class InlineText {
         return;
       }
     }
-    const node = isText ? document.createTextNode(key) : nodeOf(token, written, false);
+    const node = isText ? document.createTextNode(key) : nodeOf(token, { written, setFormula: this.#setFormula }, false);
     if (drawn) drawn.node.replaceWith(node);
     else this.#root.append(node);
     this.#drawn[index] = { key, isText, node };
@@ -121,16 +129,23 @@ function textOf(/** @type {Token} */ token, /** @type {Token | undefined} */ bef
 }
 
 /** @returns {ChildNode} */
-function nodeOf(/** @type {Token} */ token, /** @type {(text: string) => string} */ written, /** @type {boolean} */ isInLink) {
+function nodeOf(/** @type {Token} */ token, /** @type {Means} */ means, /** @type {boolean} */ isInLink) {
+  const { written } = means;
   const name = ELEMENTS.get(token.type);
   if (name) {
     const node = element(name);
-    fill(node, token, written, isInLink);
+    fill(node, token, means, isInLink);
     return node;
   }
   switch (token.type) {
     case "br":
       return element("br");
+    case "formula": {
+      const node = element("span", written(token.raw));
+      node.className = "formula";
+      means.setFormula(node, written(token.raw));
+      return node;
+    }
     case "codespan": {
       const node = element("code");
       new GrowingText(node).appendVisibly(written(token.text));
@@ -141,7 +156,7 @@ function nodeOf(/** @type {Token} */ token, /** @type {(text: string) => string}
       const [address, title] = [token.href, token.title ?? ""].map((text) => written(withoutEntities(text)));
       const text = written(withoutEntities(token.text));
       const node = isInLink ? null : token.type === "image" ? pictureAt(address, title, text)
-        : linkTo(address, title, (link) => fill(link, token, written, true));
+        : linkTo(address, title, (link) => fill(link, token, means, true));
       return node ?? document.createTextNode(isInLink && token.type === "image" ? text : written(token.raw));
     }
     default:
@@ -151,17 +166,17 @@ function nodeOf(/** @type {Token} */ token, /** @type {(text: string) => string}
 }
 
 /** Within a link nothing may hide: it could say that it leads elsewhere. */
-function fill(/** @type {HTMLElement} */ node, /** @type {Token} */ token, /** @type {(text: string) => string} */ written, /** @type {boolean} */ isInLink) {
+function fill(/** @type {HTMLElement} */ node, /** @type {Token} */ token, /** @type {Means} */ means, /** @type {boolean} */ isInLink) {
   const tokens = /** @type {Token[]} */ ("tokens" in token ? token.tokens : []);
   const text = new GrowingText(node);
   tokens.forEach((inner, index) => {
     if (inner.type !== "text" && inner.type !== "escape") {
-      const made = nodeOf(inner, written, isInLink);
+      const made = nodeOf(inner, means, isInLink);
       if (made instanceof Text && isInLink) text.appendVisibly(made.data);
       else text.appendNode(made);
       return;
     }
-    const shown = textOf(inner, tokens[index - 1], written);
+    const shown = textOf(inner, tokens[index - 1], means.written);
     if (isInLink) text.appendVisibly(shown);
     else text.appendText(shown);
   });

@@ -114,6 +114,22 @@ class BoundedTokenizer extends Tokenizer {
   }
 }
 
+/** Texts between formulas, and these, as tokens of their own; not within links, where nothing may hide. */
+function withFormulas(/** @type {any[]} */ tokens) {
+  /** @type {any[]} */ const found = [];
+  for (const token of tokens) {
+    if (token.type !== "text") {
+      const isOpen = token.tokens && token.type !== "link" && token.type !== "image";
+      found.push(isOpen ? { ...token, tokens: withFormulas(token.tokens) } : token);
+      continue;
+    }
+    for (const raw of token.raw.split(/([\uE000-\uF8FF])/)) {
+      if (raw) found.push({ type: /^[\uE000-\uF8FF]$/.test(raw) ? "formula" : "text", raw, text: raw });
+    }
+  }
+  return found;
+}
+
 /** A formula of several lines is a block: a minus in it begins no list. */
 function formula(/** @type {string} */ src) {
   if (!FORMULA.test(src)) return undefined;
@@ -160,7 +176,8 @@ export class MarkdownLexer {
     const written = (/** @type {string} */ part) => formulas.length === 0 ? part
       : part.replace(/[\uE000-\uF8FF]/g, (char) => formulas[char.charCodeAt(0) - FIRST_STAND_IN] ?? char);
     this.#reset(this.#targets);
-    return { tokens: this.#lexer.inlineTokens(source, []), written };
+    const tokens = this.#lexer.inlineTokens(source, []);
+    return { tokens: formulas.length > 0 ? withFormulas(tokens) : tokens, written };
   }
 
   /** The cells of a line of a table. @returns {TableCell[]} */

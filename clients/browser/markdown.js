@@ -18,6 +18,12 @@ import { element, GrowingText } from "./markdown-text.js";
 /** @typedef {import("./vendor/marked.esm.js").Tokens.Code} Code */
 /** @typedef {import("./vendor/marked.esm.js").Tokens.Paragraph} Paragraph */
 /** @typedef {import("./markdown-lexer.js").Table} Table */
+/**
+ * What can be made of a text beyond its letters; without it, formulas and code are as they are written.
+ * @typedef {object} Extras
+ * @property {(node: HTMLElement, written: string) => void} setFormula
+ * @property {new (draw: (nodes: (Node | string)[], text: string) => void) => { update: (text: string, language: string) => void }} Colours
+ */
 /** A block as drawn: its element, and how it becomes another of its kind. */
 /** @typedef {{ kind: string, raw: string, node: HTMLElement, update: (token: any) => void }} View */
 
@@ -35,7 +41,7 @@ const RIGHT_TO_LEFT = /[\u0590-\u08FF\uFB1D-\uFDFF\uFE70-\uFEFF\u{10800}-\u{10FF
 
 /** Renders text that grows. */
 export class MarkdownStream {
-  #document = new MarkdownDocument();
+  #document;
   #blocks;
   /** What is not drawn for good. */ #open = "";
   #hasNewLine = false;
@@ -43,7 +49,12 @@ export class MarkdownStream {
   #timer = 0;
   /** Half of a character, or of a line's end. */ #held = "";
 
-  constructor(/** @type {HTMLElement} */ root) {
+  /**
+   * @param {HTMLElement} root
+   * @param {Extras | null} [extras]
+   */
+  constructor(root, extras = null) {
+    this.#document = new MarkdownDocument(extras);
     this.#blocks = new Blocks(root, this.#document);
   }
 
@@ -92,9 +103,15 @@ class MarkdownDocument {
   /** Texts that would change with a label's definition. @type {Map<string, Set<InlineText>>} */ #waiting = new Map();
   /** Labels that are defined in what is still open. @type {Set<string>} */ #open = new Set();
 
+  constructor(/** @type {Extras | null} */ extras) {
+    this.extras = extras;
+  }
+
+  setFormula = (/** @type {HTMLElement} */ node, /** @type {string} */ written) => this.extras?.setFormula(node, written);
+
   /** A text in an element. */
   inline(/** @type {HTMLElement} */ root) {
-    const inline = new InlineText(root, this.lexer);
+    const inline = new InlineText(root, this.lexer, this.setFormula);
     return (/** @type {string} */ given) => {
       const text = withTabs(given);
       inline.update(text);
@@ -185,9 +202,9 @@ class Blocks {
       case "text": // a paragraph of a list whose items are close to each other
         return inlineBlock(element("span"), document);
       case "heading":
-        return inlineBlock(element(kind), document);
+        return heading(kind, document);
       case "code":
-        return code();
+        return code(document);
       case "hr":
         return { node: element("hr"), update: () => {} };
       case "checkbox":
@@ -201,6 +218,8 @@ class Blocks {
         return list(kind, document);
       case "table":
         return table(document);
+      case /** @type {any} */ ("formula"):
+        return formula(document);
       default:
         return asWritten();
     }
@@ -218,6 +237,12 @@ function kindOf(/** @type {Token} */ token) {
 function inlineBlock(/** @type {HTMLElement} */ node, /** @type {MarkdownDocument} */ document) {
   const update = document.inline(node);
   return { node, update: ({ text }) => { update(text); direct(node); } };
+}
+
+/** As large as its depth says, which may be deeper than the page's own headings allow. @returns {Pick<View, "node" | "update">} */
+function heading(/** @type {string} */ kind, /** @type {MarkdownDocument} */ document) {
+  const { node, update } = inlineBlock(element(kind), document);
+  return { node, update(token) { node.dataset.depth = token.depth; update(token); } };
 }
 
 /** A paragraph, before which there may be a task's checkbox. @returns {Pick<View, "node" | "update">} */
@@ -286,27 +311,27 @@ function list(/** @type {string} */ kind, /** @type {MarkdownDocument} */ docume
   return { node, update };
 }
 
-/** A block of code under its language's name and a button, of which the page makes one that copies. */
-function code() {
+/** A block of code under its language's name, with buttons that the page gives their meanings. */
+function code(/** @type {MarkdownDocument} */ document) {
   const [block, head, name, pre, inside] = [element("div"), element("div"), element("span"), element("pre"), element("code")];
-  const copy = /** @type {HTMLButtonElement} */ (element("button", "Copy"));
   block.className = "code";
   head.className = "code-head";
-  copy.type = "button";
-  copy.dataset.copies = "";
-  copy.setAttribute("aria-label", "Copy code");
-  head.append(name, copy);
+  head.append(name, codeButton("Wrap", "wraps", "Wrap lines"), codeButton("Save", "saves", "Save code as a file"), codeButton("Copy", "copies", "Copy code"));
   pre.tabIndex = 0; // a wide block scrolls; the keyboard must be able to
   pre.append(inside);
   block.append(head, pre);
-  const shown = new GrowingText(inside);
-  let [text, whole] = ["", ""];
-  const start = shown.mark();
+  let shown = new GrowingText(inside);
+  /** What is coloured; the rest of the text, and its whole lines, are behind that. */
+  let [coloured, text, whole] = ["", "", ""];
+  let start = shown.mark();
   let end = start;
-  const update = (/** @type {Code} */ token) => {
-    const language = /^[\w+#.-]{0,40}/.exec(token.lang ?? "")?.[0] ?? "";
-    if (name.textContent !== language) name.textContent = language;
-    const given = withTabs(token.text);
+  const restart = (/** @type {(Node | string)[]} */ nodes, /** @type {string} */ of) => {
+    inside.replaceChildren(...nodes);
+    [coloured, text, whole] = [of, "", ""];
+    shown = new GrowingText(inside);
+    end = start = shown.mark();
+  };
+  const put = (/** @type {string} */ given) => {
     if (!given.startsWith(text)) {
       // The last line has become something else: it ends the block.
       if (!given.startsWith(whole)) [whole, end] = ["", start];
@@ -321,7 +346,30 @@ function code() {
     shown.appendVisibly(given.slice(text.length));
     text = given;
   };
+  const colours = document.extras && new document.extras.Colours((nodes, of) => {
+    const all = coloured + text;
+    // A character that nobody sees is shown by its number, and not coloured.
+    if (!all.startsWith(of) || inside.querySelector(".hidden-character")) return;
+    restart(nodes, of);
+    put(all.slice(of.length));
+  });
+  const update = (/** @type {Code} */ token) => {
+    const language = /^[\w+#.-]{0,40}/.exec(token.lang ?? "")?.[0] ?? "";
+    if (name.textContent !== language) name.textContent = language;
+    const given = withTabs(token.text);
+    if (!given.startsWith(coloured)) restart([], "");
+    put(given.slice(coloured.length));
+    colours?.update(given, language);
+  };
   return { node: block, update };
+}
+
+function codeButton(/** @type {string} */ text, /** @type {string} */ meaning, /** @type {string} */ label) {
+  const node = /** @type {HTMLButtonElement} */ (element("button", text));
+  node.type = "button";
+  node.dataset[meaning] = "";
+  node.setAttribute("aria-label", label);
+  return node;
 }
 
 /** A table within a box that scrolls: a wide one moves nothing else. @returns {Pick<View, "node" | "update">} */
@@ -388,7 +436,23 @@ function row(/** @type {"th" | "td"} */ name, /** @type {Table["align"]} */ alig
   return { row: node, show };
 }
 
-/** HTML and formulas: as they are written, but for `<br>`. @returns {Pick<View, "node" | "update">} */
+/** A formula of its own lines. @returns {Pick<View, "node" | "update">} */
+function formula(/** @type {MarkdownDocument} */ document) {
+  const node = element("p");
+  const inside = element("span");
+  inside.className = "formula";
+  node.append(inside);
+  const update = (/** @type {Token} */ { raw }) => {
+    const written = withTabs(raw).trim();
+    inside.classList.remove("is-set", "is-block");
+    inside.textContent = written;
+    document.setFormula(inside, written);
+    direct(node);
+  };
+  return { node, update };
+}
+
+/** HTML: as it is written, but for `<br>`. @returns {Pick<View, "node" | "update">} */
 function asWritten() {
   const node = element("p");
   const update = (/** @type {Token} */ { raw }) => {

@@ -78,6 +78,8 @@ export class PenstockClient extends EventTarget {
   models = [];
   /** How each is to be sampled in a chat: the model's own defaults, or some that suit most. @type {Record<string, Record<string, number>>} */
   sampling = {};
+  /** How many tokens the context of each has, where the server says. @type {Record<string, number>} */
+  contexts = {};
   /** Whether messages may have images. */
   takesImages = false;
   /** Tries in a row that brought no lasting connection, and what became of the last one. */
@@ -271,6 +273,9 @@ export class PenstockClient extends EventTarget {
       this.models = models.data.map((/** @type {{ id: string }} */ model) => model.id);
       this.sampling = Object.fromEntries(
         models.data.map((/** @type {any} */ model) => [model.id, model.chat_sampling ?? {}]),
+      );
+      this.contexts = Object.fromEntries(
+        models.data.map((/** @type {any} */ model) => [model.id, model.max_model_len ?? 0]),
       );
       this.takesImages = models.data[0]?.input_modalities?.includes("image") ?? false;
       this.#open(attempt, url);

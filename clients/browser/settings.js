@@ -1,6 +1,6 @@
 /**
- * The user's settings: model, system prompt, sampling, theme. Kept in this browser; conversations are
- * not.
+ * The user's settings: model, system prompt, sampling, theme. Kept in this browser, and, but for the theme,
+ * with each conversation, in its metadata.
  */
 
 import { byId } from "./dom.js";
@@ -10,6 +10,10 @@ const ITEM = "penstock.settings";
 const SAMPLING = ["temperature", "top_p", "min_p"];
 const NUMBERS = [...SAMPLING, "max_output_tokens"];
 const SWITCHES = ["tools", "think"];
+/** What is kept with a conversation. */
+const OF_CONVERSATION = ["model", "instructions", ...NUMBERS, ...SWITCHES];
+const MAX_VALUE = 500; // characters of a value of metadata; the server takes 512
+const MAX_VALUES = 8;
 const dialog = /** @type {HTMLDialogElement} */ (byId("settings-dialog"));
 const form = /** @type {HTMLFormElement} */ (byId("settings-form"));
 const models = /** @type {HTMLSelectElement} */ (byId("setting-model"));
@@ -67,8 +71,40 @@ export class Settings {
     for (const name of NUMBERS) if (this.#values[name]) found[name] = Number(this.#values[name]);
     if (this.hasTools) found.tools = TOOLS;
     // Said either way: left to themselves, some models think.
-    found.reasoning = { effort: this.#values.think ? "low" : "none" };
+    found.reasoning = { effort: this.choices.think || "none" };
     return found;
+  }
+
+  get choices() {
+    const { think = "", tools = "" } = this.#values;
+    const effort = think && think !== "high" ? "low" : think;
+    return { models: [...models.options].map(({ value }) => value), model: this.model, think: effort, tools };
+  }
+
+  /** Changes one of them. */
+  set(/** @type {string} */ name, /** @type {string} */ value) {
+    this.#values[name] = value;
+    this.#keep();
+  }
+
+  /** Those of a conversation; null: what was chosen last. */
+  adopt(/** @type {Record<string, string> | null} */ metadata) {
+    const own = metadata && fromMetadata(metadata);
+    const { theme = "auto" } = this.#values;
+    this.#values = { ...(own ?? read()), theme };
+    if (models.options.length > 0 && ![...models.options].some(({ value }) => value === this.#values.model)) delete this.#values.model;
+    for (const name of NUMBERS) if (!isValid(name, this.#values[name])) delete this.#values[name];
+    if (dialog.open) this.#fill();
+  }
+
+  /** As a conversation's metadata. @returns {Record<string, string>} */
+  get metadata() {
+    const kept = Object.fromEntries(OF_CONVERSATION.flatMap((name) => (this.#values[name] ? [[name, this.#values[name]]] : [])));
+    kept.model = this.model;
+    const text = JSON.stringify(kept).replace(/[^ -~]/g, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
+    if (text.length > MAX_VALUE * MAX_VALUES) return {}; // a system prompt of many pages stays in this browser
+    const parts = text.match(new RegExp(`.{1,${MAX_VALUE}}`, "g")) ?? [];
+    return Object.fromEntries(parts.map((part, index) => [`settings_${index}`, part]));
   }
 
   /** Whether the model may call the page's tools. */
@@ -78,11 +114,12 @@ export class Settings {
 
   #take() {
     for (const [name, value] of new FormData(form)) {
+      if (SWITCHES.includes(name)) continue;
       const field = fieldOf(name);
       // A radio group has no validity of its own; a number that is out of range is not taken.
       if (field instanceof RadioNodeList || field.validity.valid) this.#values[name] = String(value);
     }
-    for (const name of SWITCHES) this.#values[name] = fieldOf(name).checked ? "on" : "";
+    for (const name of SWITCHES) this.#values[name] = fieldOf(name).checked ? this.#values[name] || "on" : "";
     this.#keep();
   }
 
@@ -135,10 +172,26 @@ function isValid(/** @type {string} */ name, /** @type {string | undefined} */ v
   return field.value !== "" && field.validity.valid;
 }
 
+/** The settings in a conversation's metadata; null: it has none. @returns {Record<string, string> | null} */
+function fromMetadata(/** @type {Record<string, string>} */ metadata) {
+  let text = "";
+  for (let index = 0; metadata[`settings_${index}`]; index += 1) text += metadata[`settings_${index}`];
+  return text ? stringsOf(text) : null;
+}
+
 /** What was kept, as far as it can be one of ours. @returns {Record<string, string>} */
 function read() {
   try {
-    const kept = Object.entries(JSON.parse(localStorage.getItem(ITEM) ?? "{}") ?? {});
+    return stringsOf(localStorage.getItem(ITEM) ?? "{}");
+  } catch {
+    return {};
+  }
+}
+
+/** @returns {Record<string, string>} */
+function stringsOf(/** @type {string} */ text) {
+  try {
+    const kept = Object.entries(JSON.parse(text) ?? {});
     return Object.fromEntries(kept.filter(([, value]) => typeof value === "string"));
   } catch {
     return {};

@@ -12,6 +12,7 @@ const isApple = /^(Mac|iP)/.test(navigator.platform);
  * @property {() => void} regenerate
  * @property {() => void} copy
  * @property {() => void} toggleList
+ * @property {() => void} search
  * @property {() => void} settings
  * @property {() => void} write
  */
@@ -30,6 +31,7 @@ export function listenForShortcuts(/** @type {Commands} */ commands) {
     if (document.querySelector("dialog[open]")) return;
     const isTyping = event.target instanceof HTMLElement && event.target.closest("input, textarea, select");
     const command = event.altKey && event.ctrlKey === isApple && !event.metaKey ? withAlt[event.code]
+      : event.key.toLowerCase() === "k" && (isApple ? event.metaKey : event.ctrlKey) && !event.altKey && !event.shiftKey ? commands.search
       : event.key === "Escape" ? commands.stop
       : event.key === "/" && !isTyping ? commands.write
       : undefined;
@@ -45,5 +47,6 @@ function nameAppleKeys() {
   }
   for (const node of document.querySelectorAll(".keys kbd")) {
     if (node.textContent === "Alt") node.textContent = "Control+Option";
+    if (node.textContent === "Ctrl") node.textContent = "⌘";
   }
 }

@@ -37,6 +37,11 @@ export class StickyScroll {
     this.#set(false);
   }
 
+  /** Stays where it is. */
+  letGo() {
+    this.#set(false);
+  }
+
   #settle() {
     if (this.isFollowing) this.#scroller.scrollTop = this.#scroller.scrollHeight;
     this.#lastTop = this.#scroller.scrollTop;

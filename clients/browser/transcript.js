@@ -6,10 +6,11 @@
 
 import { Blocks } from "./blocks.js";
 import { button, confirmOn, copyText, make } from "./dom.js";
-import { pictureOf } from "./images.js";
+import { attachmentElement } from "./attachments.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
-import { imagesOf, messageText } from "./turns.js";
+import { Colours, setFormula } from "./markdown-extras.js";
+import { attachmentsOf, messageText } from "./turns.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
 /** @typedef {import("./answer.js").Usage} Usage */
@@ -154,6 +155,13 @@ export class TurnView {
     for (const node of this.#notes.querySelectorAll("button")) node.remove();
   }
 
+  /** Brings it into view, and shows for a moment which one it is. */
+  reveal() {
+    this.#section.scrollIntoView({ block: "start" });
+    this.#section.classList.add("is-found");
+    setTimeout(() => this.#section.classList.remove("is-found"), 2_000);
+  }
+
   remove() {
     cancelAnimationFrame(this.#frame);
     this.#watching.abort();
@@ -242,7 +250,7 @@ export class TurnView {
     this.#foot.before(this.#blocks.newGroup(), prose);
     if (this.text) this.text += "\n\n";
     this.#partStart = this.text.length;
-    return new MarkdownStream(prose);
+    return new MarkdownStream(prose, { Colours, setFormula });
   }
 
   // ---- around it -----------------------------------------------------------------------------
@@ -280,7 +288,7 @@ export class TurnView {
     message.append(make("h3", "visually-hidden", NAMES[item.role]));
     if (item.role === "assistant") {
       const prose = make("div", "prose");
-      new MarkdownStream(prose).append(text);
+      new MarkdownStream(prose, { Colours, setFormula }).append(text);
       message.append(prose);
     } else {
       const bubble = make("div", "bubble");
@@ -289,7 +297,7 @@ export class TurnView {
       else bubble.append(...cutText(text));
       const said = make("div", "said-by");
       const pictures = make("div", "pictures");
-      pictures.append(...imagesOf(item).map(pictureOf));
+      pictures.append(...attachmentsOf(item).map(attachmentElement));
       if (pictures.hasChildNodes()) said.append(pictures);
       said.append(bubble);
       message.append(said);

@@ -17,23 +17,42 @@ const MAX_TITLE_CHARACTERS = 80;
  * @param {import("./drafts.js").Message} message
  * @returns {{ role: "user", content: import("./conversations.js").Part[] }}
  */
-export function userItem({ text, images }) {
-  return { role: "user", content: [...images, { type: "input_text", text }] };
+export function userItem({ text, attachments }) {
+  return { role: "user", content: [...attachments.map(partOf), { type: "input_text", text }] };
+}
+
+/** The text of a file, as a part of a message; `attachmentsOf` finds it again. */
+const FILE = /^\[File: ([^\n]{1,200})\]\n(`{3,})\n([^]*)\n\2$/;
+
+/** @returns {import("./conversations.js").Part} */
+function partOf(/** @type {import("./conversations.js").Part} */ part) {
+  if (part.image_url) return part;
+  const { name = "", text = "" } = part;
+  const fence = "`".repeat(1 + Math.max(2, ...(text.match(/`+/g) ?? []).map((ticks) => ticks.length)));
+  return { type: "input_text", text: `[File: ${name.replace(/\n/g, " ").slice(0, 200)}]\n${fence}\n${text}\n${fence}` };
+}
+
+function isFile(/** @type {import("./conversations.js").Part} */ { type, text = "" }) {
+  return type === "input_text" && FILE.test(text);
 }
 
 /** What the user wrote. @returns {import("./drafts.js").Message} */
 export function messageOf(/** @type {Said} */ item) {
-  return { text: messageText(item), images: imagesOf(item) };
+  return { text: messageText(item), attachments: attachmentsOf(item) };
 }
 
-/** A message's text. */
+/** A message's text, without that of files. */
 export function messageText(/** @type {Pick<Item, "content">} */ item) {
-  return item.content.flatMap((part) => part.text ?? []).join("\n");
+  return item.content.flatMap((part) => (isFile(part) ? [] : part.text ?? [])).join("\n");
 }
 
-/** The images of a message. */
-export function imagesOf(/** @type {Said} */ { content }) {
-  return content.filter((part) => part.image_url);
+/** Images and files of a message, in their order. @returns {import("./conversations.js").Part[]} */
+export function attachmentsOf(/** @type {Pick<Item, "content">} */ { content }) {
+  return content.flatMap((part) => {
+    if (part.image_url) return part;
+    const [, name, , text] = isFile(part) ? FILE.exec(part.text ?? "") ?? [] : [];
+    return name === undefined ? [] : { type: "input_text", name, text };
+  });
 }
 
 /** The turns that begin where a view begins, and which of them it shows. */
@@ -87,9 +106,10 @@ export function runningOf(/** @type {Tree} */ { data, head, running }) {
 /** An item as sent to the server. */
 export function inputOf(/** @type {Said} */ item) {
   const text = messageText(item);
-  const images = imagesOf(item).map(({ type, image_url }) => ({ type, image_url }));
-  if (images.length === 0) return { role: item.role, content: text };
-  return { role: item.role, content: [...images, { type: "input_text", text }] };
+  const parts = attachmentsOf(item).map(partOf).map(({ type, image_url, text: said }) =>
+    (image_url ? { type, image_url } : { type, text: said }));
+  if (parts.length === 0) return { role: item.role, content: text };
+  return { role: item.role, content: text ? [...parts, { type: "input_text", text }] : parts };
 }
 
 /** What a conversation is called by its first message. */

@@ -581,7 +581,7 @@ ANSWERS: dict[str, Schema] = {
     "InputTokens": _object(object=_one_of("response.input_tokens"), input_tokens=INTEGER),
     "Items": _page(ref("Item")),
     "Conversation": _object(
-        {"pinned": _BOOLEAN},
+        {"pinned": _BOOLEAN, "used_at": INTEGER},
         id=STRING,
         object=_one_of("conversation"),
         created_at=INTEGER,

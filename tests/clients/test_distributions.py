@@ -141,8 +141,14 @@ def test_every_file_is_in_one_wheel(wheels: Wheels) -> None:
 def test_the_wheels_name_the_licences_of_what_is_in_them(wheels: Wheels) -> None:
     assert _licences(wheels.client) == ("Apache-2.0", ["LICENSE"])
     assert _licences(wheels.server) == (
-        "Apache-2.0 AND MIT AND BSD-3-Clause",
-        ["LICENSE", "clients/browser/vendor/marked.LICENSE.md"],
+        "Apache-2.0 AND MIT AND BSD-3-Clause AND OFL-1.1",
+        [
+            "LICENSE",
+            *(
+                f"clients/browser/vendor/{name}.LICENSE.md"
+                for name in ("highlight", "htm", "inter", "katex", "marked", "preact")
+            ),
+        ],
     )
 
 

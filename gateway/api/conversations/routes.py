@@ -212,9 +212,13 @@ class Conversations(_Endpoints):
         query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)
         turns = await self._store.tree(conversation.tenant, conversation.conversation_id)
-        end = conversation.running or conversation.head
-        path = await self._store.path(conversation.tenant, end) if query.items and end else ()
-        said = {turn.turn_id: turn for turn in path}
+        ends = {conversation.running or conversation.head} - {None} if query.items else set()
+        if query.items == "all":
+            ends = {turn.turn_id for turn in turns} - {turn.parent_id for turn in turns}
+        said: dict[str, StoredTurn] = {}
+        for end in ends:
+            path = await self._store.path(conversation.tenant, end)
+            said |= {turn.turn_id: turn for turn in path}
         return json_response(
             {
                 "object": "conversation.tree",
@@ -323,6 +327,7 @@ def _conversation_object(conversation: Conversation) -> dict[str, Any]:
         "object": "conversation",
         "created_at": conversation.created_at,
         "metadata": dict(conversation.metadata),
+        "used_at": max(conversation.used_at, conversation.created_at),
     }
     return shown | {"pinned": True} if conversation.is_pinned else shown
 

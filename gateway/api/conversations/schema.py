@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -32,9 +32,9 @@ class SearchQuery(Query):
 
 
 class TreeQuery(Query):
-    """A tree; with `items`, the turns on the path to its head include their messages."""
+    """A tree; with `items`, the turns on the path to its head, or all, include their messages."""
 
-    items: bool = False
+    items: bool | Literal["all"] = False
 
 
 _Added = Annotated[list[InputItem], Field(max_length=_MAX_ADDED, fail_fast=True)]

@@ -260,6 +260,8 @@ async def test_the_tree_with_what_was_said_on_the_way_to_its_head(served: Served
     assert "items" not in beside
     assert [item["content"][0]["text"] for item in last["items"]] == ["right"]
     assert last["output"] == answered["output"][0]
+    whole = await served.http.get(f"{URL}/{made}/tree", params={"items": "all"})
+    assert all(turn["items"] for turn in whole.json()["data"])  # off the way, too
     wrong = await served.http.get(f"{URL}/{made}/tree", params={"items": "some"})
     assert wrong.status_code == 400
     assert wrong.json()["error"]["param"] == "items"

@@ -92,5 +92,14 @@ async def growing(turn: Locator, num_chars: int = 40) -> str:
     return text
 
 
+async def choose(row: Locator, name: str) -> None:
+    """Something from the menu of a conversation in the list, by keyboard."""
+    await row.get_by_role("link").focus()
+    await row.get_by_role("button").press("Enter")
+    item = row.page.get_by_role("menuitem", name=name, exact=True)
+    await item.focus()
+    await row.page.keyboard.press("Enter")
+
+
 def conversation_of(page: Page) -> str:
     return page.url.partition("#")[2]

@@ -17,7 +17,7 @@ from tests.engine.vision.vision_models import picture, save_model
 
 from ..processes import Served, serve
 from .conftest import make_conversation
-from .page_flow import connected, finished, open_page, say
+from .page_flow import connected, conversation_of, finished, open_page, say
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -66,7 +66,7 @@ async def names(page: Page) -> list[str | None]:
 @pytest.mark.exhaustive
 async def test_images_are_sent_shown_and_kept(page: Page, server: Served, tmp_path: Path) -> None:
     await open_page(page, server.base_url, max_output_tokens=8)
-    await expect(page.get_by_role("button", name="Add images")).to_be_visible()
+    await expect(page.get_by_role("button", name="Add files")).to_be_visible()
     large = tmp_path / "large.png"
     large.write_bytes(picture(0, 1500, 900))
     await page.locator("#files").set_input_files(large)
@@ -237,7 +237,7 @@ async def test_the_remove_button_hides_nothing(page: Page, demo_server: Served) 
 @pytest.mark.parametrize(
     ("takes_images", "accepted"), [(False, "takes text."), (True, "takes text and images.")]
 )
-async def test_a_file_that_is_no_image(
+async def test_a_file_that_is_neither_text_nor_image(
     page: Page, demo_server: Served, takes_images: bool, accepted: str
 ) -> None:
     """The page says what a message may have. Text that is dropped is text."""
@@ -245,9 +245,14 @@ async def test_a_file_that_is_no_image(
         await seeing(page)
     await open_page(page, demo_server.base_url)
     for kind in ("drop", "paste"):
-        given: list[Any] = [kind, base64.b64encode(b"Hello").decode(), "notes.txt", "text/plain"]
+        given: list[Any] = [
+            kind,
+            base64.b64encode(b"\0\1").decode(),
+            "notes.pdf",
+            "application/pdf",
+        ]
         await page.evaluate(_GIVE, given)
-        expected = f"“notes.txt” cannot be added: a message {accepted}"
+        expected = f"“notes.pdf” cannot be added: a message {accepted}"
         await expect(page.locator("#refusal")).to_have_text(expected)
         await page.keyboard.press("Alt+n")
     is_taken = await page.evaluate(
@@ -261,8 +266,52 @@ async def test_a_file_that_is_no_image(
     assert not is_taken
 
 
-async def test_a_model_without_images_offers_none(page: Page, demo_server: Served) -> None:
+async def test_images_for_a_model_that_takes_none(page: Page, demo_server: Served) -> None:
     await open_page(page, demo_server.base_url)
-    await expect(page.get_by_role("button", name="Add images")).to_be_hidden()
     await page.evaluate(_GIVE, ["paste", base64.b64encode(picture(1)).decode()])
     await expect(page.locator("#refusal")).to_contain_text("takes no images")
+
+
+async def test_files_are_sent_as_text_and_shown_as_files(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    """Chosen ones, and a long text that is pasted; over a reload, and when a message is edited."""
+    code = "print('```')\n<b>"
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
+    await page.locator("#files").set_input_files(
+        {"name": "a.py", "mimeType": "text/x-python", "buffer": f"{code}\r\n".encode()}
+    )
+    await page.evaluate(
+        """() => {
+          const clipboardData = new DataTransfer();
+          clipboardData.setData("text/plain", "line\\n".repeat(1000));
+          document.getElementById("composer-text").dispatchEvent(
+            new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+        }"""
+    )
+    tray = page.locator("#tray .file")
+    await expect(tray.locator("b")).to_have_text(["a.py", "Pasted text.txt"])
+    await expect(page.locator("#composer-text")).to_have_value("")
+    await page.reload()
+    await connected(page)
+    await page.get_by_role("button", name="Remove Pasted text.txt").click()
+    await expect(tray).to_have_count(1)
+    turn = await say(page, "What is it?")
+    await finished(turn)
+    await expect(tray).to_have_count(0)
+    for _ in range(2):
+        await expect(turn.locator(".bubble")).to_have_text("What is it?")
+        await turn.locator(".file summary").click()
+        assert await turn.locator(".file pre").evaluate("pre => pre.textContent") == code
+        await page.reload()
+        await connected(page)
+    tree = (await api.get(f"conversations/{conversation_of(page)}/tree?items=true")).json()
+    texts = [part["text"] for part in tree["data"][0]["items"][0]["content"]]
+    assert texts == [f"[File: a.py]\n````\n{code}\n````", "What is it?"]
+    await turn.hover()
+    await turn.get_by_role("button", name="Edit").click()
+    await page.get_by_role("textbox", name="Edit your message").fill("And this?")
+    await page.keyboard.press("Enter")
+    await expect(turn.locator(".bubble")).to_have_text("And this?")
+    await expect(turn.locator(".file b")).to_have_text("a.py")
+    await finished(turn)

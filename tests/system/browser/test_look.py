@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import make_conversation
@@ -28,7 +28,7 @@ from .page_flow import (
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
-_MAX_PAGE_BYTES = 110_000
+_MAX_PAGE_BYTES = 200_000
 _NUM_TOKENS = 300
 _SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
@@ -84,7 +84,7 @@ async def _violations(page: Page, axe: str) -> list[tuple[str, list[Any]]]:
 async def test_a_first_visit_begins_at_the_heading(page: Page, demo_server: Served) -> None:
     """On small screens and, the same to a page, at 200 % zoom of larger ones."""
     await open_page(page, demo_server.base_url, max_output_tokens=5)
-    heading = page.get_by_role("heading", name="Open the gate.")
+    heading = page.get_by_role("heading", name="What shall we talk about?")
     for width, height in ((360, 640), (360, 380), (640, 360), (500, 320)):
         await page.set_viewport_size({"width": width, "height": height})
         await page.goto(demo_server.base_url)
@@ -137,7 +137,7 @@ async def test_fingers_find_every_button(
     await page.get_by_role("button", name="Conversations", exact=True).click()
     await page.locator("#conversations a").first.focus()
     assert await page.evaluate(_TOO_SMALL) == []
-    await page.locator("#conversations li").first.get_by_role("button", name="Delete").click()
+    await page.locator("#conversations li").first.get_by_role("button").click()
     assert await page.evaluate(_TOO_SMALL) == []
     await page.keyboard.press("Escape")
     await page.locator("#close-list").click()
@@ -305,9 +305,17 @@ async def test_axe_finds_nothing_serious(
     await page.get_by_role("button", name="Conversations", exact=True).click()
     await expect(page.locator("#conversations a").first).to_be_visible()
     assert await _violations(page, axe) == []
-    await page.locator("#conversations li").first.hover()
-    await page.get_by_role("button", name="Delete “").first.click()
-    await expect(page.get_by_role("dialog")).to_be_visible()
+    row = page.locator("#conversations li").first
+    await row.hover()
+    await row.get_by_role("button").click()
+    await expect(page.get_by_role("menu")).to_be_visible()
+    assert await _violations(page, axe) == []
+    await page.get_by_role("menuitem", name="Delete").click()
+    await expect(page.get_by_role("button", name="Undo")).to_be_visible()
+    assert await _violations(page, axe) == []
+    await page.keyboard.press("Control+k")
+    await page.get_by_role("searchbox").fill("title")
+    await expect(page.locator("#found mark").first).to_be_visible()
     assert await _violations(page, axe) == []
 
 
@@ -406,6 +414,40 @@ async def test_a_narrow_screen(page: Page, demo_server: Served, api: httpx.Async
     await page.get_by_role("link", name="Wide things").first.click()
     await expect(page.locator("#sidebar")).to_be_hidden()
     await expect(page.locator(".code")).to_be_visible()
+
+
+async def test_the_face(page: Page, demo_server: Served, api: httpx.AsyncClient) -> None:
+    """Inter, lines of some 70 characters, the chat's title above it, and a welcome by the model."""
+
+    async def rename(route: Route) -> None:
+        models = await (await route.fetch()).json()
+        models["data"][0]["id"] = "another-model"
+        await route.fulfill(json=models)
+
+    words = "The quick brown fox jumps over the lazy dog, and then it goes home again. " * 4
+    conversation = await make_conversation(
+        api, [("user", "Hello"), ("assistant", words)], title="What is above"
+    )
+    await page.set_viewport_size({"width": 1200, "height": 760})
+    await open_page(page, demo_server.base_url)
+    assert await page.evaluate(
+        "document.fonts.ready.then(() => document.fonts.check('16px Inter'))"
+    )
+    await expect(page.locator("#suggestions button")).to_have_count(6)
+    await expect(page.locator("#suggestions button").last).to_be_in_viewport(ratio=1)
+    box = await page.locator("#composer").bounding_box()
+    assert box is not None
+    assert 300 < box["y"] < 600
+    await page.evaluate(f"location.hash = '#{conversation}'")
+    await expect(page.locator("#chat-title")).to_have_text("What is above")
+    lines = await page.locator(".prose p").evaluate(
+        "node => node.textContent.length * 26.4 / node.getBoundingClientRect().height"
+    )
+    assert 62 <= lines <= 78
+    await page.route("**/v1/models", rename)
+    await page.goto(demo_server.base_url)
+    await expect(page.locator("#welcome")).to_contain_text("another-model answers.")
+    await expect(page.locator("#suggestions")).to_be_hidden()
 
 
 async def test_roles_weight_and_requests(page: Page, demo_server: Served) -> None:

@@ -17,6 +17,7 @@ from .page_flow import (
     ENDLESS,
     STORY,
     ask,
+    choose,
     connected,
     conversation_of,
     finished,
@@ -152,20 +153,18 @@ async def test_the_list_of_conversations(page: Page, demo_server: Served) -> Non
 
     current = page.locator("#conversations li:has([aria-current])")
     await expect(current).to_have_text(STORY)
-    await current.hover()
-    await current.get_by_role("button", name="Rename").click()
+    await choose(current, "Rename")
     await page.get_by_label("Title").fill("A fox")
     await page.keyboard.press("Enter")
     await expect(current).to_have_text("A fox")
-    await current.hover()
-    await current.get_by_role("button", name="Delete").click()
-    await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    await choose(current, "Delete")
     await expect(page.locator("#conversations")).not_to_contain_text("A fox")
     await expect(page.locator("#composer-text")).to_be_focused()
     await expect(page.locator("#welcome")).to_be_visible()
-    await page.reload()
+    await page.reload()  # to leave the page is to be sure
     await connected(page)
     await expect(page.get_by_role("link", name="My name is Ada.").first).to_be_visible()
+    await expect(page.locator("#conversations")).not_to_contain_text("A fox")
 
 
 async def test_markup_and_unicode_are_text(

@@ -12,7 +12,7 @@ from playwright.async_api import Locator, Page, Route, expect
 
 from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import make_conversation
-from .page_flow import STORY, ask, connected, finished, growing, open_page, say, stories
+from .page_flow import STORY, ask, choose, connected, finished, growing, open_page, say, stories
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -172,15 +172,12 @@ async def test_what_was_not_deleted_or_renamed_stays(
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
     await expect(page.locator(".bubble")).to_have_text("Keep me.")
     await page.route(f"**/v1/conversations/{conversation}", lambda route: route.abort())
-    dialog = page.get_by_role("dialog")
+    dialog, row = page.get_by_role("dialog"), row_of(page, conversation)
     for name, answer in (("Delete", "was not deleted"), ("Rename", "was not renamed")):
-        start = page.get_by_role("button", name=f"{name} “Kept one”")
-        await start.focus()
-        await page.keyboard.press("Enter")
+        await choose(row, name)
         if name == "Delete":
-            await expect(dialog).to_contain_text("Delete this conversation?")
-            await expect(dialog).to_contain_text("“Kept one” with all its messages")
-            await dialog.get_by_role("button", name="Delete").click()
+            await expect(row).to_have_count(0)
+            await page.get_by_role("button", name="Delete now").click()
         else:
             await page.locator("#rename-input").fill("Another")
             await page.keyboard.press("Enter")
@@ -188,7 +185,9 @@ async def test_what_was_not_deleted_or_renamed_stays(
         await expect(dialog).to_contain_text("the server cannot be reached")
         await page.keyboard.press("Enter")
         await expect(dialog).to_be_hidden()
-        await expect(start).to_be_focused()
+        await expect(row).to_be_visible()
+    await expect(row.get_by_role("button")).to_be_focused()
+    await row.get_by_role("link").click()
     await expect(page.locator(".bubble")).to_have_text("Keep me.")
     await expect(page.get_by_role("link", name="Kept one")).to_be_visible()
 
@@ -201,11 +200,9 @@ async def test_to_delete_a_conversation_is_to_stop_its_answer(
     story = await say(page, STORY)
     await growing(story)
     tree = (await api.get(f"conversations/{page.url.partition('#')[2]}/tree")).json()
-    row = page.locator("#conversations li").first
-    await row.hover()
-    await row.get_by_role("button", name="Delete").click()
-    await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    await choose(page.locator("#conversations li").first, "Delete")
     await expect(page.locator(".turn")).to_have_count(0)
+    await page.get_by_role("button", name="Delete now").click()
     log = await api.get(f"responses/{tree['running']}?stream=true")
     assert (log.status_code, log.json()["error"]["code"]) == (404, "response_expired")
     metrics = f"{demo_server.base_url}/metrics"
@@ -255,19 +252,10 @@ async def listed(page: Page) -> list[str]:
     return ids
 
 
-# So quickly that the page has not been told yet of the end of one question when it asks the next.
-_ASK_TWICE = """(node) => {
-  node.click();
-  document.getElementById("question-no").click();
-  node.click();
-}"""
-
-
 async def test_focus_after_deleting(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
-    """By keyboard alone: it stays in the list, beside what was deleted or not, though the list
-    changes while the page asks."""
+    """By keyboard alone: it stays in the list, beside what was deleted, or on what is back."""
     made = [
         await make_conversation(api, [("user", "Hello")], title=f"Made for number {number}")
         for number in range(2)
@@ -278,29 +266,21 @@ async def test_focus_after_deleting(
     # Of those that are made in one second, any may be the first.
     ids = await listed(page)
     deleted = min(made, key=ids.index)
-    delete = row_of(page, deleted).get_by_role("button", name="Delete")
-    dialog = page.get_by_role("dialog")
-    for refusal in ("Enter", "Escape"):  # the focus is on Cancel
-        await delete.focus()
-        await page.keyboard.press("Enter")
-        await expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
-        other = await make_conversation(api, [("user", "Hello")], title=f"Made before {refusal}")
-        await page.evaluate("new BroadcastChannel('penstock').postMessage({})")  # as another tab
-        await expect(row_of(page, other)).to_be_attached()
-        await page.keyboard.press(refusal)
-        await expect(dialog).to_be_hidden()
-        await expect(delete).to_be_focused()
-    ids = await listed(page)
-    neighbour = row_of(page, ids[ids.index(deleted) + 1])
-    await delete.evaluate(_ASK_TWICE)
-    await expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
-    await page.keyboard.press("Tab")
-    await expect(dialog.get_by_role("button", name="Delete")).to_be_focused()
-    await page.keyboard.press("Enter")
-    await expect(row_of(page, deleted)).to_have_count(0)
+    row, neighbour = [row_of(page, ids[ids.index(deleted) + by]) for by in (0, 1)]
+    await choose(row, "Delete")
+    await expect(row).to_have_count(0)
     await expect(neighbour.get_by_role("link")).to_be_focused()
-    await neighbour.get_by_role("button", name="Rename").press("Enter")
+    await page.get_by_role("button", name="Undo").press("Enter")
+    await expect(row).to_be_visible()
+    other = await make_conversation(api, [("user", "Hello")], title="Made meanwhile")
+    await row.get_by_role("link").focus()
+    await page.evaluate("new BroadcastChannel('penstock').postMessage({})")  # as another tab
+    await expect(row_of(page, other)).to_be_attached()
+    await expect(row.get_by_role("link")).to_be_focused()
+    await page.keyboard.press("ArrowDown")
+    await expect(neighbour.get_by_role("link")).to_be_focused()
+    await choose(neighbour, "Rename")
     await page.locator("#rename-input").fill("Renamed one")
     await page.keyboard.press("Enter")
-    renamed = neighbour.get_by_role("button", name="Rename “Renamed one”")
+    renamed = neighbour.get_by_role("button", name="More for “Renamed one”")
     await expect(renamed).to_be_focused()

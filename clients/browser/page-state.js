@@ -1,0 +1,99 @@
+/**
+ * The state of the chat page, and how it begins.
+ */
+
+import { Store } from "./store.js";
+
+/** @typedef {import("./conversations.js").Conversation} Conversation */
+/**
+ * The list of conversations, as far as it is loaded.
+ * @typedef {object} Listed
+ * @property {readonly Conversation[]} recent  the last used first; pinned ones are among them
+ * @property {readonly Conversation[]} pinned
+ * @property {boolean} hasMore  older ones
+ * @property {string} kept  where conversations are kept, in words
+ */
+/**
+ * A search over all conversations.
+ * @typedef {object} Search
+ * @property {string} query  empty: there is none
+ * @property {readonly import("./conversations.js").Hit[] | null} hits  null: they are on their way
+ * @property {boolean} hasMore
+ * @property {string} problem
+ */
+/**
+ * @typedef {object} State
+ * @property {Listed} list
+ * @property {Search} search
+ * @property {string | null} current  the id of the open conversation
+ * @property {string | null} tabbable  the row of the list that Tab leads to
+ * @property {{ id: string, right: number, top: number, bottom: number } | null} menu  of which row, and where its button is
+ * @property {ReadonlySet<string>} hidden  ids of those that are about to be deleted
+ * @property {{ models: readonly string[], model: string, think: string, tools: string }} choices  what is asked for next
+ * @property {{ used: number, limit: number } | null} context  tokens of the open conversation, where known
+ * @property {Conversation | null} undoable  the one among them that can still be taken back
+ */
+
+/** @type {Search} */ export const NO_SEARCH = { query: "", hits: null, hasMore: false, problem: "" };
+
+export function newStore() {
+  return new Store(/** @type {State} */ ({
+    list: { recent: [], pinned: [], hasMore: false, kept: "" },
+    search: NO_SEARCH,
+    current: null,
+    tabbable: null,
+    menu: null,
+    hidden: new Set(),
+    undoable: null,
+    choices: { models: [], model: "", think: "", tools: "" },
+    context: null,
+  }));
+}
+
+export function titleOf(/** @type {Conversation} */ { metadata, created_at }) {
+  return metadata.title || `Conversation of ${new Date(created_at * 1000).toLocaleString()}`;
+}
+
+/** A conversation that is listed or was found. @returns {Conversation | undefined} */
+export function conversationOf(/** @type {State} */ { list, search }, /** @type {string} */ id) {
+  return [...list.pinned, ...list.recent, ...(search.hits ?? []).map((hit) => hit.conversation)]
+    .find((one) => one.id === id);
+}
+
+const DAY_MS = 86_400_000;
+
+/**
+ * The list as it is read: pinned ones, and the others by the day of their last use.
+ * @param {Listed} list
+ * @param {ReadonlySet<string>} hidden  ids
+ * @param {Date} [now]
+ * @returns {{ title: string, conversations: Conversation[] }[]}
+ */
+export function sectionsOf({ recent, pinned }, hidden, now = new Date()) {
+  const shown = (/** @type {Conversation} */ { id }) => !hidden.has(id);
+  const isPinned = new Set(pinned.map(({ id }) => id));
+  const today = new Date(now.getFullYear(), now.getMonth(), now.getDate()).getTime();
+  /** @type {{ title: string, conversations: Conversation[] }[]} */
+  const sections = [{ title: "Pinned", conversations: pinned.filter(shown) }];
+  for (const one of recent.filter(shown)) {
+    if (isPinned.has(one.id)) continue;
+    const title = dayOf(usedAt(one) * 1000, today, now);
+    if (sections.at(-1)?.title !== title) sections.push({ title, conversations: [] });
+    sections[sections.length - 1].conversations.push(one);
+  }
+  return sections.filter(({ conversations }) => conversations.length > 0);
+}
+
+function usedAt(/** @type {Conversation} */ { used_at, created_at }) {
+  return used_at ?? created_at;
+}
+
+function dayOf(/** @type {number} */ time, /** @type {number} */ today, /** @type {Date} */ now) {
+  if (time >= today) return "Today";
+  if (time >= today - DAY_MS) return "Yesterday";
+  if (time >= today - 6 * DAY_MS) return "Last 7 days";
+  if (time >= today - 29 * DAY_MS) return "Last 30 days";
+  const date = new Date(time);
+  const year = date.getFullYear() === now.getFullYear() ? undefined : "numeric";
+  return date.toLocaleDateString(undefined, { month: "long", year });
+}

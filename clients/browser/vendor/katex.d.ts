@@ -1,0 +1,2 @@
+/** `katex.js` is a script: it sets `self.katex`. */
+export {};

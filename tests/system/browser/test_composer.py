@@ -1,0 +1,75 @@
+"""What is chosen beside the message and kept with its chat; and how full its context is."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, Route, expect
+
+from ..processes import NUM_CONTEXT_TOKENS, Served
+from .page_flow import connected, conversation_of, finished, open_page, say
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+
+
+async def test_choices_are_kept_with_the_conversation(page: Page, demo_server: Served) -> None:
+    """Model, thinking, tools, system prompt and sampling, each as long as the prompt may be."""
+    sent: list[str] = []
+    page.on("websocket", lambda socket: socket.on("framesent", lambda text: sent.append(text)))
+
+    async def add_adapter(route: Route) -> None:
+        models = await (await route.fetch()).json()
+        models["data"].append({**models["data"][0], "id": "demo-adapter"})
+        await route.fulfill(json=models)
+
+    def asked() -> dict[str, Any]:
+        return next(body for each in sent[::-1] if "input" in (body := json.loads(each)))
+
+    prompt = "Be brief – 日本語. " * 60
+    await page.route("**/v1/models", add_adapter)
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
+    model = page.get_by_label("Model of this chat")
+    thinking, tools = page.get_by_label("Thinking"), page.get_by_role("button", name="Tools")
+    await expect(model).to_have_value("demo")
+    await expect(thinking).to_have_value("")
+    await thinking.select_option("Thinks a lot")
+    await tools.click()
+    await page.get_by_role("button", name="Settings").click()
+    await page.get_by_label("System prompt").fill(prompt)
+    await page.get_by_label("Temperature").fill("0.5")
+    await page.get_by_role("button", name="Done").click()
+    await finished(await say(page, "Hello!"))
+    assert asked()["reasoning"] == {"effort": "high"}
+    assert len(asked()["tools"]) == 3
+    first = conversation_of(page)
+    gauge = page.locator(".gauge")
+    label = re.compile(rf"^[\d,]+ of {NUM_CONTEXT_TOKENS:,} tokens of context$")
+    await expect(gauge).to_have_attribute("aria-label", label)
+
+    await page.keyboard.press("Alt+n")
+    await expect(gauge).to_have_count(0)
+    await expect(thinking).to_have_value("high")  # as it was chosen last
+    await thinking.select_option("No thinking")
+    await tools.click()
+    await page.get_by_role("button", name="Settings").click()
+    await page.get_by_label("System prompt").fill("")
+    await page.get_by_role("button", name="Done").click()
+    for _ in range(2):
+        await page.evaluate(f"location.hash = '#{first}'")
+        await expect(thinking).to_have_value("high")
+        await expect(tools).to_have_attribute("aria-pressed", "true")
+        await expect(gauge).to_have_attribute("aria-label", label)
+        await page.reload()
+        await connected(page)
+    await page.get_by_role("button", name="Settings").click()
+    await expect(page.get_by_label("System prompt")).to_have_value(prompt)
+    await expect(page.get_by_label("Temperature")).to_have_value("0.5")
+    await page.get_by_role("button", name="Done").click()
+    async with page.expect_response(f"**/conversations/{first}"):
+        await model.select_option("demo-adapter")
+    await page.keyboard.press("Alt+n")
+    await page.evaluate(f"location.hash = '#{first}'")
+    await expect(model).to_have_value("demo-adapter")
