@@ -212,9 +212,12 @@ class Conversations(_Endpoints):
         query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)
         turns = await self._store.tree(conversation.tenant, conversation.conversation_id)
-        ends = {conversation.running or conversation.head} - {None} if query.items else set()
+        ends = set[str]()
         if query.items == "all":
-            ends = {turn.turn_id for turn in turns} - {turn.parent_id for turn in turns}
+            parents = {turn.parent_id for turn in turns}
+            ends = {turn.turn_id for turn in turns if turn.turn_id not in parents}
+        elif query.items and (end := conversation.running or conversation.head):
+            ends = {end}
         said: dict[str, StoredTurn] = {}
         for end in ends:
             path = await self._store.path(conversation.tenant, end)
