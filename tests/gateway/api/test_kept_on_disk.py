@@ -20,7 +20,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def files_with(data: Path, word: str = WORD) -> list[str]:
-    return [path.name for path in data.iterdir() if word.encode() in path.read_bytes()]
+    files = [path for path in data.rglob("*") if path.is_file()]
+    return [path.name for path in files if word.encode() in path.read_bytes()]
 
 
 async def erased(served: Served) -> None:
