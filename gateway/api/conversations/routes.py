@@ -212,12 +212,14 @@ class Conversations(_Endpoints):
         query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)
         turns = await self._store.tree(conversation.tenant, conversation.conversation_id)
-        ends = {conversation.running or conversation.head} - {None} if query.items else set()
+        end = conversation.running or conversation.head
+        ends = {end} if query.items and end else set()
         if query.items == "all":
-            ends = {turn.turn_id for turn in turns} - {turn.parent_id for turn in turns}
+            parents = {turn.parent_id for turn in turns}
+            ends = {turn.turn_id for turn in turns if turn.turn_id not in parents}
         said: dict[str, StoredTurn] = {}
-        for end in ends:
-            path = await self._store.path(conversation.tenant, end)
+        for leaf in ends:
+            path = await self._store.path(conversation.tenant, leaf)
             said |= {turn.turn_id: turn for turn in path}
         return json_response(
             {
