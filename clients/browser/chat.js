@@ -20,6 +20,7 @@ import { Sidebar } from "./sidebar.js";
 import { html } from "./vendor/htm-preact.js";
 import { StickyScroll } from "./sticky-scroll.js";
 import { allAsJson, asJson, asMarkdown, codeFileName, fileName, fromJson, NotConversations, saveFile } from "./transfer.js";
+import { titleFrom } from "./turns.js";
 
 // For the model that comes with the server, which knows no more than this.
 const DEMO = "demo";
@@ -33,6 +34,8 @@ const SUGGESTIONS = [
 ];
 const LIVE_INTERVAL_MS = 250;
 const KEEP_MS = 400;
+/** So much of a conversation is enough for its title. */
+const MAX_TITLED = 4_000;
 // An answer that has been silent for so long: is there an engine?
 const SILENT_MS = 1_500;
 const ASK_INTERVAL_MS = 500;
@@ -66,7 +69,7 @@ const page = {
 const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
 const settings = new Settings(() => { refresh(); keepChoices(); });
 const store = newStore();
-const list = new ConversationList(client.conversations, store);
+const list = new ConversationList(client.conversations, store, suggestTitle);
 const sidebar = new Sidebar(store, {
   newChat: () => showNewChat(),
   open: (id, turn) => { if (id === pane.id && turn) reveal(turn); else wanted = turn; },
@@ -256,6 +259,17 @@ function listenToPane() {
 function leaveDeleted() {
   pane.stop(); // the rest will not be read
   showNewChat("Deleted.");
+}
+
+/** What the model would call a conversation. */
+async function suggestTitle(/** @type {import("./conversations.js").Conversation} */ conversation) {
+  const text = (await asMarkdown(client.conversations, conversation)).slice(0, MAX_TITLED);
+  const answer = client.respond({
+    ...settings.parameters(), tools: undefined, instructions: undefined, reasoning: { effort: "none" }, max_output_tokens: 40, store: false,
+    input: `${text}\n\n---\n\nWrite a title of three to six words for the conversation above. Write the title alone.`,
+  });
+  await answer.done;
+  return titleFrom(answer.text.trim().split("\n")[0].replace(/^[#"“*\s]+|["”*.\s]+$/g, ""));
 }
 
 /** Saves a conversation as a file. */

@@ -35,12 +35,23 @@ export class ConversationList extends EventTarget {
   /**
    * @param {import("./conversations.js").Conversations} conversations
    * @param {ReturnType<typeof import("./page-state.js").newStore>} store
+   * @param {(conversation: Conversation) => Promise<string>} suggestTitle  by the model; empty: it has none
    */
-  constructor(conversations, store) {
+  constructor(conversations, store, suggestTitle) {
     super();
     this.#conversations = conversations;
     this.#store = store;
     byId("rename-form").addEventListener("submit", () => void this.#rename());
+    const suggest = /** @type {HTMLButtonElement} */ (byId("rename-suggest"));
+    suggest.addEventListener("click", async () => {
+      const renamed = this.#renamed;
+      if (!renamed || suggest.disabled) return;
+      suggest.disabled = true;
+      const title = await suggestTitle(renamed).catch(() => "");
+      suggest.disabled = false;
+      if (title && renamed === this.#renamed) titleInput.value = title;
+      titleInput.select();
+    });
     byId("rename-cancel").addEventListener("click", () => dialog.close());
     window.addEventListener("pagehide", () => this.deleteNow({ keepalive: true }));
     store.watch(["list", "current"], ({ list, current }) => {

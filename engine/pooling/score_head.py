@@ -44,11 +44,13 @@ def load_score_head(
         return None
     if pooling.pair_format == "yes_no" and not pooling.has_score_weight:
         ids = pooling.answer_tokens or _ids_of(pooling.answers, path)
-        yes, no = model.head(torch.tensor(ids, device=model.device)).double()
+        yes, no = model.head.look_up(torch.tensor(ids, device=model.device)).double()
         return ScoreHead(weight=(yes - no)[None])
     num_labels = len(pooling.labels)
     if is_dummy:
-        return ScoreHead(weight=model.head(torch.arange(num_labels, device=model.device)).double())
+        return ScoreHead(
+            weight=model.head.look_up(torch.arange(num_labels, device=model.device)).double()
+        )
     weight = open_checkpoint(path).read("score.weight", (num_labels, model.config.hidden_size))
     return ScoreHead(weight=weight.to(device=model.device, dtype=torch.float64))
 

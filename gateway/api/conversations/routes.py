@@ -212,15 +212,14 @@ class Conversations(_Endpoints):
         query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)
         turns = await self._store.tree(conversation.tenant, conversation.conversation_id)
-        ends = set[str]()
+        end = conversation.running or conversation.head
+        ends = {end} if query.items and end else set()
         if query.items == "all":
             parents = {turn.parent_id for turn in turns}
             ends = {turn.turn_id for turn in turns if turn.turn_id not in parents}
-        elif query.items and (end := conversation.running or conversation.head):
-            ends = {end}
         said: dict[str, StoredTurn] = {}
-        for end in ends:
-            path = await self._store.path(conversation.tenant, end)
+        for leaf in ends:
+            path = await self._store.path(conversation.tenant, leaf)
             said |= {turn.turn_id: turn for turn in path}
         return json_response(
             {

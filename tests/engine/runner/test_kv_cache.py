@@ -16,7 +16,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files.free_memory import free_cpu_bytes
-from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.language_model import LayerKV, PagedKV
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks, choose_num_host_blocks
 from penstock.engine.runner.memory import available_bytes
@@ -54,7 +54,7 @@ def layer(**changes: Any) -> LayerKV:
 
 
 def test_layers_may_differ_in_their_windows():
-    assert KVShape.of((layer(), layer(window=5)), 16) == SHAPE
+    assert KVShape.of((PagedKV((layer(), layer(window=5))),), 16) == SHAPE
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_layers_may_differ_in_their_windows():
 )
 def test_layers_of_different_sizes_are_refused(changes):
     with pytest.raises(ConfigError, match="layers store keys and values of different sizes"):
-        KVShape.of((layer(), layer(**changes)), 16)
+        KVShape.of((PagedKV((layer(), layer(**changes))),), 16)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.system.processes import Served, serve
 _FOLDER = Path(__file__).parents[3] / "clients" / "browser" / "screenshots"
 _WIDE = ViewportSize(width=1180, height=760)
 _NARROW = ViewportSize(width=390, height=760)
+_SIZES = ((360, 640), (768, 1024), (1024, 768), (1280, 800), (1920, 1080))
 _TITLES = ("Names to remember", "A fox and a lantern", "Counting")
 _QUESTIONS = (
     "What is the capital of France?",
@@ -45,7 +46,12 @@ class Backlog:
 ```
 
 1. **Short prompts** pass while a long one waits.
-2. What is refused is told *when to come back*.
+2. What is refused is told *when to come back*: after $t = n / r$ seconds.
+
+| policy | waits |
+|---|---:|
+| first come | as long as the longest |
+| shortest first | **least** on average |
 """
 
 
@@ -69,6 +75,14 @@ async def _take_all(browser: Browser, served: Served) -> None:
             await make_conversation(api, [("user", title)], title=title)
         said = [("user", "How would you bound a queue?"), ("assistant", _CODE)]
         code = await make_conversation(api, said, title="Bounding a queue")
+        (await api.post(f"conversations/{code}", json={"pinned": True})).raise_for_status()
+    for width, height in _SIZES:
+        for is_dark in (False, True):
+            page = await _page(browser, ViewportSize(width=width, height=height), is_dark=is_dark)
+            await open_page(page, f"{served.base_url}/#{code}")
+            await page.locator(".hl-keyword").first.wait_for()
+            await _take(page, f"size-{width}-{'dark' if is_dark else 'light'}")
+            await page.context.close()
     light = await _page(browser, _WIDE)
     await open_page(light, served.base_url, temperature=0)
     await _take(light, "welcome")
@@ -108,6 +122,7 @@ async def main() -> None:
     """Takes those of the demo model, and one of SmolLM2."""
     _FOLDER.mkdir(exist_ok=True)
     os.environ["PYTHONPATH"] = str(smollm2_site())
+    os.environ["PENSTOCK_DATA_DIR"] = "none"
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=CHROMIUM_ARGS

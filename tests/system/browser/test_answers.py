@@ -95,6 +95,7 @@ async def test_code_is_coloured_wrapped_copied_and_saved(
     await expect(page.locator(".code").last.locator("[class^=hl-]")).to_have_count(0)
 
 
+@pytest.mark.exhaustive
 async def test_code_is_coloured_as_it_comes(page: Page, demo_server: Served) -> None:
     """By lines; its text is right at every moment, also where the end of the block is guessed."""
     await open_page(page, demo_server.base_url)
@@ -126,6 +127,7 @@ async def test_code_is_coloured_as_it_comes(page: Page, demo_server: Served) -> 
     assert await pre.evaluate("pre => pre.textContent") == _CODE.removesuffix("\n")
 
 
+@pytest.mark.exhaustive
 async def test_headings_have_a_scale(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -156,6 +158,7 @@ async def add_output(page: Page, *items: dict[str, Any]) -> None:
     await page.route("**/tree?items=true", add)
 
 
+@pytest.mark.exhaustive
 async def test_thoughts_are_markdown(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -197,6 +200,7 @@ async def test_thoughts_are_markdown(
     assert re.match(r"Thought for 1 min 8 s", title)
 
 
+@pytest.mark.exhaustive
 async def test_a_picture_is_enlarged(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

@@ -120,6 +120,26 @@ async def test_a_deletion_is_taken_back(
 
 
 @pytest.mark.exhaustive
+async def test_the_model_is_asked_for_a_title(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    """Only where the reader wants it; what it says is not kept as a turn."""
+    said = [("user", "My name is Ada."), ("assistant", "Hello, Ada!")]
+    conversation = await make_conversation(api, said, title="Before")
+    await open_page(page, demo_server.base_url)
+    await choose(page.locator(f"[data-row={conversation}]"), "Rename")
+    await page.get_by_role("button", name="Ask the model").click()
+    field = page.locator("#rename-input")
+    await expect(field).not_to_have_value("Before")
+    title = await field.input_value()
+    assert 0 < len(title) <= 80
+    assert "\n" not in title
+    await page.get_by_role("button", name="Rename", exact=True).click()
+    await expect(page.locator(f"a[data-id={conversation}]")).to_have_text(title)
+    assert len((await api.get(f"conversations/{conversation}/tree")).json()["data"]) == 1
+
+
+@pytest.mark.exhaustive
 async def test_the_sidebar_stays_as_it_was_left(page: Page, demo_server: Served) -> None:
     await open_page(page, demo_server.base_url)
     for is_open in (False, True):

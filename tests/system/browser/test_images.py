@@ -272,6 +272,7 @@ async def test_images_for_a_model_that_takes_none(page: Page, demo_server: Serve
     await expect(page.locator("#refusal")).to_contain_text("takes no images")
 
 
+@pytest.mark.exhaustive
 async def test_files_are_sent_as_text_and_shown_as_files(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
