@@ -71,7 +71,7 @@ class CpuModel:
         self._features: tuple[Buffer, ...] = ()
         self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
         self._program = CpuProgram(library)
-        self._recorded_for = (0, 0)
+        self._recorded_for: tuple[int, tuple[object, ...]] = (0, ())
         # The last step's context, the tensors it points to, and its output.
         self._context: ForwardContext | None = None
         self._given: tuple[Tensor, ...] = ()
@@ -168,9 +168,9 @@ class CpuModel:
     def _record(self, num_tokens: int, kv_pool: Tensor) -> None:
         """Record the program for this pool with room for `num_tokens`, unless already recorded."""
         capacity, pool = self._recorded_for
-        if num_tokens > capacity or kv_pool.data_ptr() != pool:
+        if num_tokens > capacity or (kv_pool.data_ptr(), kv_pool.shape) != pool:
             self._library.settle()
-            self._recorded_for = (0, 0)  # in case memory is too short
+            self._recorded_for = (0, ())  # in case memory is too short
             capacity = max(capacity, 1 << (num_tokens - 1).bit_length())
             self._meeting.begin(capacity, self.config.hidden_size)
             program = CpuProgram(self._library)
@@ -178,7 +178,7 @@ class CpuModel:
             self._features = self._writer.features
             program.record(capacity)
             self._program = program
-            self._recorded_for = (capacity, kv_pool.data_ptr())
+            self._recorded_for = (capacity, (kv_pool.data_ptr(), kv_pool.shape))
 
 
 class RotaryTable:

@@ -49,7 +49,8 @@ class TorchModel:
             has_before=not config.has_embedding, has_after=not config.has_head,
         )  # fmt: skip
         self._writer = DecoderWriter(decoder, make_backend(meeting))
-        self._written_for = self._num_run = 0
+        self._written_for: tuple[object, ...] = ()
+        self._num_run = 0
         self.program = TorchProgram(self._dtype)
         self._hidden = Buffer("hidden", 0, torch.empty(0))
         self._heads = {each: self._write_head(are_sampled=each) for each in (False, True)}
@@ -79,12 +80,14 @@ class TorchModel:
 
     def write(self, kv_pool: Tensor) -> None:
         """Write the program for this pool, unless it is."""
-        if kv_pool.data_ptr() != self._written_for:
+        # A pool of another shape may begin at the same address; an empty one has none.
+        pool = (kv_pool.data_ptr(), kv_pool.shape)
+        if pool != self._written_for:
             self._num_run += self.program.num_run
             self.program = TorchProgram(self._dtype)
             self._hidden = self._writer.write(self.program, kv_pool)
             self.program.compile((self._hidden, *self._writer.features))
-            self._written_for = kv_pool.data_ptr()
+            self._written_for = pool
 
     @property
     def num_parts_done(self) -> int:

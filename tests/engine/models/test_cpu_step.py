@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.loader import load_model
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.draw_uniforms import draw_uniforms
 from penstock.kernels.paged_layout import PagedLayout
@@ -96,3 +99,23 @@ def replaced(context: ForwardContext) -> ForwardContext:
     return ForwardContext(
         kv_pool=context.kv_pool, layout=context.layout, positions=context.positions
     )
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "torch"])
+@torch.inference_mode()
+def test_a_pool_may_have_the_address_of_an_earlier_one(tiny_checkpoint, model, context, in_c):
+    """Their layers begin elsewhere."""
+    if not in_c:
+        decoder = load_model(ModelConfig(), tiny_checkpoint(), torch.device("cpu"))
+        model = TorchModel(decoder)
+    shape = KVShape.of(model.state_spec, BLOCK_SIZE)
+    smaller = context.kv_pool
+    larger = shape.allocate(4 * NUM_SEQS, torch.device("cpu"))
+    same_place = larger.view(-1)[: smaller.numel()].view(smaller.shape)
+    assert same_place.data_ptr() == larger.data_ptr()
+    model(IDS, replace(context, kv_pool=larger))
+    for pool in (larger, smaller):
+        pool.zero_()
+    model(IDS, replace(context, kv_pool=same_place))
+    model(IDS, context)
+    assert torch.equal(same_place, context.kv_pool)
