@@ -126,7 +126,8 @@ def test_responses_and_conversations_are_read(client: httpx.Client, seen: dict[s
     for response in [*seen["turns"], seen["background"]]:
         assert _get(client, f"/v1/responses/{response['id']}") == response
     path = f"/v1/conversations/{seen['conversation']['id']}"
-    assert _get(client, path) == seen["conversation"]
+    found = _get(client, path)  # later versions say more
+    assert found | seen["conversation"] == found
     assert _get(client, f"{path}/items") == seen["items"]
 
 

@@ -22,7 +22,7 @@ from penstock.engine.demo.vocabulary import CHAT_TEMPLATE
 from penstock.engine.text import ChatTemplate
 
 from ...gateway.conftest import TEMPLATE
-from ...gateway.storage.conversations.test_prompt_ids import QWEN_STYLE
+from ...gateway.generation.test_prompt_ids import QWEN_STYLE
 from .published_templates import TEMPLATES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

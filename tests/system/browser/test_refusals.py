@@ -202,7 +202,8 @@ async def test_to_delete_a_conversation_is_to_stop_its_answer(
     tree = (await api.get(f"conversations/{page.url.partition('#')[2]}/tree")).json()
     await choose(page.locator("#conversations li").first, "Delete")
     await expect(page.locator(".turn")).to_have_count(0)
-    await page.get_by_role("button", name="Delete now").click()
+    async with page.expect_response(lambda one: one.request.method == "DELETE"):
+        await page.get_by_role("button", name="Delete now").click()
     log = await api.get(f"responses/{tree['running']}?stream=true")
     assert (log.status_code, log.json()["error"]["code"]) == (404, "response_expired")
     metrics = f"{demo_server.base_url}/metrics"
