@@ -111,7 +111,9 @@ def test_our_client_takes_files_bytes_and_pictures(server: Served, tmp_path: Pat
             asked: Any = [{"role": "user", "content": [TEXT, image]}]
             said = ours.chat.create(model="llava", messages=asked, temperature=0, max_tokens=8)
             answers.add(said["choices"][0]["message"]["content"])
-            response = ours.responses.create(model="llava", input=asked, max_output_tokens=2)
+            response = ours.responses.create(
+                model="llava", input=asked, max_output_tokens=2, temperature=0
+            )
             assert response["status"] == "incomplete"
         with pytest.raises(ValueError, match="PNG, JPEG, GIF or WebP"):
             ours.chat.create(model="llava", messages=[{"role": "user", "content": [b"no image"]}])
