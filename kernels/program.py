@@ -5,7 +5,7 @@ as such a list; an interpreter runs it.
                          └─► kernels.torch_program    a function of torch or Triton for each record
 
 A record is an operation's name and its arguments, which `cpu/ops.h` declares. To add an operation,
-declare it there, write its function in C and in `torch_program`, and add records by its name.
+declare it there, write its function in C and in `torch_operations`, and add records by its name.
 """
 
 from __future__ import annotations
