@@ -37,7 +37,6 @@ class TorchStep:
     Attributes:
         token_ids: int64 [num_tokens]
         rotary: of each kind of rotary positions, cosines and sines by `rotary_store_kv`.
-        sampled_tokens: int64 [num_sampled], of which rows there are logits; None: of all.
         is_invariant: a row's bits do not depend on the other rows.
     """
 
@@ -45,7 +44,6 @@ class TorchStep:
     layout: PagedLayout
     positions: Tensor
     rotary: tuple[tuple[Tensor, Tensor], ...] = ()
-    sampled_tokens: Tensor | None = None
     is_invariant: bool = False
 
 
@@ -130,11 +128,6 @@ def embed(step: TorchStep, weight: Any) -> Tensor:
     """weight: a table (`Embedding.look_up`)."""
     found: Tensor = weight.look_up(step.token_ids)
     return found
-
-
-@operation("y")
-def gather_rows(step: TorchStep, x: Tensor) -> Tensor:
-    return x if step.sampled_tokens is None else x[step.sampled_tokens]
 
 
 # -- adapters ------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ it. `y = … + residual` is only added when it is read: an RMS norm adds and nor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from penstock.kernels.cpu.build import read_source
 from penstock.kernels.cpu.structures import read_structures
@@ -28,7 +29,7 @@ class _Compiled:
     """
     Attributes:
         constants: arguments that are no buffers.
-        reads: arguments that are, and whether they take a `Sum`.
+        reads: arguments that are, and whether a `Sum` is given as it is.
         writes: places of the results, in the function's order.
         residual: is added to the one result.
         dropped: buffers that no later record reads.
@@ -36,7 +37,7 @@ class _Compiled:
 
     run: Callable[..., Any]
     constants: dict[str, Any]
-    reads: tuple[tuple[str, Buffer | Columns, bool], ...]
+    reads: tuple[tuple[str, Any, bool], ...]
     writes: tuple[Buffer | Columns, ...]
     residual: Buffer | None
     dropped: tuple[str, ...]
@@ -76,7 +77,7 @@ class TorchProgram(Program):
             found = OPERATIONS[record.operation]
             given = record.arguments
             reads = tuple(
-                (name, given[name], name in found.takes_sums)
+                (name, given[name], name in found.takes_sums and isinstance(given[name], Buffer))
                 for name in found.accepts
                 if isinstance(given.get(name), Buffer | Columns)
             )
@@ -97,26 +98,15 @@ class TorchProgram(Program):
             compiled.append(_Compiled(found.run, constants, reads, writes, residual, dropped))
         self._compiled = compiled[::-1]
 
-    def run(
-        self,
-        step: TorchStep,
-        rows: Rows,
-        *,
-        first: int = 0,
-        end: int | None = None,
-        keeps: bool = False,
-    ) -> None:
+    def run(self, step: TorchStep, rows: Rows, *, first: int = 0, end: int | None = None) -> None:
         """Run the records from `first` to before `end` (None: all that follow).
 
         Args:
             rows: what buffers hold, before and after.
-            keeps: also what no later record reads.
         """
         for each in self._compiled[first:end]:
             given = {
-                name: rows[place.name]
-                if takes_sums and isinstance(place, Buffer)
-                else read(rows, place)
+                name: rows[place.name] if takes_sums else read(rows, place)
                 for name, place, takes_sums in each.reads
             }
             result = each.run(step, **each.constants, **given)
@@ -128,13 +118,45 @@ class TorchProgram(Program):
             else:
                 for place, value in zip(each.writes, result or (), strict=True):
                     _write(rows, place, value)
-            for name in each.dropped if not keeps else ():
+            for name in each.dropped:
                 rows.pop(name, None)
             self.num_run += 1
 
     def numbers_of(self, operation: str) -> list[int]:
         """The numbers of the records with this operation."""
         return [number for number, each in enumerate(self.records) if each.operation == operation]
+
+
+class PoolProgram:
+    """A program that is written again when the KV pool is another one.
+
+    Args:
+        write: adds all records for a pool; returns the buffers that are wanted when it has run.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, write: Callable[[TorchProgram, Tensor], Sequence[Buffer]]
+    ) -> None:
+        self._dtype, self._write = dtype, write
+        self._program = TorchProgram(dtype)
+        self._written_for: tuple[object, ...] = ()
+        self._num_run = 0
+
+    def of(self, kv_pool: Tensor) -> TorchProgram:
+        """The program for this pool."""
+        # A pool of another shape may begin at the same address; an empty one has none.
+        pool = (kv_pool.data_ptr(), kv_pool.shape)
+        if pool != self._written_for:
+            self._num_run = self.num_run
+            self._program = TorchProgram(self._dtype)
+            self._program.compile(self._write(self._program, kv_pool))
+            self._written_for = pool
+        return self._program
+
+    @property
+    def num_run(self) -> int:
+        """Records that were run so far, for whatever pool."""
+        return self._num_run + self._program.num_run
 
 
 def read(rows: Rows, place: Buffer | Columns) -> Value:

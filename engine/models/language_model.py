@@ -124,8 +124,8 @@ class StepOutput:
     features: tuple[Tensor, ...] = ()
 
 
-class LanguageModel(Protocol):
-    """Token ids in, hidden states out; logits only for the rows that need them."""
+class ModelFacts(Protocol):
+    """What is known of a model as soon as it is loaded."""
 
     @property
     def state_spec(self) -> StateSpec:
@@ -139,6 +139,10 @@ class LanguageModel(Protocol):
     def weight_bytes(self) -> int:
         """Size of the weights in memory."""
         ...
+
+
+class LanguageModel(ModelFacts, Protocol):
+    """Token ids in, hidden states out; logits only for the rows that need them."""
 
     @property
     def num_threads(self) -> int:
@@ -175,22 +179,9 @@ class LanguageModel(Protocol):
         ...
 
 
-class LoadedModel(Protocol):
+class LoadedModel(ModelFacts, Protocol):
     """A model as it is loaded, before whatever runs it takes its weights; `context_len` is the
     maximum number of tokens of a sequence."""
-
-    @property
-    def state_spec(self) -> StateSpec:
-        """As in `LanguageModel`."""
-        ...
-
-    @property
-    def needs_prompt_lens(self) -> bool: ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of the weights in memory."""
-        ...
 
     vocab_size: int
     context_len: int

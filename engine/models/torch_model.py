@@ -19,7 +19,7 @@ from penstock.engine.program.torch_backend import TorchBackend, TorchMeeting
 from penstock.kernels.program import Buffer
 from penstock.kernels.token_masks import TokenMasks
 from penstock.kernels.torch_operations import NO_STEP, TorchStep
-from penstock.kernels.torch_program import Rows, TorchProgram, read
+from penstock.kernels.torch_program import PoolProgram, Rows, TorchProgram, read
 
 
 class TorchModel:
@@ -29,7 +29,6 @@ class TorchModel:
         make_backend: packs its layers.
 
     Attributes:
-        program: its records before the head, as `write` wrote them.
         can_be_captured: graphs can replay its steps; the rows of adapters would stay the same.
     """
 
@@ -49,15 +48,12 @@ class TorchModel:
             has_before=not config.has_embedding, has_after=not config.has_head,
         )  # fmt: skip
         self._writer = DecoderWriter(decoder, make_backend(meeting))
-        self._written_for: tuple[object, ...] = ()
-        self._num_run = 0
-        self.program = TorchProgram(self._dtype)
+        self._programs = PoolProgram(self._dtype, self._write)
         self._hidden = Buffer("hidden", 0, torch.empty(0))
         self._heads = {each: self._write_head(are_sampled=each) for each in (False, True)}
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        hidden: Tensor = read(self._run(input_ids, context), self._hidden)
-        return hidden
+        return self.hidden_of(self._run(input_ids, context))
 
     def step(
         self,
@@ -70,29 +66,25 @@ class TorchModel:
     ) -> StepOutput:
         rows = self._run(input_ids, context)
         features = tuple(read(rows, each) for each in self._writer.features)
-        return self.end(read(rows, self._hidden), sampled_tokens, features)
+        return self.end(self.hidden_of(rows), sampled_tokens, features)
 
     def _run(self, input_ids: Tensor, context: ForwardContext) -> Rows:
-        self.write(context.kv_pool)
         rows: Rows = {}
-        self.program.run(self.begin(input_ids, context), rows)
+        self.program_of(context.kv_pool).run(self.begin(input_ids, context), rows)
         return rows
 
-    def write(self, kv_pool: Tensor) -> None:
-        """Write the program for this pool, unless it is."""
-        # A pool of another shape may begin at the same address; an empty one has none.
-        pool = (kv_pool.data_ptr(), kv_pool.shape)
-        if pool != self._written_for:
-            self._num_run += self.program.num_run
-            self.program = TorchProgram(self._dtype)
-            self._hidden = self._writer.write(self.program, kv_pool)
-            self.program.compile((self._hidden, *self._writer.features))
-            self._written_for = pool
+    def program_of(self, kv_pool: Tensor) -> TorchProgram:
+        """The records before the head, for this pool."""
+        return self._programs.of(kv_pool)
+
+    def _write(self, program: TorchProgram, kv_pool: Tensor) -> tuple[Buffer, ...]:
+        self._hidden = self._writer.write(program, kv_pool)
+        return self._hidden, *self._writer.features
 
     @property
     def num_parts_done(self) -> int:
         """Records that were run so far."""
-        return self._num_run + self.program.num_run
+        return self._programs.num_run
 
     def begin(self, input_ids: Tensor, context: ForwardContext) -> TorchStep:
         """What the program reads of a step."""

@@ -169,11 +169,10 @@ class TorchBackend:
     def pack(self, layer: MatrixLayer) -> TorchMatrix:
         return TorchMatrix(layer)
 
-    def pack_head(self, layer: Embedding) -> TorchMatrix:
-        return TorchMatrix(layer)
-
     def pack_table(self, layer: Embedding) -> TorchMatrix:
         return TorchMatrix(layer)
+
+    pack_head = pack_table
 
     def pack_router(self, gates: Sequence[Router]) -> TorchRouter:
         return TorchRouter(gates)

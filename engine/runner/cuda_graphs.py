@@ -316,11 +316,10 @@ class PieceGraphs:
         self, model: TorchModel, kv_pool: Tensor, sizes: Sequence[int], maker: GraphMaker
     ) -> None:
         self._sizes, self._model, self._kv_pool = sizes, model, kv_pool
+        self._program = program = model.program_of(kv_pool)
         self._inputs = GraphInputs(
             sizes[-1], kv_pool.device, needs_prompt_lens=model.needs_prompt_lens
         )
-        model.write(kv_pool)
-        program = model.program
         self._attentions = program.numbers_of("attention")
         self._query, self._mixed = (
             program.records[self._attentions[0]].arguments[name] for name in ("query", "out")
@@ -343,12 +342,11 @@ class PieceGraphs:
             token_ids=input_ids, layout=context.layout, positions=context.positions,
             is_invariant=self._model.is_invariant,
         )  # fmt: skip
-        self._model.write(self._kv_pool)
         attended = self._attended[:num_tokens]
         for graph, number in zip(graphs, self._attentions, strict=True):
             graph.replay()
             rows: Rows = {self._query.name: self._queries[:num_tokens]}
-            self._model.program.run(step, rows, first=number, end=number + 1, keeps=True)
+            self._program.run(step, rows, first=number, end=number + 1)
             attended.copy_(rows[self._mixed.name])
         last.replay()
         return self._hidden[:num_tokens]
@@ -378,17 +376,18 @@ class PieceGraphs:
 
     def _run(self, context: ForwardContext, graphs: list[Graph]) -> None:
         """Run all spans, each captured by its graph, if there are graphs."""
-        model, size, rows = self._model, len(context.positions), Rows()
+        model, program, rows = self._model, self._program, Rows()
+        size = len(context.positions)
         starts = [0, *(number + 1 for number in self._attentions)]
-        ends = [*self._attentions, len(model.program)]
+        ends = [*self._attentions, len(program)]
         step: TorchStep | None = None
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             if graphs:
                 graphs[number].begin()
             if step is None:
                 step = model.begin(self._inputs.input_ids[:size], context)
-            model.program.run(step, rows, first=start, end=end)
-            is_last = end == len(model.program)
+            program.run(step, rows, first=start, end=end)
+            is_last = end == len(program)
             left = model.hidden_of(rows) if is_last else rows.pop(self._query.name)
             held = self._held(left, is_last=is_last)
             held[:size].copy_(left)

@@ -15,7 +15,7 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.model_files.free_memory import free_cpu_bytes
 from penstock.engine.models.backends import in_torch
-from penstock.engine.models.language_model import LoadedModel
+from penstock.engine.models.language_model import LanguageModel, LoadedModel
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.runner.cuda_graphs import (
@@ -106,8 +106,10 @@ def available_bytes(
         free = free_cpu_bytes() // config.device.num_sharing
         # Experts that are still to be read; where they are too many, they will be mapped.
         return cpu_pool_bytes(max(free - model.expected_bytes, free // _CPU_SHARE))
-    peak = _profile_peak_bytes(config, model, shape)
-    peak += _profile_graphs_bytes(config, model, shape, max_model_len)
+    runs = in_torch(model)
+    peak = _profile_peak_bytes(config, model, runs, shape)
+    if isinstance(runs, TorchModel) and runs.can_be_captured:
+        peak += _profile_graphs_bytes(config, runs, shape, max_model_len, device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # `free` excludes other programs' memory, so it counts against our share.
@@ -122,7 +124,9 @@ def cpu_pool_bytes(free: int) -> int:
 
 
 @torch.inference_mode()
-def _profile_peak_bytes(config: EngineConfig, model: LoadedModel, shape: KVShape) -> int:
+def _profile_peak_bytes(
+    config: EngineConfig, model: LoadedModel, runs: LanguageModel, shape: KVShape
+) -> int:
     """Peak memory of a full step's forward pass, besides weights and KV pool."""
     device = model.device
     num_tokens = min(config.scheduler.max_num_batched_tokens, model.context_len)
@@ -130,7 +134,6 @@ def _profile_peak_bytes(config: EngineConfig, model: LoadedModel, shape: KVShape
     context = ForwardContext.of_sequence(pool, num_tokens)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runs = in_torch(model)
     hidden = runs(torch.zeros_like(context.positions), context)
     # Sampling holds a few float64 copies of the logits.
     rows = min(config.scheduler.max_num_seqs, num_tokens)
@@ -140,19 +143,15 @@ def _profile_peak_bytes(config: EngineConfig, model: LoadedModel, shape: KVShape
 
 
 def _profile_graphs_bytes(
-    config: EngineConfig, model: LoadedModel, shape: KVShape, max_model_len: int
-) -> int:
+    config: EngineConfig, model: TorchModel, shape: KVShape, max_model_len: int,
+    device: torch.device,
+) -> int:  # fmt: skip
     """Memory of the graphs that will be captured, from capturing some of them."""
-    device = model.device
     pool = shape.allocate(1, device)
-
-    runs = in_torch(model)
-    if not isinstance(runs, TorchModel) or not runs.can_be_captured:
-        return 0
 
     def capture(sizes: GraphSizes) -> GraphedModel:
         max_blocks = shape.num_blocks_for(max_model_len)
-        return GraphedModel(runs, pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
+        return GraphedModel(model, pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
 
     def used_bytes() -> int:
         torch.cuda.synchronize(device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from penstock.engine.parallel.ranks import ALONE
 from penstock.engine.program.torch_backend import TorchBackend, TorchMeeting
 from penstock.kernels.program import Buffer
 from penstock.kernels.torch_operations import TorchStep
-from penstock.kernels.torch_program import Rows, TorchProgram, read
+from penstock.kernels.torch_program import PoolProgram, Rows, TorchProgram, read
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -134,8 +135,6 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.config = config
         decoder, size = config.decoder, config.decoder.hidden_size
-        self._program: TorchProgram | None = None
-        self._written_for = 0
         self.embed_tokens = Embedding(decoder.vocab_size, size)
         self.fc = Linear(len(config.feature_layers) * target.hidden_size, (size,))
         self.midlayer = Eagle3Layer(config)
@@ -144,6 +143,10 @@ class Eagle3Head(nn.Module):
         self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
         self.has_own_table = True
+
+    @cached_property
+    def _programs(self) -> PoolProgram:
+        return PoolProgram(self.dtype, self._write)
 
     def fuse(self, inputs: Sequence[Tensor]) -> Tensor:
         """The inputs of the model's `feature_layers`, [num_tokens, its hidden_size] each → features
@@ -162,7 +165,7 @@ class Eagle3Head(nn.Module):
             hidden states, and the features for the positions after, of guessed tokens; of the
             shape of `features`.
         """
-        program = self._written(context.kv_pool)
+        program = self._programs.of(context.kv_pool)
         rotary = self.rotary(context.positions, context.prompt_lens, self.dtype)
         step = TorchStep(
             token_ids=input_ids, layout=context.layout, positions=context.positions,
@@ -172,15 +175,7 @@ class Eagle3Head(nn.Module):
         program.run(step, rows)
         return read(rows, program.buffer("hidden", 0)), read(rows, program.buffer("stream", 0))
 
-    def _written(self, kv_pool: Tensor) -> TorchProgram:
-        """The program for this pool."""
-        if self._program is None or self._written_for != kv_pool.data_ptr():
-            self._program, self._written_for = TorchProgram(self.dtype), kv_pool.data_ptr()
-            kept = self._write(self._program, kv_pool[0])
-            self._program.compile(kept)
-        return self._program
-
-    def _write(self, program: TorchProgram, cache: Tensor) -> tuple[Buffer, Buffer]:
+    def _write(self, program: TorchProgram, kv_pool: Tensor) -> tuple[Buffer, Buffer]:
         """Add all records; the buffers of the hidden states and of the stream."""
         layer, size = self.midlayer, self.config.decoder.hidden_size
         names = ("features", "embedded", "both", "fused", "stream", "attended", "normed", "hidden")
@@ -197,7 +192,7 @@ class Eagle3Head(nn.Module):
         program.add("scale_add", y=both.columns(size), x=fused, factor=1.0, size=size)
         residual = fused if layer.has_normed_stream else features
         attention = AttentionWriter(layer.self_attn, backend, rope=0)
-        attention.write(program, y=attended, x=both, cache=cache, residual=residual)
+        attention.write(program, y=attended, x=both, cache=kv_pool[0], residual=residual)
         write_norm(program, normed, attended, layer.post_attention_layernorm)
         MLPWriter(layer.mlp, backend).write(program, stream, normed, residual=attended)
         write_norm(program, hidden, stream, self.norm)
