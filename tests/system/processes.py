@@ -80,15 +80,15 @@ def free_port() -> int:
 def launch(
     arguments: Sequence[str], log: Path, *, command: Sequence[str] = (PENSTOCK,)
 ) -> subprocess.Popen[str]:
-    """`penstock serve` on a free port; its log goes to a file. Streams that a test left behind do
-    not hold up its end for long."""
+    """`penstock serve` on a free port; its log goes to a file, and chats to none of the user's
+    folders. Streams that a test left behind do not hold up its end for long."""
     with log.open("w") as stderr:
         return subprocess.Popen(
             [*command, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env={"PENSTOCK_SHUTDOWN_GRACE_S": "2", **os.environ},
+            env={"PENSTOCK_SHUTDOWN_GRACE_S": "2", "PENSTOCK_DATA_DIR": "none", **os.environ},
         )
 
 

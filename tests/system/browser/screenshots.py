@@ -122,7 +122,6 @@ async def main() -> None:
     """Takes those of the demo model, and one of SmolLM2."""
     _FOLDER.mkdir(exist_ok=True)
     os.environ["PYTHONPATH"] = str(smollm2_site())
-    os.environ["PENSTOCK_DATA_DIR"] = "none"
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=CHROMIUM_ARGS
