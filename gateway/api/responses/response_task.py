@@ -147,6 +147,7 @@ class ResponseTask:
             self._log_run.end()
             self._grace.stop()
         is_superseded = self._phase is Phase.SUPERSEDED
+        # A natural end is the same at every gateway, and only the first is stored.
         is_natural = end.reason in _NATURAL
         if not (is_natural or await self._log_run.verify(is_superseded=is_superseded)):
             self._move_to(Phase.LOST)

@@ -13,6 +13,8 @@ The event loop appends the row itself: a thread and the way back cost several ti
 It waits for the disk only if that is overloaded; after a row that took long, the next thousands go
 to the database's writer thread, and what comes meanwhile is the next row.
 
+A process that was frozen goes on as if nothing had been: no other can have its folder.
+
 What the disk does not take is shown nevertheless: its log goes on unlogged, is no longer resumable,
 and is stored whole, and resumable again, as soon as there is room.
 """

@@ -3,13 +3,13 @@
 A gateway holds one lease, renewed by its heartbeats, for all responses that it runs; a running turn
 of a conversation has none of its own. When a lease has expired, the other gateways take over its
 responses one by one, each under the next epoch, with a fence that only one gateway can write
-(`redis_steps`). So a gateway that is stopped for longer than its lease, and then goes on, has lost
+(`redis_steps`). So a gateway that is frozen for longer than its lease, and then goes on, has lost
 what it ran, and finds that out before it shows anything that the others do not have:
 
-    gateway A, stopped for 5 s         Redis                      gateway B
+    gateway A, frozen for 5 s          Redis                      gateway B
     beats every 0.5 s ───────────────► lease of A: 3 s
     an entry, epoch 1 ───────────────► stored ──────────────────► FOLLOWED: its readers get it
-    ╳ stopped                          lease of A: expired ◄───── a scan finds no lease of A,
+    ╳ frozen                           lease of A: expired ◄───── a scan finds no lease of A,
                                        fence, epoch 2 ◄────────── its notes, and the response
                                        entries, epoch 2 ◄──────── OWNED: runs it from the last entry
     ╳ goes on                                                     stored, also for its own readers
@@ -19,10 +19,12 @@ what it ran, and finds that out before it shows anything that the others do not 
     FOLLOWED: its run ends, entries    entries, epoch 2 ────────► (and to A, for A's readers)
     that were not stored are dropped
 
-Nobody had seen what A drops: an entry is shown once it is stored. If no gateway has fenced the log
+B's request under epoch 2 ends A's in the engine, so mostly A hears of that first, drops the tokens
+that it had not read, and asks for the last entry without having written one (`Run.verify`). Nobody
+had seen what A drops: an entry is shown once it is stored. If no gateway has fenced the log
 off, A finds its own last entry, is OWNED again, and stores the rest.
 
-A gateway that could not reach storage, or that was stopped, takes nothing over for a while: the
+A gateway that could not reach storage, or that was frozen, takes nothing over for a while: the
 others' leases may have expired together with its own, and they need a moment to renew them. A
 gateway that could not run a response now, because its engine is down, leaves responses to the
 others, unless none takes them for some time.

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _BLOCK_MS, _LEAST_BLOCK_MS = 500, 50  # shorter than any time-out of a connection
 _POLL_S = 0.02
 _RETRY_S = 0.1
-_LONGEST_TRY_S = 2.0  # a longer try means that this process was stopped
+_LONGEST_TRY_S = 2.0  # a longer try means that this process was frozen
 _PAGE_ENTRIES = 512
 _MARK_EVERY_S, _MARK_S = 5.0, 15  # the mark says that a log has readers
 

@@ -96,7 +96,7 @@ def open_log(log: RedisLog, gateway_id: str, *, ttl_s: float) -> Steps[None]:
     noted = note(gateway_id, log.response_id, 1)
     # First the note: a log without one would never be taken over.
     _checked(*(yield [noted]))
-    # Again with the header: if this gateway was stopped in between, another may have found a note
+    # Again with the header: if this gateway was frozen in between, another may have found a note
     # without a log and removed it.
     added, *_ = yield [header, keep_for(log.key, ttl_s), noted]
     if not isinstance(added, Exception):

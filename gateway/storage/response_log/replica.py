@@ -4,7 +4,7 @@
                       │   ▲                           ▲ ▲  │
                 unsure▼   │last_read                  │ │  └─ failed ─▶ LOST
                      VERIFYING ─────── fenced ────────┘ │
-                      │ given_up                        │
+                      │ give_up                         │
                       ▼                                 │
                      UNLOGGED ──────── fenced ──────────┘
 
@@ -198,7 +198,7 @@ class Replica:
 
     def unsure(self, epoch: int) -> Commands:
         """Storage may lack entries, or have another gateway's: it did not answer, refused an
-        entry's number, or this gateway was stopped for longer than its lease."""
+        entry's number, or this gateway was frozen for longer than its lease."""
         if epoch == self.epoch and self.role is _OWNED:
             self.role = _VERIFYING
         return self.pending
@@ -255,7 +255,8 @@ class Replica:
     # -- when it no longer runs it ------------------------------------------------------------
 
     def fenced(self, epoch: int) -> Commands:
-        """Another gateway continues the response from what is stored, or is to."""
+        """Another gateway continues the response from what is stored, or is to. The epoch stays
+        until the fence is read."""
         if epoch != self.epoch or not self.runs:
             return NOTHING
         commands = STOP | FOLLOW
