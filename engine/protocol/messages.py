@@ -40,7 +40,8 @@ from penstock.engine.request import (
 PROTOCOL_VERSION = 20
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
-SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
+# A peer that is silent for this long is declared dead, at the next heartbeat.
+SILENCE_LIMIT_S = 5.0
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
 # its next one.
 MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)

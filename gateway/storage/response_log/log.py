@@ -237,7 +237,7 @@ class ResponseLog:
         role: the one that it begins with.
 
     Attributes:
-        entries: in order; the first `num_published` are visible to readers.
+        entries: in order; the first `replica.num_visible` are visible to readers.
         run: while this gateway runs the response.
         readers: open ones.
         notices: each with the number of entries before it.
@@ -279,10 +279,6 @@ class ResponseLog:
     @property
     def response_id(self) -> str:
         return self.header.response_id
-
-    @property
-    def num_published(self) -> int:
-        return self.replica.num_visible
 
     @property
     def is_resumable(self) -> bool:

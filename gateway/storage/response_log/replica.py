@@ -8,6 +8,9 @@
                       ▼                                 │
                      UNLOGGED ──────── fenced ──────────┘
 
+`fenced` also leads from OWNED to FOLLOWED: when the engine, or an orderly stop, is the first to say
+that another gateway runs the response.
+
 Each method is an event: it changes the state and returns what its shell has to do, as bits. A shell
 (memory, disk, Redis) carries that out and tells the machine what came of it, late, twice or never:
 `pending` says at any time what is still to be done.

@@ -103,7 +103,7 @@ async def read_to_end(log: ResponseLog, after: int = -1) -> list[Entry]:
 
 async def seen(log: ResponseLog, num_entries: int) -> None:
     """Wait until so many entries can be seen."""
-    await until(lambda: log.num_published >= num_entries)
+    await until(lambda: log.replica.num_visible >= num_entries)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ async def test_what_ran_goes_on_and_what_had_ended_is_there(tmp_path: Path) -> N
             log = one.carried_on[running.header.response_id]
             assert (log.header, log.replica.epoch) == (running.header, epoch)
             assert log.entries == running.entries
-            assert log.num_published == len(running.entries), "who resumes gets them at once"
+            assert log.replica.num_visible == len(running.entries), "who resumes gets them at once"
             assert log.outage is not None
             assert (log.outage.pool, log.outage.is_complete) == (POOL, True)
             assert one.carried_on[begun.header.response_id].entries == []
@@ -151,9 +151,9 @@ async def test_an_event_is_seen_when_it_is_stored(started: Process) -> None:
     written it: then nothing is held up."""
     log = await begin(started)
     add_delta(log)
-    assert log.num_published == 0
+    assert log.replica.num_visible == 0
     await asyncio.sleep(0)
-    assert log.num_published == 1
+    assert log.replica.num_visible == 1
     published: list[int] = []
     started.store._num_slow = 2
     with log.read(log.entries[0].last_number) as reader:
@@ -162,10 +162,10 @@ async def test_an_event_is_seen_when_it_is_stored(started: Process) -> None:
             add_delta(log)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert log.num_published == 1
+            assert log.replica.num_visible == 1
             add_delta(log)
             assert not reader.take()
-            assert reader.when_ready(lambda: published.append(log.num_published))
+            assert reader.when_ready(lambda: published.append(log.replica.num_visible))
         await seen(log, 4)
     assert published == [3], "the fourth is the next row's"
     assert await started.journal_rows() == 3
@@ -179,7 +179,7 @@ async def test_an_end_is_seen_after_its_commit(started: Process) -> None:
         add_end(ending)
         add_delta(other)
         await asyncio.sleep(0)
-        assert (ending.num_published, other.num_published) == (1, 2)
+        assert (ending.replica.num_visible, other.replica.num_visible) == (1, 2)
     assert len(await read_to_end(ending)) == 3
 
 
@@ -192,7 +192,7 @@ async def test_a_slow_disk_is_noticed(started: Process, monkeypatch: pytest.Monk
     with held(started):
         add_delta(log)
         await asyncio.sleep(0)
-        assert log.num_published == 2
+        assert log.replica.num_visible == 2
     await seen(log, 3)
 
 
@@ -587,7 +587,7 @@ async def test_whatever_happens_nothing_that_was_seen_is_lost(tmp_path: Path, se
             for log in logs:
                 seen.pop(log.header.response_id, None)
                 if log.is_resumable:
-                    seen[log.header.response_id] = log.entries[: log.num_published]
+                    seen[log.header.response_id] = log.entries[: log.replica.num_visible]
             folder = one.killed(str(life))
 
 

@@ -228,7 +228,7 @@ class _Left:
     def _leave(self) -> None:
         for log in list(self.logs):
             if log.is_resumable:
-                self.seen[log.header.response_id] = log.entries[: log.num_published]
+                self.seen[log.header.response_id] = log.entries[: log.replica.num_visible]
         self.deleted |= self.now_deleted
         self.folder.mkdir()
         for name in (FILE_NAME, f"{FILE_NAME}-wal"):
@@ -300,4 +300,4 @@ async def _check(left: _Left) -> None:
 
 
 def is_published(log: ResponseLog) -> bool:
-    return log.num_published == len(log.entries)
+    return log.replica.num_visible == len(log.entries)

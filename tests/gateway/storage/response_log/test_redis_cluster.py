@@ -88,7 +88,7 @@ async def test_a_node_that_stands_still_delays_no_stream_of_another(
             if log not in late:
                 await seen(log, 1)
                 await seen(replica, 1)
-        assert [log.num_published for log in late] == [0] * len(late)
+        assert [log.replica.num_visible for log in late] == [0] * len(late)
     for log in logs:
         await seen(log, 1)
         add_end(log)

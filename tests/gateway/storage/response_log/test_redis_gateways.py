@@ -248,7 +248,7 @@ async def test_an_owner_that_wakes_up_is_fenced_off(
     add_delta(log, "old owner")
     paused.wire.go_on()
     await until(lambda: paused.lost)
-    assert log.num_published == 2  # nobody saw what it had to say
+    assert log.replica.num_visible == 2  # nobody saw what it had to say
     assert log.is_resumable
     run.append(DeltaEntry(log.next_number, "a last word", (1,)))  # of a run that is being stopped
     add_end(taken)

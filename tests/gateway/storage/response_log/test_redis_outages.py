@@ -57,7 +57,7 @@ async def test_a_stalled_redis_costs_a_stream_its_resumption_and_nothing_else(
         assert not any(log.is_resumable for log in logs)
         for log, entries in zip(logs, written, strict=True):
             entries.append(add_delta(log))
-            assert log.num_published == 2  # at once from now on
+            assert log.replica.num_visible == 2  # at once from now on
     here.wire.go_on()
     for log in logs:
         assert await here.store.find(TENANT, log.header.response_id) is log
@@ -198,7 +198,7 @@ async def test_a_refused_id_of_its_own_is_success_and_a_higher_epoch_is_loss(
     add_fence(client, response_id, 2, "another gateway")
     add_delta(log)
     await until(lambda: here.lost)
-    assert log.num_published == 2
+    assert log.replica.num_visible == 2
 
 
 async def test_a_full_redis_refuses_and_streams_go_on(

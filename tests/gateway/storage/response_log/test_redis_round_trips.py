@@ -38,7 +38,7 @@ async def test_all_logs_of_an_iteration_leave_in_one_pipeline(
         replies = wire.hold("XADD", log_key(logs[0].header.response_id), is_after=True)
         await asyncio.gather(*(run(log) for log in logs))
         await until(lambda: len(connections(wire, keys)) == 600)
-        assert not any(log.num_published == 2 * iteration for log in logs)
+        assert not any(log.replica.num_visible == 2 * iteration for log in logs)
         replies.end()
         for log in logs:
             await seen(log, 2 * iteration)
