@@ -15,8 +15,9 @@ from penstock.kernels.reference.activation import (
     activate_reference,
 )
 
-# `gelu` by erf; `gelu_tanh` is the approximation (`transformers` calls it "gelu_pytorch_tanh").
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# In the order of their numbers in C. `gelu` by erf; `gelu_tanh` is the approximation
+# (`transformers` calls it "gelu_pytorch_tanh"); `relu2` is the square of `relu`.
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -318,6 +318,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 

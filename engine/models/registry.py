@@ -44,6 +44,7 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(read_config=llama.read_llama_config),
+    "ArceeForCausalLM": Architecture(read_config=llama.read_arcee_config),
     "MistralForCausalLM": Architecture(read_config=llama.read_mistral_config),
     "Qwen2ForCausalLM": Architecture(read_config=llama.read_qwen2_config),
     "Qwen3ForCausalLM": Architecture(read_config=llama.read_qwen3_config),

@@ -208,7 +208,10 @@ INLINE vec NAME(activation)(vec x, const int kind) {
     case 1: return NAME(gelu)(x);
     case 2: /* (1 + tanh(u)) / 2 = 1 / (1 + e^(-2u)) */
         return x / (splat(1.0f) + exp_vec(x * (splat(-1.5957691216f) - splat(0.0713548162726f) * x * x)));
-    default: return vmax(splat(0.0f), x);
+    case 3: return vmax(splat(0.0f), x);
+    default:
+        x = vmax(splat(0.0f), x);
+        return x * x;
     }
 }
 
@@ -233,7 +236,8 @@ static void NAME(activate_item)(const void *args, long row) {
     case 0: NAME(activate_row)(a, row, 0); break;
     case 1: NAME(activate_row)(a, row, 1); break;
     case 2: NAME(activate_row)(a, row, 2); break;
-    default: NAME(activate_row)(a, row, 3);
+    case 3: NAME(activate_row)(a, row, 3); break;
+    default: NAME(activate_row)(a, row, 4);
     }
 }
 

@@ -188,7 +188,7 @@ struct activate_args {
     const void *x;
     const int64_t *num_rows;
     int64_t size;
-    int64_t kind; /* 0: silu, 1: gelu, 2: gelu by tanh, 3: relu */
+    int64_t kind; /* 0: silu, 1: gelu, 2: gelu by tanh, 3: relu, 4: its square */
     int64_t is_gated;
 };
 

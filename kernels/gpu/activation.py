@@ -21,6 +21,9 @@ def _activated(x, ACTIVATION: tl.constexpr):
         active = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACTIVATION == "relu":
         active = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu2":
+        active = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        active = active * active
     else:
         active = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return active
@@ -31,7 +34,7 @@ def activation_kernel(
     active_ptr,  # [num_tokens, size]
     x_ptr,  # [num_tokens, size], or [num_tokens, 2 · size]: gate and up
     SIZE: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # "silu", "gelu", "gelu_tanh" or "relu"
+    ACTIVATION: tl.constexpr,  # one of `kernels.activation`
     IS_GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -1,5 +1,6 @@
 """Activations, in plain torch: the specification (gated ones: Shazeer, "GLU Variants Improve
-Transformer", 2020)."""
+Transformer", 2020; squared ReLU: So et al., "Primer: Searching for Efficient Transformers for
+Language Modeling", 2021)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 

@@ -20,7 +20,8 @@ _SHAPE = {
     "eos_token_id": 2,
 }
 _MODEL_TYPES = {
-    "ArceeForCausalLM": "arcee",  # of no native family
+    "HeliumForCausalLM": "helium",  # of no native family
+    "ArceeForCausalLM": "arcee",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -183,6 +184,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "arcee": ("ArceeForCausalLM", {"mlp_bias": True}),
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 9}),
     "smollm3": (
         "SmolLM3ForCausalLM",
@@ -204,6 +206,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OF_EVERY_SWITCH = (
     "gpt2",  # a table of positions, MLPs without gates, biases, a tied head
     "opt",  # positions that begin later, relu
+    "arcee",  # relu squared
     "gptj",  # pairs that lie side by side, a part of a head turned, MLPs that read the same norm
     "pythia",  # MLPs beside attention with a norm of their own
     "phi with normed keys",  # layer norms of heads, with biases; one of the output head

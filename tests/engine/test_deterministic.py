@@ -301,7 +301,7 @@ def test_a_warm_cache_changes_no_bit(
 
 def test_a_model_through_transformers(tiny_checkpoint: Callable[..., Path]) -> None:
     """Whose operations are the kernels' or each row's own."""
-    path = tiny_checkpoint("ArceeForCausalLM", dtype="bfloat16", max_position_embeddings=CONTEXT)
+    path = tiny_checkpoint("HeliumForCausalLM", dtype="bfloat16", max_position_embeddings=CONTEXT)
     by_one = Way(cache=CacheConfig(num_blocks=100, enable_prefix_caching=False))
     expected = answer(build(path, by_one), one_by_one=True, num_requests=20)
     for name in ("whole", "chunks of 5", "swap"):

@@ -13,6 +13,7 @@ ACTIVATIONS: dict[Activation, str] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 

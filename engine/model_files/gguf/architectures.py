@@ -698,6 +698,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         model="LlamaForCausalLM", model_type="llama", is_interleaved=True, add=_add_llama,
         inner={"block_sparse_moe.gate": "ffn_gate_inp"},
     ),
+    "arcee": GgufArchitecture(
+        model="ArceeForCausalLM", model_type="arcee", is_interleaved=True, add=_add_llama
+    ),
     "qwen2": GgufArchitecture(model="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": GgufArchitecture(model="Qwen3ForCausalLM", model_type="qwen3", add=_add_qwen3),
     "qwen2moe": GgufArchitecture(

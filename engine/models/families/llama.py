@@ -28,6 +28,22 @@ def read_llama_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
+def read_arcee_config(fields: ConfigFields) -> DecoderConfig:
+    """`ArceeForCausalLM`: Llama with squared ReLU and no gate."""
+    has_attention_bias = fields.boolean("attention_bias", False)
+    config = read_decoder_config(
+        fields,
+        ConfigDefaults(
+            activation="relu2",
+            norm_eps=1e-5,
+            has_qkv_bias=has_attention_bias,
+            has_output_bias=has_attention_bias,
+            has_mlp_bias=fields.boolean("mlp_bias", False),
+        ),
+    )
+    return replace(config, is_gated=False)
+
+
 def read_mistral_config(fields: ConfigFields) -> DecoderConfig:
     """`MistralForCausalLM`: Llama with 8 key heads by default and one window for all layers."""
     window = fields.nullable_integer("sliding_window", 4096)

@@ -54,7 +54,7 @@ def num_bytes(found: dict[str, str]) -> int:
     [
         ("LlamaForCausalLM", "natively"),
         ("MixtralForCausalLM", "natively"),
-        ("ArceeForCausalLM", "through transformers"),
+        ("HeliumForCausalLM", "through transformers"),
     ],
 )
 def test_it_says_what_the_engine_does(architecture: str, how: str, tiny: TinyCheckpoint) -> None:

@@ -174,7 +174,8 @@ def test_silu_mul(library, size):
 @pytest.mark.parametrize("size", [1, 16, 100])
 def test_activate(library, size, activation):
     x = 4 * random(5, 2 * size, dtype=library.dtype)
-    x[0, 0], x[1, 0], x[2, 0] = 90.0, -90.0, 900.0
+    # Where e^x runs out; float16 holds no larger square.
+    x[:3, 0] = torch.tensor((30.0, -90.0, 60.0) if activation == "relu2" else (90.0, -90.0, 900.0))
     wide = x.float()
     gated = operations.activate(library, x, activation, is_gated=True)
     assert_near(gated, activate_and_mul_reference(wide, activation))

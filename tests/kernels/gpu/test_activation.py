@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -43,7 +44,7 @@ def _overflow_is_meant() -> Iterator[None]:
 )
 def test_each_activation(device, name, num_tokens, size, dtype, spread, seed):
     gate_up = normal(num_tokens, 2 * size, seed=seed, dtype=dtype, device=device)
-    gate_up[:, :size] *= spread
+    gate_up[:, :size] *= min(spread, 10.0) if name == "relu2" else spread  # float16's range
     check(name, gate_up)
 
 
@@ -68,10 +69,10 @@ def test_the_activation_is_rounded_before_the_product(device, name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_the_ends_of_the_range(device, name):
-    """There all are relu: neither exp nor a cube overflows into NaN."""
+    """There all are relu, or its square: neither exp nor a cube overflows into NaN."""
     gate = torch.tensor([[0.0, -0.0, 60000, -60000, 3e38, -3e38, torch.inf]], device=device)
     gated = activate_and_mul_triton(torch.cat((gate, torch.ones_like(gate)), dim=1), name)
-    assert torch.equal(gated, gate.relu())
+    assert torch.equal(gated, gate.relu().square() if name == "relu2" else gate.relu())
 
 
 @pytest.mark.gpu

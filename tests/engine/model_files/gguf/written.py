@@ -193,6 +193,8 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         model="MixtralForCausalLM", keys=_LLAMA | _EXPERTS | {"expert_count": "num_local_experts"},
         options={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
         changes=(_interleaved, _whole_experts))),
+    "arcee": ("arcee", Family(
+        model="ArceeForCausalLM", keys=_LLAMA, values=_ROPE, changes=(_interleaved,))),
     "qwen2": ("qwen2", Family(model="Qwen2ForCausalLM", keys=_LLAMA)),
     "qwen3": ("qwen3", Family(
         model="Qwen3ForCausalLM", keys=_LLAMA, options={"head_dim": 32})),

@@ -321,7 +321,7 @@ def test_a_model_that_mixes_rows_is_refused(
 def test_missing_and_surplus_tensors_are_named(
     tiny_checkpoint: TinyCheckpoint, tmp_path: Path
 ) -> None:
-    path = tiny_checkpoint("ArceeForCausalLM")
+    path = tiny_checkpoint("HeliumForCausalLM")
     for num_layers, message in ((3, r"no tensor model\.layers\.2\."), (1, r"model\.layers\.1\.")):
         broken = tmp_path / str(num_layers)
         shutil.copytree(path, broken)
@@ -334,8 +334,8 @@ def test_missing_and_surplus_tensors_are_named(
 def test_what_has_no_meaning_is_refused(tiny_checkpoint: TinyCheckpoint) -> None:
     with pytest.raises(ConfigError, match="--model-impl must be one of auto, native, transformers"):
         ModelConfig(model_impl="vllm")  # type: ignore[arg-type]
-    path = str(tiny_checkpoint("ArceeForCausalLM"))
-    with pytest.raises(ModelLoadError, match="ArceeForCausalLM is not native"):
+    path = str(tiny_checkpoint("HeliumForCausalLM"))
+    with pytest.raises(ModelLoadError, match="HeliumForCausalLM is not native"):
         build_core(EngineConfig(model=ModelConfig(model=path, model_impl="native")))
 
 

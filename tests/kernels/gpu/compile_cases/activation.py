@@ -20,5 +20,6 @@ CASES = [
         ("gelu", True, "fp16", 4864),
         ("gelu", False, "bf16", 14336),
         ("relu", False, "bf16", 14336),
+        ("relu2", False, "bf16", 14336),
     ]
 ]
