@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "chat with a server in the terminal",
     "models": "list the models here, or say whether and how one would run",
     "data": "show, delete, export or import the chats on this machine",
+    "keys": "make, list and revoke API keys, and set limits",
     "bench": "measure parts of penstock on this machine",
 }
 _MAX_CHARS = 1000
