@@ -30,6 +30,7 @@ from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.reference.lora import LoraRows
 
 Packed = Mapping[str, Any]  # by layer
+_PREFIX = "base_model.model."
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<plain>[AB])\.weight|embedding_(?P<table>[AB]))"
 )
@@ -130,7 +131,9 @@ class AdapterSlots:
         check_size(path, max_bytes=self.max_bytes)
         if content_digest(path) != adapter.digest:
             raise ModelLoadError(f"{path} has changed since the adapter got its name")
-        matrices = read_matrices(path, config, self._modules, self._model.dtype)
+        matrices = read_matrices(
+            path, config, self._modules, self._model.dtype, root=self._model.root
+        )
         memory = WeightMemory()
         packed = {
             name: layer.adapters.pack(
@@ -226,12 +229,19 @@ def _in_order(update: LoraWeights | None, order: Tensor | None) -> LoraWeights |
 
 
 def read_matrices(
-    path: Path, config: AdapterConfig, modules: Mapping[str, ModuleShape], dtype: torch.dtype
+    path: Path,
+    config: AdapterConfig,
+    modules: Mapping[str, ModuleShape],
+    dtype: torch.dtype,
+    *,
+    root: str = "",
 ) -> dict[str, LoraWeights]:
     """A and B of the modules that the adapter changes, with their scales.
 
     Args:
         modules: the base model's, by their names in its checkpoint.
+        root: with what the names of those but the head begin; those of an adapter that was made
+            for the model without its head do not.
 
     Raises:
         ModelLoadError: names the tensor that is missing, damaged, or of a module that cannot have
@@ -240,7 +250,12 @@ def read_matrices(
     file = path / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            return _Matrices(file, tensors, config, modules, dtype).read()
+            whole = {name: name for name in modules}
+            if not any(name.startswith(f"{_PREFIX}{root}") for name in tensors.keys()):  # noqa: SIM118
+                whole = {name.removeprefix(root): name for name in modules}
+            shapes = {name: modules[each] for name, each in whole.items()}
+            found = _Matrices(file, tensors, config, shapes, dtype).read()
+            return {whole[name]: each for name, each in found.items()}
     except (SafetensorError, OSError, MemoryError) as error:
         raise ModelLoadError(f"{file} is corrupt or incomplete: {error}") from error
 

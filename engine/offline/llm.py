@@ -315,30 +315,45 @@ class LLM:
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def embed(
-        self, prompts: Prompts, *, dimensions: int | None = None, use_tqdm: bool = True
+        self,
+        prompts: Prompts,
+        *,
+        dimensions: int | None = None,
+        lora_request: LoRARequests = None,
+        use_tqdm: bool = True,
     ) -> list[list[float]]:
         """The vector of each text, as the checkpoint says how to make it; of a causal language
         model that says nothing, the normalised hidden state of the last token.
 
         Args:
             dimensions: keep the first numbers only, normalised again (Matryoshka).
+            lora_request: the adapters, as for `generate`.
 
         Raises:
             InvalidRequestError: as for `generate`; the model makes no embeddings; a wrong size.
         """
         self._pooling.check_dimensions(dimensions)
-        vectors = self._pool(self._tokenise(prompts), "embed", use_tqdm=use_tqdm)
+        vectors = self._pool(
+            self._tokenise(prompts), "embed", adapters=lora_request, use_tqdm=use_tqdm
+        )
         if dimensions is not None:
             vectors = [shortened(each, dimensions) for each in vectors]
         return [each.tolist() for each in vectors]
 
-    def classify(self, prompts: Prompts, *, use_tqdm: bool = True) -> list[list[float]]:
+    def classify(
+        self, prompts: Prompts, *, lora_request: LoRARequests = None, use_tqdm: bool = True
+    ) -> list[list[float]]:
         """The probability of each label for each text, by the labels' numbers.
+
+        Args:
+            lora_request: the adapters, as for `generate`.
 
         Raises:
             InvalidRequestError: as for `generate`; the model has no labels.
         """
-        found = self._pool(self._tokenise(prompts), "classify", use_tqdm=use_tqdm)
+        found = self._pool(
+            self._tokenise(prompts), "classify", adapters=lora_request, use_tqdm=use_tqdm
+        )
         return [each.tolist() for each in found]
 
     def score(
@@ -347,6 +362,7 @@ class LLM:
         documents: str | Sequence[str],
         *,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[float]:
         """How well each document answers a query. A reranker reads both together; of any other
@@ -355,6 +371,7 @@ class LLM:
         Args:
             query: one for all documents, or one for each.
             instruction: of a reranker that judges by one: what makes a document a good one.
+            lora_request: an adapter for all texts.
 
         Raises:
             InvalidRequestError: as for `embed`.
@@ -366,7 +383,10 @@ class LLM:
                 f"{len(queries)} queries for {len(texts)} documents", param="query"
             )
         if "score" not in self._pooling.tasks:
-            vectors = self._pool(self._tokenise([*queries, *texts]), "embed", use_tqdm=use_tqdm)
+            vectors = self._pool(
+                self._tokenise([*queries, *texts]), "embed", adapters=lora_request,
+                use_tqdm=use_tqdm,
+            )  # fmt: skip
             return [
                 cosine(one, other)
                 for one, other in zip(vectors[: len(texts)], vectors[len(texts) :], strict=True)
@@ -378,7 +398,8 @@ class LLM:
         ]
         prompts = [TokenPrompt(tuple(token_ids)) for token_ids, _ in found]
         firsts = [num_first for _, num_first in found]
-        return [each[0] for each in self._pool(prompts, "score", firsts, use_tqdm=use_tqdm)]
+        scores = self._pool(prompts, "score", firsts, adapters=lora_request, use_tqdm=use_tqdm)
+        return [each[0] for each in scores]
 
     def _pool(
         self,
@@ -386,11 +407,13 @@ class LLM:
         task: PoolingTask,
         num_first_tokens: Sequence[int] = (),
         *,
+        adapters: LoRARequests,
         use_tqdm: bool,
     ) -> list[array[float]]:
         if task not in self._pooling.tasks:
             raise self._pooling.refusal()
-        requests = self._requests(prompts, [NO_OUTPUT] * len(prompts))
+        found = self._find_adapters(adapters, len(prompts))
+        requests = self._requests(prompts, [NO_OUTPUT] * len(prompts), adapters=found)
         collectors = [
             VectorCollector(
                 msgspec.structs.replace(

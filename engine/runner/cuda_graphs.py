@@ -106,7 +106,7 @@ class GraphedModel:
         self.weight_bytes = model.weight_bytes
         self.num_threads = model.num_threads
         self.logits = model.logits
-        self._model = model
+        self._model, self._kv_pool = model, kv_pool
         self._graphs: list[DecodeGraphs | PieceGraphs] = []
         with torch.inference_mode(), maker.capturing():
             for batches, num_drafts in (
@@ -141,6 +141,8 @@ class GraphedModel:
 
     def _replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
         """Hidden states; None: no graph has this step."""
+        if context.kv_pool.data_ptr() != self._kv_pool.data_ptr():
+            return None
         for graphs in self._graphs:
             hidden = graphs.replay(input_ids, context)
             if hidden is not None:
@@ -335,7 +337,6 @@ class PieceGraphs:
         size = padded_size(self._sizes, num_tokens)
         if size is None:
             return None
-        assert context.kv_pool.data_ptr() == self._kv_pool.data_ptr(), "of another pool"
         self._inputs.fill(input_ids, context, size)
         *graphs, last = self._graphs[size]
         step = TorchStep(

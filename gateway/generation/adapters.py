@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Protocol
 
-from penstock.engine.errors import InvalidRequestError
 from penstock.engine.pooling.settings import Task
 from penstock.engine.request import Adapter
 from penstock.gateway.auth.callers import Caller
@@ -119,12 +118,6 @@ class AdapterRegistry:
                 await self._refresh()  # another gateway may just have loaded it
             if name in self.of(caller):
                 self._model.require(None, task)
-                if task in ("embed", "score", "classify"):
-                    raise InvalidRequestError(
-                        f"{name!r} is an adapter, which generates: for vectors, scores and labels "
-                        f"there is {self._model.name}",
-                        param="model",
-                    )
                 return name
             if self.known(name) is not None:  # of other callers: not one of any names
                 raise self._model.not_found(name, tuple(self.of(caller)))

@@ -55,7 +55,7 @@ class Embedder:
     here.
 
     Args:
-        adapters: of this model; none of them makes vectors or scores.
+        adapters: of this model.
         long_work: tokenises long texts off the event loop.
         max_prompt_bytes: see `GatewayConfig`.
     """
@@ -190,6 +190,7 @@ class Embedder:
         prompts: Sequence[PooledPrompt],
         task: PoolingTask,
         *,
+        model: str | None = None,
         caller: Caller = ANYBODY,
         deadline_s: float | None = None,
         priority: int | None = None,
@@ -197,12 +198,17 @@ class Embedder:
         """Vectors or scores of prompts that fit and are admitted, together and as one request, but
         are not submitted.
 
+        Args:
+            model: the name that `AdapterRegistry.require` has returned.
+
         Raises:
             InvalidRequestError: a prompt cannot be served.
-            RequestRefusedError: 429 or 503: the request was not admitted.
+            RequestRefusedError: 429 or 503: the request was not admitted; 404: the adapter was
+                unloaded meanwhile.
             EngineDeadError: the engine is not available.
         """
         info = await self._engine.require_info()
+        adapter = self.adapters.adapter(model)
         band = effective_priority(caller, priority, info.scheduling_policy)
         for prompt in prompts:
             _check_length(prompt, info)
@@ -221,6 +227,7 @@ class Embedder:
                 tenant=caller.tenant,
                 weight=caller.weight,
                 priority=band,
+                adapter=adapter,
                 cache_salt=caller.salt_of(None),
                 images=prompt.images,
                 pooling=PoolingParams(task=task, num_first_tokens=prompt.num_first_tokens),

@@ -325,6 +325,48 @@ def test_ranks_without_a_compiler(
     assert "no CPU kernels" in caplog.text
 
 
+# In torch a program has other records of ranks than in C.
+IN_TORCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "caps": (
+        "Gemma2ForCausalLM",
+        {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "sliding_window": 9},
+    ),
+    "norms over the heads of all ranks": ("Olmo2ForCausalLM", {"tie_word_embeddings": True}),
+    "factors": ("GraniteForCausalLM", {"logits_scaling": 2.0, "residual_multiplier": 0.6}),
+    "a shared expert": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["two ranks", "two stages"])
+@pytest.mark.parametrize("case", IN_TORCH)
+def test_switches_and_adapters_on_ranks_in_torch(
+    case: str,
+    shape: tuple[int, int],
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    architecture, options = IN_TORCH[case]
+    path = tiny_checkpoint(architecture, **options)
+    modules = [["q_proj", "o_proj"], ["embed_tokens", "lm_head"]]
+    adapters = {str(number): tmp_path / str(number) for number in range(len(modules))}
+    for each, names in zip(adapters.values(), modules, strict=True):
+        write_adapter(path, each, 1, target_modules=names)
+    lora = LoraConfig(enable_lora=True, max_loras=2)
+    expected = answers(build(path, 1, lora=lora), requests(adapters))
+    monkeypatch.setenv("CC", "/nonexistent")
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    with closing(build(path, *shape, lora=lora)) as several:
+        assert_equal(answers(several, requests(adapters)), expected)
+
+
 @pytest.mark.gpu
 def test_ranks_on_two_gpus(tiny_checkpoint: Callable[..., Path]) -> None:
     if torch.cuda.device_count() < 2:

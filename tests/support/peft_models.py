@@ -12,23 +12,41 @@ from transformers import AutoModelForCausalLM
 
 
 def write_adapter(
-    base: Path, path: Path, seed: int, *, std: float = 0.15, dtype: str = "float32", **fields: Any
+    base: Path,
+    path: Path,
+    seed: int,
+    *,
+    std: float = 0.15,
+    dtype: str = "float32",
+    auto: Any = AutoModelForCausalLM,
+    **fields: Any,
 ) -> None:
     """A directory with an adapter of normal numbers.
 
     Args:
+        auto: the class of `transformers` that reads the base.
         fields: of PEFT's `LoraConfig`.
     """
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", **fields}
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = auto.from_pretrained(base, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+        adapted = get_peft_model(model, LoraConfig(**settings))
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in adapted.named_parameters():
             if ".lora_" in name:
                 parameter.data = std * torch.randn(parameter.shape, generator=generator)
         adapted.to(getattr(torch, dtype)).save_pretrained(path)
+
+
+def read_adapted(base: Path, adapter: Path | None, auto: Any = AutoModelForCausalLM) -> Any:
+    """The model in directory `base`, with an adapter if there is one, in float32."""
+    model = auto.from_pretrained(base, dtype=torch.float32)
+    if adapter is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = PeftModel.from_pretrained(model, str(adapter))
+    return model.eval()
 
 
 class PeftAnswers:
@@ -45,12 +63,7 @@ class PeftAnswers:
         """
         key = adapter or base
         if key not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-            if adapter is not None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    model = PeftModel.from_pretrained(model, str(adapter))
-            self._models[key] = model.eval()
+            self._models[key] = read_adapted(base, adapter)
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             output = self._models[key].generate(

@@ -48,24 +48,24 @@ class Classify:
         else:
             asked = parse_fields(ClassifyRequest, body)
         caller = caller_of(request.scope)
-        await self._embedder.adapters.require(asked.model, caller, task="classify")
-        answer = await unless_gone(request, self._answer(request, asked))
+        model = await self._embedder.adapters.require(asked.model, caller, task="classify")
+        answer = await unless_gone(request, self._answer(request, asked, model))
         return Response(status_code=CLIENT_GONE) if answer is None else json_response(answer)
 
     async def _answer(
-        self, request: Request, asked: ClassifyRequest | ClassifyChatRequest
+        self, request: Request, asked: ClassifyRequest | ClassifyChatRequest, model: str
     ) -> dict[str, Any]:
         identity = f"classify-{uuid.uuid4().hex}"
         pooled = await self._embedder.pool(
             identity,
             await self._prompts.of(asked),
             "classify",
+            model=model,
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),
             priority=asked.priority,
         )
-        model = self._embedder.model
-        labels = model.pooling.labels
+        labels = self._embedder.model.pooling.labels
         data = []
         for index, vector in enumerate(await pooled.run()):
             probabilities = numbers_of(vector).tolist()
@@ -83,7 +83,7 @@ class Classify:
             "id": identity,
             "object": "list",
             "created": int(time.time()),
-            "model": model.require(asked.model),
+            "model": model,
             "data": data,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }

@@ -46,30 +46,25 @@ class Embeddings:
         else:
             asked = parse_fields(EmbeddingRequest, body)
         adapters, caller = self._embedder.adapters, caller_of(request.scope)
-        await adapters.require(asked.model, caller, task="embed")
+        model = await adapters.require(asked.model, caller, task="embed")
         self._embedder.model.pooling.check_dimensions(asked.dimensions)
-        answer = await unless_gone(request, self._answer(request, asked))
+        answer = await unless_gone(request, self._answer(request, asked, model))
         return Response(status_code=CLIENT_GONE) if answer is None else answer
 
-    async def _answer(self, request: Request, asked: _Asked) -> Response:
+    async def _answer(self, request: Request, asked: _Asked, model: str) -> Response:
         embedder = self._embedder
         pooled = await embedder.pool(
             f"embd-{uuid.uuid4().hex}",
             await self._prompts.of(asked),
             "embed",
+            model=model,
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),
             priority=asked.priority,
         )
         vectors = await pooled.run()
         num_tokens = pooled.num_prompt_tokens
-        write = partial(
-            _written,
-            asked,
-            vectors,
-            model=embedder.model.require(asked.model),
-            num_tokens=num_tokens,
-        )
+        write = partial(_written, asked, vectors, model=model, num_tokens=num_tokens)
         num_numbers = sum(map(len, vectors)) // 4
         content = await embedder.long_work.run(write, is_long=num_numbers >= MANY_NUMBERS)
         return Response(content, media_type="application/json")

@@ -80,7 +80,7 @@ class Rerank:
         named = [(f"documents[{number}]", text) for number, text in enumerate(texts)]
         if asked.max_tokens_per_doc is not None:
             named = await self._embedder.cut_off(named, asked.max_tokens_per_doc)
-        scores, num_tokens = await self._scored(
+        name, scores, num_tokens = await self._scored(
             request, asked, identity, [("query", asked.query)], named
         )
         results = []
@@ -91,7 +91,7 @@ class Rerank:
             results.append(result)
         return {
             "id": identity,
-            "model": self._embedder.model.require(asked.model),
+            "model": name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             "results": results,
         }
@@ -102,7 +102,7 @@ class Rerank:
         """In the form of TEI, whose clients alone send `texts`."""
         identity = f"rerank-{uuid.uuid4().hex}"
         named = [(f"texts[{number}]", text) for number, text in enumerate(asked.texts)]
-        scores, _ = await self._scored(request, asked, identity, [("query", asked.query)], named)
+        _, scores, _ = await self._scored(request, asked, identity, [("query", asked.query)], named)
         return [
             {"index": index, "score": scores[index]}
             | ({"text": asked.texts[index]} if asked.return_text else {})
@@ -118,12 +118,12 @@ class Rerank:
             ]
             for name, texts in zip(asked.names, (asked.firsts, asked.seconds), strict=True)
         )
-        scores, num_tokens = await self._scored(request, asked, identity, firsts, seconds)
+        name, scores, num_tokens = await self._scored(request, asked, identity, firsts, seconds)
         return {
             "id": identity,
             "object": "list",
             "created": int(time.time()),
-            "model": self._embedder.model.require(asked.model),
+            "model": name,
             "data": [
                 {"index": index, "object": "score", "score": score}
                 for index, score in enumerate(scores)
@@ -138,8 +138,8 @@ class Rerank:
         identity: str,
         firsts: Sequence[tuple[str, str]],
         seconds: Sequence[tuple[str, str]],
-    ) -> tuple[list[float], int]:
-        """The score of each pair, and how many tokens were computed.
+    ) -> tuple[str, list[float], int]:
+        """The model's name, the score of each pair, and how many tokens were computed.
 
         Args:
             firsts, seconds: each text after its parameter's name; a single first one belongs to
@@ -150,7 +150,7 @@ class Rerank:
         is_reranker = "score" in model.pooling.tasks
         caller = caller_of(request.scope)
         task: Literal["embed", "score"] = "score" if is_reranker else "embed"
-        await embedder.adapters.require(asked.model, caller, task=task)
+        name = await embedder.adapters.require(asked.model, caller, task=task)
         if asked.instruction is not None and model.pooling.pair_format != "yes_no":
             raise invalid("instruction", "needs a reranker that judges by one")
         if is_reranker:
@@ -165,20 +165,21 @@ class Rerank:
             identity,
             prompts,
             task,
+            model=name,
             caller=caller,
             deadline_s=deadline_of(request.scope),
             priority=asked.priority,
         )
         vectors = list(map(numbers_of, await pooled.run()))
         if is_reranker:
-            return [each[0] for each in vectors], pooled.num_prompt_tokens
+            return name, [each[0] for each in vectors], pooled.num_prompt_tokens
         ones, others = vectors[: len(firsts)], vectors[len(firsts) :]
         ones *= len(others) // len(ones)
         scores = await embedder.long_work.run(
             lambda: list(map(cosine, ones, others)),
             is_long=len(others) * len(others[0]) >= MANY_NUMBERS,
         )
-        return scores, pooled.num_prompt_tokens
+        return name, scores, pooled.num_prompt_tokens
 
 
 def _ranked(scores: Sequence[float]) -> list[int]:

@@ -14,13 +14,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from penstock.engine import LLM
+from penstock.engine import LLM, LoRARequest
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from penstock.engine.pooling.pairs import PairPrompts
 from penstock.engine.pooling.settings import ModelPooling, PoolingParams, read_pooling, shortened
 from penstock.engine.request import NO_OUTPUT, Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
+from tests.support.peft_models import read_adapted, write_adapter
 
 from ..lettered import lettered
 
@@ -108,6 +109,36 @@ def test_vectors_are_those_of_transformers(embedder: Callable[[str], Path], name
             torch.nn.functional.normalize(wanted[:5], dim=0),
             atol=2e-5,
             rtol=2e-5,
+        )
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel], ids=["whole", "headless"])
+def test_vectors_of_adapters_are_pefts(
+    embedder: Callable[[str], Path], tmp_path: Path, auto: Any
+) -> None:
+    """Different ones beside each other, whether or not they were made with the model's head."""
+    path, paths = embedder("mean"), [tmp_path / "a", tmp_path / "b"]
+    for seed, each in enumerate(paths):
+        write_adapter(path, each, seed, auto=auto)
+    adapters = [None, *(LoRARequest(name=each.name, path=each) for each in paths)]
+    several = [(prompt, each) for prompt in prompts(4) for each in adapters]
+    with LLM(str(path), dtype="float32", enable_lora=True, num_blocks=300) as llm:
+        found = llm.embed(
+            [prompt for prompt, _ in several],
+            lora_request=[each for _, each in several],
+            use_tqdm=False,
+        )
+        (near,) = llm.score("a", "b", lora_request=adapters[1], use_tqdm=False)
+        assert near != llm.score("a", "b", use_tqdm=False)[0]
+    models = {name: read_adapted(path, name and tmp_path / name, auto) for name in (None, "a", "b")}
+    for (prompt, adapter), vector in zip(several, found, strict=True):
+        model = models[adapter and adapter.name]
+        with torch.inference_mode():
+            states = model(
+                input_ids=torch.tensor([prompt]), output_hidden_states=True
+            ).hidden_states
+        torch.testing.assert_close(
+            torch.tensor(vector), states[-1][0].mean(0), atol=3e-5, rtol=3e-5
         )
 
 

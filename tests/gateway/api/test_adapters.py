@@ -218,14 +218,17 @@ async def test_any_name_is_no_way_to_an_adapter_of_others(
         ("/score", {"text_1": "q", "text_2": "a"}),
     ],
 )
-async def test_vectors_and_scores_are_the_base_models(
+async def test_an_adapter_makes_vectors_and_scores(
     serve: Serve, route: str, body: dict[str, Any]
 ) -> None:
     async with serve(enable_lora=True, **GIVEN) as served:
-        refused = await served.http.post(route, json={"model": "given", **body})
+        answer = await served.http.post(route, json={"model": "given", **body})
+        assert answer.json()["model"] == "given"
+        submitted = list(served.engine.submitted.values())
+        assert submitted
+        assert {each.adapter and each.adapter.name for each in submitted} == {"given"}
+        refused = await served.http.post("/classify", json={"model": "given", "input": "a"})
         assert error_of(refused) == (400, "invalid_value", "model")
-        assert "'given' is an adapter" in refused.json()["error"]["message"]
-        assert not served.engine.submitted
         unknown = await served.http.post(route, json={"model": "other", **body})
         assert error_of(unknown) == (404, "model_not_found", "model")
         assert (await served.http.post(route, json={"model": "tiny", **body})).is_success

@@ -13,19 +13,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.engine import ConfigError, SamplingParams
-from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ModelLoadError
+from penstock.engine.lora.files import find_adapter
+from penstock.engine.models import backends
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_drafting_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
+from tests.support.peft_models import PeftAnswers, read_adapted, write_adapter
 from tests.support.tiers import tiered
 
 from ...conftest import Reference, TinyCheckpoint
@@ -122,6 +132,7 @@ def core_with(
     num_blocks: int = 400,
     num_drafts: int = 3,
     dtype: Any = "float32",
+    lora: LoraConfig | None = None,
     **scheduler: Any,
 ) -> EngineCore:
     if head is not None:
@@ -134,6 +145,7 @@ def core_with(
         model=ModelConfig(model=str(target), dtype=dtype, max_model_len=320),
         cache=CacheConfig(num_blocks=num_blocks, num_host_blocks=100),
         scheduler=SchedulerConfig(**scheduler),
+        lora=lora or LoraConfig(),
     )
     return build_core(config)[0]
 
@@ -168,6 +180,7 @@ class PlainHead:
     weights: Weights
     target: PreTrainedModel
     theta: float = 5000.0
+    table: Tensor | None = None  # not the target's
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
         """[num_tokens, HIDDEN]"""
@@ -180,7 +193,8 @@ class PlainHead:
         """Logits [num_positions, VOCAB] and the stream, from the features at each position and the
         tokens after each."""
         weights, layer = self.weights, "midlayer."
-        embedded = self.target.get_input_embeddings().weight.data[list(token_ids)]
+        table = self.target.get_input_embeddings().weight.data if self.table is None else self.table
+        embedded = table[list(token_ids)]
         pair = (
             _norm(embedded, weights[layer + "input_layernorm.weight"]),
             _norm(features, weights[layer + "hidden_norm.weight"]),
@@ -336,6 +350,40 @@ def test_drafts_are_the_heads_own_and_tokens_those_without(
         counters = core.scheduler.counters
         if kind in ("swapped", "recomputed"):
             assert counters.num_swaps + counters.num_recomputes > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("in_torch", [False, True], ids=["C", "torch"])
+def test_an_adapters_drafts_follow_from_its_own_hidden_states(
+    in_torch: bool,
+    target: Path,
+    tmp_path: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever it changes; the head itself is the base model's. Tokens are PEFT's."""
+    if in_torch:
+        monkeypatch.setattr(backends, "load_library", lambda _: None)
+    weights, path = random_weights(), tmp_path / "adapter"
+    changed = ["embed_tokens", "q_proj", "down_proj", "lm_head"]
+    write_adapter(target, path, 4, target_modules=changed)
+    adapted = read_adapted(target, path)
+    table = reference(target).get_input_embeddings().weight.data
+    core = core_with(
+        target, write_head(tmp_path / "head", weights), lora=LoraConfig(enable_lora=True)
+    )
+    num_checked = check_drafts(core, PlainHead(weights, adapted, table=table))
+    adapter = find_adapter("mine", str(path))
+    core.adapters.load(adapter)
+    given = [replace(each, adapter=adapter) for each in requests(temperature=0.0)[1:4]]
+    found = run(core, given)
+    answers = PeftAnswers()
+    for each in given:
+        num_tokens = each.sampling_params.max_tokens
+        assert num_tokens is not None
+        wanted = answers(target, path, list(each.prompt_token_ids), num_tokens)
+        assert list(found[each.request_id, 0][0]) == wanted
+    assert num_checked() > 10
 
 
 def test_a_prefix_hit_has_its_drafts_too(
