@@ -625,6 +625,9 @@ ANSWERS: dict[str, Schema] = {
         object=_one_of("conversation.head"), conversation_id=STRING, turn=nullable(STRING)
     ),
     "Deleted": _object(id=STRING, object=STRING, deleted=_BOOLEAN),
+    "Steer": _object(
+        id=STRING, object=STRING, previous_response_id=STRING, status=STRING, successor_id=STRING
+    ),
     # the rest
     "Model": _object(
         {"parent": STRING},

@@ -96,6 +96,11 @@ class Branch:
         self._sum_logprobs = 0.0
 
     @property
+    def is_calling(self) -> bool:
+        """Whether the output so far ends inside a tool call."""
+        return self._reader is not None and self._reader.is_calling
+
+    @property
     def mean_logprob(self) -> float:
         """Mean logprob per output token; 0 if the logprobs were not reported."""
         return self._sum_logprobs / max(len(self.token_ids), 1)

@@ -282,6 +282,10 @@ class RequestPlanner:
             "kwargs": {"tools": tools, **variables},
         }
 
+    async def count(self, caller: Caller) -> None:
+        """Count a request to steer another, which is a request. Raises as `Admission.count`."""
+        await self._admission.count(caller)
+
     async def tokenise(
         self,
         text: str,

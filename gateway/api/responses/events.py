@@ -2,7 +2,8 @@
 
     created · (queued) · in_progress
     output_item.added … deltas … output_item.done      of each item; see `item_kinds`
-    completed | incomplete | failed
+    (steer.accepted)                                   wherever it arrived
+    completed | incomplete | failed · (steer.pending | steer.failed)
 
 Events are numbered from 0 without gaps, and exactly one is terminal. The events around an item's
 deltas follow from the deltas, except that a response whose only item is a message begins it before
@@ -22,6 +23,7 @@ import orjson
 
 from penstock.engine.request import FinishReason
 from penstock.gateway.api.responses.item_kinds import (
+    FUNCTION_CALL,
     MESSAGE,
     ItemContent,
     ItemKind,
@@ -29,6 +31,8 @@ from penstock.gateway.api.responses.item_kinds import (
     kind_of,
 )
 from penstock.gateway.api.responses.item_kinds import JsonObject as _Object
+from penstock.gateway.api.shared.items import CALLS
+from penstock.gateway.storage.conversations.ids import successor_id
 from penstock.gateway.storage.response_log.cursor import LogNotice
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import (
@@ -37,6 +41,8 @@ from penstock.gateway.storage.response_log.record import (
     EndEntry,
     Entry,
     LogHeader,
+    Steered,
+    SteerEntry,
 )
 
 # Finish reason → (status of the response, terminal event, why it is incomplete).
@@ -47,6 +53,7 @@ _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
     FinishReason.ABORT: ("cancelled", "response.incomplete", None),
     INTERRUPTED: ("incomplete", "response.incomplete", "interrupted"),
 }
+_STEERED = ("incomplete", "response.incomplete", "steered")
 # In a Response object, and once in a stream: storing it failed, so its events are kept no longer.
 NOT_RESUMABLE: _Object = {"resumable": False}
 
@@ -101,6 +108,9 @@ class EventWriter:
                 if entry.output_index != self._output_index:
                     found += self._begin_item(entry, log)
                 found.append(self._delta_event(entry))
+            elif isinstance(entry, SteerEntry):
+                told = [("response.steer.accepted", {"steer": _steer(self._header, entry)})]
+                found += _numbered(told, first=entry.number, after=self._after)
             elif isinstance(entry, EndEntry):
                 closing = _closing(log, entry)
                 found += _numbered(closing, first=entry.number, after=self._after)
@@ -160,10 +170,13 @@ def _merged(event: bytes) -> bytes:
     return event[:-1] + b',"penstock":%b}' % orjson.dumps(NOT_RESUMABLE)
 
 
-def num_closing_events(log: ResponseLog, reason: FinishReason | None) -> int:
+def num_closing_events(
+    log: ResponseLog, reason: FinishReason | None, steered: Steered | None = None
+) -> int:
     """How many events end a response for this reason; None for a failure."""
     newest = None if reason is None else log.open_item
-    return 1 if newest is None else log.header.item_events(newest[1]).closing + 1
+    num = 1 if newest is None else log.header.item_events(newest[1]).closing + 1
+    return num + (0 if steered is None or steered.status == "committed" else len(log.steers))
 
 
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
@@ -219,15 +232,119 @@ def _closing_item(header: LogHeader, item: _Object, output_index: int) -> list[t
 
 def _closing(log: ResponseLog, end: EndEntry) -> list[tuple[str, _Object]]:
     response = _ended(log, end)
+    outcomes = _outcomes(log, end)
     if end.reason is None:
-        return [("response.failed", {"response": response})]
-    _, terminal, _ = _ENDINGS[_reason(log.header, end.reason)]
-    output = response["output"]
+        return [("response.failed", {"response": response}), *outcomes]
+    _, terminal, _ = _ending(log.header, end)
+    output = _ended_output(log, end)
     closing = _closing_item(log.header, output[-1], len(output) - 1) if output else []
-    return [*closing, (terminal, {"response": response})]
+    return [*closing, (terminal, {"response": response}), *outcomes]
+
+
+def _ending(header: LogHeader, end: EndEntry) -> tuple[str, str, str | None]:
+    assert end.reason is not None
+    if end.steered is None or not end.steered.is_cut:
+        return _ENDINGS[_reason(header, end.reason)]
+    return _ENDINGS[FinishReason.STOP] if end.steered.status == "pending" else _STEERED
+
+
+def _ended_output(log: ResponseLog, end: EndEntry) -> list[_Object]:
+    """All items, half a call among them that is dropped."""
+    status, _, _ = _ending(log.header, end)
+    steered = end.steered
+    if steered is not None and steered.is_cut:
+        newest = log.open_item
+        is_whole = newest is not None and newest[1] in CALLS and not steered.drops_call
+        status = "completed" if is_whole else "incomplete"
+    return _output(log, "completed" if status == "completed" else "incomplete")
+
+
+def is_steerable(log: ResponseLog) -> bool:
+    """Whether a response can have a successor for which it ends."""
+    header = log.header
+    return (
+        header.is_turn
+        and header.settings is not None
+        and header.generates
+        and header.compaction is None
+        and not header.compacts
+    )
+
+
+def waits_for_calls(log: ResponseLog, *, drops_call: bool) -> bool:
+    """Whether the output has a tool call, which the client is to answer.
+
+    Args:
+        drops_call: the last item is half a call, which does not count.
+    """
+    calls = {entry.output_index for entry in log.deltas if entry.kind in CALLS}
+    return len(calls) > drops_call
+
+
+def steers_objects(log: ResponseLog, end: EndEntry | None = None) -> list[_Object]:
+    """What is known of a response's steers, in order, as it is now or once `end` is appended."""
+    end = end or log.end
+    steered = None if end is None else end.steered
+    status = "accepted" if steered is None else steered.status
+    more: _Object = {}
+    if status == "committed":
+        more["successor_id"] = successor_id(log.response_id)
+    elif status == "failed" and steered is not None:
+        more["error"] = _steer_error(steered)
+    if status in ("pending", "failed"):
+        return [
+            {"id": entry.name, "status": status, **more, "input": entry.input}
+            for entry in log.steers
+        ]
+    return [{"id": entry.name, "status": status, **more} for entry in log.steers]
+
+
+def _outcomes(log: ResponseLog, end: EndEntry) -> list[tuple[str, _Object]]:
+    """The events that say what became of steers that have no successor."""
+    steered = end.steered
+    if steered is None or steered.status == "committed":
+        return []
+    if steered.status == "failed":
+        error = _steer_error(steered)
+        return [
+            (
+                "response.steer.failed",
+                {"error": error, "steer": {**_steer(log.header, entry), "input": entry.input}},
+            )
+            for entry in log.steers
+        ]
+    wanted = [
+        {"type": f"{item['type']}_output", "call_id": item["call_id"]}
+        | ({"name": item["name"]} if item["type"] == FUNCTION_CALL.type else {})
+        for item in _ended(log, end)["output"]
+        if item["type"] in CALLS
+    ]
+    reason = {"reason": "waiting_for_required_input", "required_input": wanted}
+    return [
+        ("response.steer.pending", {**reason, "steer": _steer(log.header, entry)})
+        for entry in log.steers
+    ]
+
+
+def _steer(header: LogHeader, entry: SteerEntry) -> _Object:
+    return {"id": entry.name, "previous_response_id": header.response_id}
+
+
+def _steer_error(steered: Steered) -> _Object:
+    assert steered.error is not None
+    code, message = steered.error
+    return {"type": "invalid_request_error", "code": code, "message": message}
 
 
 def _ended(log: ResponseLog, end: EndEntry) -> _Object:
+    response = _ended_response(log, end)
+    if end.steered is not None:
+        told = {**response.get("penstock", {}), "steers": steers_objects(log, end)}
+        response["penstock"] = told
+    return response
+
+
+def _ended_response(log: ResponseLog, end: EndEntry) -> _Object:
     if end.reason is None:
         assert end.error is not None
         code, message = end.error
@@ -238,11 +355,13 @@ def _ended(log: ResponseLog, end: EndEntry) -> _Object:
             end=end,
             error={"code": code, "message": message},
         )
-    status, _, why = _ENDINGS[_reason(log.header, end.reason)]
+    status, _, why = _ending(log.header, end)
+    output = _ended_output(log, end)
+    drops_call = end.steered is not None and end.steered.drops_call
     return _response(
         log,
         status,
-        output=_output(log, "completed" if status == "completed" else "incomplete"),
+        output=output[:-1] if drops_call else output,
         end=end,
         incomplete_details=None if why is None else {"reason": why},
     )

@@ -16,9 +16,8 @@ from penstock.engine.request import Request, TokenLogprobs
 from penstock.gateway.errors import GenerationFailedError, RequestRefusedError
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Usage
-from penstock.gateway.storage.response_log.cursor import LogNotice
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry
 
 
 class LoggedGeneration:
@@ -34,7 +33,7 @@ class LoggedGeneration:
         self.request: Request = log.header.request
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._reader = log.read()
-        self._due: deque[Entry] = deque()
+        self._due: deque[DeltaEntry | EndEntry] = deque()
         self._token_ids: list[int] = []
         self._end: EndEntry | None = None
 
@@ -89,13 +88,13 @@ class LoggedGeneration:
                 if error.code != "response_expired":
                     raise
                 raise _lost() from error
-            self._due += [entry for entry in entries if not isinstance(entry, LogNotice)]
+            self._due += [each for each in entries if isinstance(each, DeltaEntry | EndEntry)]
         return [self._delta(self._due.popleft())] if self._due else []
 
     def when_ready(self, call: Callable[[], None]) -> bool:
         return not self._due and self._reader.when_ready(call)
 
-    def _delta(self, entry: Entry) -> Delta:
+    def _delta(self, entry: DeltaEntry | EndEntry) -> Delta:
         if isinstance(entry, DeltaEntry):
             self._token_ids += entry.token_ids
             logprobs = unpacked(entry.logprobs)

@@ -21,6 +21,8 @@ from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.gateway.api.responses.schema import MAX_SUMMARY_TOKENS, ResponsesRequest
+from penstock.gateway.api.responses.steering import items_of as items_of_steers
+from penstock.gateway.api.responses.steering import pending_of
 from penstock.gateway.api.responses.truncation import droppable, room_for_output, without
 from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
 from penstock.gateway.api.shared.items import (
@@ -45,6 +47,7 @@ from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,
     new_conversation_id,
+    successor_id,
     turn_of_item,
 )
 from penstock.gateway.storage.conversations.records import Item, Rendering, StoredTurn
@@ -107,6 +110,8 @@ class Prompt:
         images: in the ids.
         files: the images of all items, by digest.
         summary: what is to be written first; then a mark stands for it in this prompt.
+        takes_steers: its first items are those that the turn before was steered with, which none
+            but the turn of the id `successor_id` may have.
     """
 
     position: TurnPosition
@@ -118,6 +123,7 @@ class Prompt:
     images: tuple[ImageInput, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     summary: SummaryPrompt | None = None
+    takes_steers: bool = False
 
     @property
     def all_items(self) -> Sequence[Item]:
@@ -154,19 +160,25 @@ class PromptBuilder:
         memory: LaneMemory | None,
         *,
         must_fit: bool = True,
+        position: TurnPosition | None = None,
     ) -> Prompt:
         """The prompt of a request.
 
         Args:
             memory: the connection's turns that are not stored.
             must_fit: it must fit the context.
+            position: where the turn is; None: where the request says.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or the turn to continue does not
                 exist.
         """
         remembered = None if memory is None else memory.turn(request.previous_response_id)
-        position = await self._position(request, caller.tenant, remembered)
+        steers: list[InputItem] = []
+        if position is None:
+            position = await self._position(request, caller.tenant, remembered)
+            steers = await self._pending_steers(request, position.previous)
+            request = request.after(steers) if steers else request
         loaded = await self._planner.images.load(_image_sources(request.items))
         new = items = await self._items(request, caller, iter(loaded))
         _check_outputs(position.path, new)
@@ -204,7 +216,20 @@ class PromptBuilder:
             images=located,
             files=files,
             summary=summary,
+            takes_steers=bool(steers),
         )
+
+    async def _pending_steers(
+        self, request: ResponsesRequest, previous: StoredTurn | None
+    ) -> list[InputItem]:
+        """What the turn before was steered with and has not been answered."""
+        inputs = pending_of(previous)
+        if previous is None or not inputs or request.penstock.continues:
+            return []
+        with contextlib.suppress(NotFoundError):
+            await self._conversations.turn(previous.tenant, successor_id(previous.turn_id))
+            return []  # another request has it
+        return items_of_steers(inputs)
 
     async def _output_format(self, request: ResponsesRequest, text: str) -> OutputFormat | None:
         if not request.generates:
@@ -565,7 +590,8 @@ class LaneMemory:
         """Remember a turn that has ended, replacing the lane's previous one."""
         if turn.status == "failed":
             self.forget_continued()
-        self._turns[self._lane] = dataclasses.replace(turn, response=b"")
+        kept = turn.response if pending_of(turn) else b""
+        self._turns[self._lane] = dataclasses.replace(turn, response=kept)
 
     def forget_continued(self) -> None:
         """The next turn has failed."""

@@ -3,12 +3,14 @@
 Each running response has one task, and a callback for new deltas (`delta_writer`). The turn is
 stored (`running_turn`) before any reader sees the end, unless the store is away for longer than a
 log's entry waits: then it is stored later. A response that nobody has read for too long is ended
-(`reader_grace`).
+(`reader_grace`). One that was steered (`steering`) begins its successor before its own end is
+logged: if this gateway dies in between, the one that takes the response over finds both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -17,13 +19,30 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
+from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import FinishReason
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.responses.compaction import Summary
 from penstock.gateway.api.responses.delta_writer import DeltaWriter, SummaryText
-from penstock.gateway.api.responses.events import num_closing_events
+from penstock.gateway.api.responses.events import (
+    is_steerable,
+    num_closing_events,
+    waits_for_calls,
+)
 from penstock.gateway.api.responses.reader_grace import ReaderGrace
-from penstock.gateway.api.responses.running_turn import ended_turn, store_end, turn_of
+from penstock.gateway.api.responses.running_turn import (
+    ended_turn,
+    replace_end,
+    store_end,
+    turn_of,
+)
+from penstock.gateway.api.responses.steering import (
+    Successor,
+    Successors,
+    check_room,
+    not_supported,
+)
+from penstock.gateway.api.shared.items import CALLS
 from penstock.gateway.errors import Failure, GenerationFailedError, SupersededError, failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation, Usage
@@ -31,8 +50,19 @@ from penstock.gateway.generation.prompt_ids import origin_of, rendering_of
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.conversations.store import ConversationStore
-from penstock.gateway.storage.response_log.log import ResponseLog, Run, token_ids_of
-from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
+from penstock.gateway.storage.response_log.log import (
+    ResponseLog,
+    Run,
+    not_active,
+    token_ids_of,
+)
+from penstock.gateway.storage.response_log.record import (
+    INTERRUPTED,
+    EndEntry,
+    LogHeader,
+    Steered,
+    SteerEntry,
+)
 
 _LOG = logging.getLogger(__name__)
 _STORE_WITHIN_S = 600.0  # if the store is away when a turn ends
@@ -63,6 +93,7 @@ class Phase(enum.Enum):
 
     STARTING = "starting"  # waits for an engine
     GENERATING = "generating"
+    STEERED = "steered"  # its successor is to begin
     CANCELLED = "cancelled"  # somebody asked to stop it
     ABANDONED = "abandoned"  # nobody has read it for too long
     SUPERSEDED = "superseded"  # the engine says that another gateway runs it
@@ -73,6 +104,7 @@ class Phase(enum.Enum):
 _LEGAL_MOVES: Mapping[Phase, frozenset[Phase]] = {
     Phase.STARTING: frozenset(Phase) - {Phase.STARTING, Phase.SUPERSEDED},
     Phase.GENERATING: frozenset(Phase) - {Phase.STARTING, Phase.GENERATING},
+    Phase.STEERED: frozenset(Phase) - {Phase.STARTING, Phase.GENERATING, Phase.STEERED},
     Phase.CANCELLED: frozenset({Phase.SUPERSEDED, Phase.LOST, Phase.ENDED}),
     Phase.ABANDONED: frozenset({Phase.SUPERSEDED, Phase.LOST, Phase.ENDED}),
     Phase.SUPERSEDED: frozenset({Phase.LOST, Phase.ENDED}),
@@ -89,6 +121,7 @@ class ResponseTask:
         remember: called with the ended turn, before any reader sees the end.
         prompt_text: the text that the prompt was tokenised from, if known.
         summary: what is written first, the prompt being made from it.
+        successors: makes its successor if it is steered.
 
     Attributes:
         log: the response's log.
@@ -105,6 +138,7 @@ class ResponseTask:
         remember: Callable[[StoredTurn], None] | None = None,
         prompt_text: str | None = None,
         summary: Summary | None = None,
+        successors: Successors,
         settings: ResponseTaskSettings,
     ) -> None:
         self.log = log
@@ -118,6 +152,7 @@ class ResponseTask:
         self._remember = remember
         self._prompt_text = prompt_text
         self._settings = settings
+        self._successors = successors
         self._writer = DeltaWriter(run, generation, tokenizer)
         self._grace = ReaderGrace(
             run,
@@ -135,6 +170,8 @@ class ResponseTask:
 
     def start(self, *, after: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
         """Begin once `after` has returned. In every case the log gets its end."""
+        if self.log.steers:  # another gateway has cut it off, and may have begun its successor
+            self._move_to(Phase.STEERED)
         self._task = asyncio.create_task(self._run(after))
         self._log_run.begin(self)
         self.readers_changed()
@@ -143,6 +180,9 @@ class ResponseTask:
     async def _run(self, after: Callable[[], Awaitable[None]] | None) -> None:
         try:
             end = await self._generate(after)
+            if self.log.steers:  # which may have come because the engine died
+                with contextlib.suppress(EngineDeadError):
+                    await self._successors.ready()
         finally:
             self._log_run.end()
             self._grace.stop()
@@ -153,7 +193,21 @@ class ResponseTask:
             self._move_to(Phase.LOST)
             self.failure = None
             return
+        successor: Successor | None = None
+        if self.log.steers:
+            if not await self._log_run.stored():
+                self._move_to(Phase.LOST)
+                return
+            end, successor = await self._steered(end)
         self._move_to(Phase.ENDED)
+        try:
+            await self._store(end, successor)
+        finally:
+            if successor is not None:
+                successor.discard()
+
+    async def _store(self, end: EndEntry, successor: Successor | None) -> None:
+        """Store the turn, begin the successor if there is one, and log the end."""
         conversations = self._conversations
         if self._remember is None and conversations is None:
             self._log_run.append(end)
@@ -162,13 +216,67 @@ class ResponseTask:
         if self._remember is not None:
             self._remember(ended)
         if conversations is None:
-            self._log_run.append(end)
+            self._log_run.append(await self._begun(end, successor))
             return
         patience_s = self._settings.store_patience_s
         is_stored = await store_end(conversations, ended, within_s=patience_s)
-        self._log_run.append(end)
+        begun = await self._begun(end, successor)
+        if begun is not end:
+            ended = self._ended(turn_of(self.log.header), begun)
+            await replace_end(conversations, ended)
+        self._log_run.append(begun)
         if not (is_stored or await store_end(conversations, ended, within_s=_STORE_WITHIN_S)):
             _LOG.warning("cannot store turn %s: the store was away for too long", ended.turn_id)
+
+    async def _begun(self, end: EndEntry, successor: Successor | None) -> EndEntry:
+        """The end, once the successor has begun, or cannot."""
+        if successor is not None and self._log_run.is_current:
+            try:
+                await successor.begin()
+            except Exception as error:
+                return self._without_successor(end, error)
+        return end
+
+    async def _steered(self, end: EndEntry) -> tuple[EndEntry, Successor | None]:
+        """The end of a response that was steered, with what becomes of the steers."""
+        log = self.log
+        branch = self._generation.branches[0]
+        newest = log.open_item
+        is_cut = self._phase is Phase.STEERED and end.reason is FinishReason.ABORT
+        drops_call = is_cut and newest is not None and newest[1] in CALLS and branch.is_calling
+        successor: Successor | None = None
+        if not (end.reason in _NATURAL or is_cut):
+            message = "the response was stopped before its successor began"
+            if end.error is not None:
+                message = end.error[1]
+            fate = Steered(status="failed", error=("response_not_active", message))
+            if log.replica.epoch > 1 and await self._successors.has_begun(log):
+                fate = Steered(status="committed")
+        elif waits_for_calls(log, drops_call=drops_call):
+            fate = Steered(status="pending", is_cut=is_cut, drops_call=drops_call)
+        else:
+            fate = Steered(status="committed", is_cut=is_cut, drops_call=drops_call)
+        end = self._with_fate(end, fate)
+        if fate.status == "committed" and (end.reason in _NATURAL or is_cut):
+            try:
+                ended = self._ended(turn_of(log.header), end)
+                successor = await self._successors.plan(log, ended)
+            except Exception as error:
+                end = self._without_successor(end, error)
+        return end, successor
+
+    def _with_fate(self, end: EndEntry, fate: Steered) -> EndEntry:
+        num_events = num_closing_events(self.log, end.reason, fate)
+        # There may be more steers by now than when the output ended.
+        number = self.log.next_number
+        return dataclasses.replace(end, number=number, steered=fate, num_events=num_events)
+
+    def _without_successor(self, end: EndEntry, error: Exception) -> EndEntry:
+        """The end of a response whose successor cannot begin."""
+        assert end.steered is not None
+        message = failure_of(error).message
+        told = ("successor_creation_failed", message)
+        return self._with_fate(end, dataclasses.replace(end.steered, status="failed", error=told))
 
     async def _generate(self, after: Callable[[], Awaitable[None]] | None) -> EndEntry:
         generation = self._generation
@@ -275,7 +383,20 @@ class ResponseTask:
     # -- `Runner` ----------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        self._stop(Phase.CANCELLED)
+        if self._phase is Phase.STEERED:
+            self._move_to(Phase.CANCELLED)
+        else:
+            self._stop(Phase.CANCELLED)
+
+    def steer(self, steer_id: str, text: str) -> None:
+        log = self.log
+        if not is_steerable(log):
+            raise not_supported(log.response_id)
+        if self._phase not in (Phase.STARTING, Phase.GENERATING, Phase.STEERED):
+            raise not_active(log.response_id)
+        check_room(log, text)
+        self._log_run.append(SteerEntry(number=log.next_number, text=text, name=steer_id))
+        self._stop(Phase.STEERED)
 
     def lose(self) -> None:
         if self._phase is not Phase.LOST:

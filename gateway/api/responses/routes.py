@@ -7,7 +7,7 @@ count input tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,11 @@ from penstock.gateway.api.responses.prompt import items_of
 from penstock.gateway.api.responses.response_task import ResponseTask
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.responses.steering import (
+    SteerRequest,
+    derived_steer_id,
+    new_steer_id,
+)
 from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.api.shared.idempotency import (
@@ -89,7 +94,7 @@ class Responses:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         asked = await parsed(self._service.paced_work, ResponsesRequest, body, parse_request)
         key = idempotency_key(request, body, caller_of(request.scope))
-        log, task = await self._started(request, asked, key)
+        log, task = await self._started(request, asked, body, key)
         if asked.stream:
             subscriber = Subscriber(log, notices=asked.penstock.events)
             is_live = task is not None and not asked.background
@@ -143,12 +148,16 @@ class Responses:
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def _started(
-        self, request: Request, asked: ResponsesRequest, key: IdempotencyKey | None
+        self,
+        request: Request,
+        asked: ResponsesRequest,
+        body: Mapping[str, Any],
+        key: IdempotencyKey | None,
     ) -> tuple[ResponseLog, ResponseTask | None]:
         """The log of a new response and its task, or of the one that the key stands for."""
         caller = caller_of(request.scope)
         deadline_s = deadline_of(request.scope)
-        create = partial(self._service.create, asked, caller, deadline_s=deadline_s)
+        create = partial(self._service.create, asked, caller, deadline_s=deadline_s, body=body)
         if key is None:
             task = await create()
             return task.log, task
@@ -186,6 +195,34 @@ class Responses:
         log = await self._service.log(caller, response_id)
         whole = await unless_gone(request, self._whole(log))
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+    @operation(
+        f"POST {_ONE}/steer",
+        "Steer a response that runs.",
+        "Steer",
+        body=(SteerRequest,),
+        statuses=(404, 409, 429),
+        example={"input": "In English, please."},
+    )
+    async def steer(self, request: Request) -> Response:
+        """Queue input for which the response ends, and which its successor answers."""
+        body = await read_json(request, max_bytes=self._max_body_bytes)
+        for name in body:
+            if name != "input":
+                raise RequestRefusedError(
+                    f"unknown parameter: {name!r}", code="unknown_parameter", param=name
+                )
+        caller = caller_of(request.scope)
+        response_id = request.path_params["response_id"]
+        key = idempotency_key(request, body, caller)
+        steer_id = new_steer_id()
+        if key is not None:
+            steer_id = derived_steer_id(caller.tenant, response_id, key.response_id(0))
+        log = await self._service.log_to_steer(caller, response_id)
+        told = await self._service.steer(caller, log, steer_id, body.get("input"))
+        return json_response(
+            {"object": "response.steer", "previous_response_id": response_id, **told}
+        )
 
     @operation(f"DELETE {_ONE}", "Delete a response.", "Deleted", statuses=(409,))
     async def delete(self, request: Request) -> Response:

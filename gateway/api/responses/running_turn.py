@@ -12,26 +12,18 @@ from collections.abc import Sequence
 import orjson
 from msgspec import structs
 
-from penstock.engine.request import FinishReason
 from penstock.gateway.api.responses.events import response_object
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
+from penstock.gateway.storage.conversations.records import Rendering, StoredTurn
 from penstock.gateway.storage.conversations.store import (
     ConversationStore,
     StoreUnavailableError,
 )
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import INTERRUPTED, EndEntry, LogHeader
+from penstock.gateway.storage.response_log.record import EndEntry, LogHeader
 
 _LOG = logging.getLogger(__name__)
 _STORE_EVERY_S = 0.1  # while the store is away
-_STATUS: dict[FinishReason, TurnStatus] = {
-    FinishReason.STOP: "completed",
-    FinishReason.LENGTH: "incomplete",
-    FinishReason.GRAMMAR: "incomplete",
-    FinishReason.ABORT: "cancelled",
-    INTERRUPTED: "incomplete",
-}
 
 
 async def store_end(
@@ -56,6 +48,14 @@ async def store_end(
         except Exception:  # a bug
             _LOG.exception("cannot store turn %s", ended.turn_id)
         return True
+
+
+async def replace_end(conversations: ConversationStore, ended: StoredTurn) -> None:
+    """Store what was found of an ended turn after its end was stored."""
+    try:
+        await conversations.replace_items(ended)
+    except RequestRefusedError as error:  # it was deleted, or the store is away
+        _LOG.warning("cannot store what became of turn %s: %s", ended.turn_id, error)
 
 
 def turn_of(header: LogHeader) -> StoredTurn:
@@ -100,14 +100,10 @@ def ended_turn(
         token_ids: of the output.
         whole: the text of prompt and output, if known.
     """
-    header = log.header
-    status = "failed" if end.reason is None else _STATUS[end.reason]
-    if not header.generates and status == "incomplete":
-        status = "completed"
     response = response_object(log, end)
     return dataclasses.replace(
         turn,
-        status=status,
+        status=response["status"],
         output=tuple(response["output"]),
         output_token_ids=array("I", token_ids),
         whole=whole,

@@ -247,6 +247,10 @@ class ResponsesRequest(SamplingRequest):
             asked.__dict__.pop(name, None)
         return asked
 
+    def after(self, items: Sequence[InputItem]) -> ResponsesRequest:
+        """The request with these items before its own."""
+        return self.model_copy(update={"input": [*items, *self.items]})
+
     @property
     def drops_items(self) -> bool:
         """Whether the oldest items of a conversation that is too long are dropped."""

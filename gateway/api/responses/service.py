@@ -9,9 +9,10 @@ It defines the order of a response's steps and what is stored of it. `events` ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,12 +23,17 @@ from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import Retention, SamplingParams
 from penstock.gateway.admission.admission import PartReservation, Reservation
 from penstock.gateway.api.responses.compaction import Summary
-from penstock.gateway.api.responses.events import num_closing_events
+from penstock.gateway.api.responses.events import (
+    is_steerable,
+    num_closing_events,
+    steers_objects,
+)
 from penstock.gateway.api.responses.prompt import (
     LaneMemory,
     Prompt,
     PromptBuilder,
     SummaryPrompt,
+    TurnPosition,
 )
 from penstock.gateway.api.responses.response_task import (
     ResponseInterruptedError,
@@ -36,6 +42,15 @@ from penstock.gateway.api.responses.response_task import (
 )
 from penstock.gateway.api.responses.running_turn import turn_of
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
+from penstock.gateway.api.responses.steering import (
+    already_completed,
+    check_room,
+    checked_text,
+    inherited,
+    key_reused,
+    not_supported,
+)
+from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
@@ -45,7 +60,11 @@ from penstock.gateway.generation.generation import NO_USAGE, Generation, Usage
 from penstock.gateway.generation.paced_work import PacedWork
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.sources import next_of
-from penstock.gateway.storage.conversations.ids import new_response_id
+from penstock.gateway.storage.conversations.ids import (
+    new_conversation_id,
+    new_response_id,
+    successor_id,
+)
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
 from penstock.gateway.storage.conversations.store import (
     ConversationStore,
@@ -59,15 +78,17 @@ from penstock.gateway.storage.response_log.log import (
     response_expired,
     token_ids_of,
 )
-from penstock.gateway.storage.response_log.log_store import LogStore
+from penstock.gateway.storage.response_log.log_store import LogExistsError, LogStore
 from penstock.gateway.storage.response_log.record import (
     Compaction,
     DeltaEntry,
     EndEntry,
     LogHeader,
+    SteerEntry,
 )
 from penstock.gateway.telemetry.metrics import Metrics
 
+_ASK_AGAIN_S = 2.0  # a gateway that takes a response over has not heard of its steers
 _LOG = logging.getLogger(__name__)
 
 
@@ -86,6 +107,35 @@ class ResponseServiceSettings:
     retention_s: float = 0.0
     engine_wait_s: float
     needs_storage: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a response is for.
+
+    Attributes:
+        model: its name in the answer.
+        memory: see `ResponseService.create`.
+        settings: see `LogHeader`.
+    """
+
+    request: ResponsesRequest
+    caller: Caller
+    model: str
+    deadline_s: float | None
+    memory: LaneMemory | None
+    settings: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A response that is admitted and not stored."""
+
+    asked: _Asked
+    prompt: Prompt
+    header: LogHeader
+    generation: Generation
+    summary: Generation | None
 
 
 class ResponseService:
@@ -143,10 +193,12 @@ class ResponseService:
         deadline_s: float | None = None,
         memory: LaneMemory | None = None,
         claim: Callable[[str], Awaitable[None]] | None = None,
+        body: Mapping[str, Any] | None = None,
     ) -> ResponseTask:
         """Start a response, which runs in a task of its own.
 
         Args:
+            body: of the request, for a successor; None: it can have none.
             memory: remembers the response if it is not to be stored.
             claim: called with the response's id when it has been admitted, before it is stored.
 
@@ -156,12 +208,31 @@ class ResponseService:
             RequestRefusedError: it was not admitted, or another turn holds the conversation.
             EngineDeadError: the engine is not available.
         """
+        settings = None if body is None else inherited(body)
         model = await self._planner.adapters.require(request.model, caller, task="generate")
+        asked = _Asked(request, caller, model, deadline_s, memory, settings)
         prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.position.conversation_id)
+        previous = prompt.position.previous
+        if prompt.takes_steers and previous is not None:
+            response_id = successor_id(previous.turn_id)
+        planned = await self._plan(asked, prompt, response_id)
+        try:
+            return await self._begin(planned, claim=claim)
+        except LogExistsError:
+            if not prompt.takes_steers:
+                raise
+        # Another request has what the turn before was steered with.
+        return await self.create(
+            request, caller, deadline_s=deadline_s, memory=memory, claim=claim, body=body
+        )
+
+    async def _plan(self, asked: _Asked, prompt: Prompt, response_id: str) -> _Planned:
+        """Plan a response. Raises as `create`."""
+        request, caller = asked.request, asked.caller
         retention = self._retention if request.store else None
         generation = await self._planned(
-            response_id, request, prompt, caller, deadline_s=deadline_s, retention=retention
+            response_id, request, prompt, caller, deadline_s=asked.deadline_s, retention=retention
         )
         try:
             summary = None
@@ -173,16 +244,34 @@ class ResponseService:
                     caller,
                     reservation=PartReservation(generation.reservation),
                 )
-            if claim is not None:
-                await claim(response_id)
             header = _header(
                 request,
                 caller,
                 prompt=prompt,
                 generation=generation,
                 summary=summary,
-                model=model,
+                model=asked.model,
+                settings=asked.settings,
             )
+        except BaseException:
+            generation.discard()
+            raise
+        return _Planned(asked, prompt, header, generation, summary)
+
+    async def _begin(
+        self, planned: _Planned, *, claim: Callable[[str], Awaitable[None]] | None = None
+    ) -> ResponseTask:
+        """Store a response that was planned, and start it. Raises as `create`.
+
+        Raises:
+            LogExistsError: there is a response of its id.
+        """
+        request, memory = planned.asked.request, planned.asked.memory
+        generation, header, prompt = planned.generation, planned.header, planned.prompt
+        summary = planned.summary
+        try:
+            if claim is not None:
+                await claim(header.response_id)
             log = await self._stored(header, prompt) if request.store else None
         except BaseException:
             generation.discard()
@@ -199,8 +288,9 @@ class ResponseService:
             text=prompt.text,
             remember=remember,
             summary=None if summary is None else self._summary(header, summary),
+            asked=planned.asked,
         )
-        self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
+        self._keep(task.start(after=self.wait_for_engine))  # it may have died meanwhile
         return task
 
     async def compaction(
@@ -263,7 +353,7 @@ class ResponseService:
             generation.discard()
             raise
         task = self._task(generation, log, has_turn=False, text=None)
-        self._keep(task.start(after=self._wait_for_engine))
+        self._keep(task.start(after=self.wait_for_engine))
         return log
 
     async def _stored(self, header: LogHeader, prompt: Prompt) -> ResponseLog | None:
@@ -299,7 +389,12 @@ class ResponseService:
         text: str | None,
         remember: Callable[[StoredTurn], None] | None = None,
         summary: Summary | None = None,
+        asked: _Asked | None = None,
     ) -> ResponseTask:
+        """
+        Args:
+            asked: what began it; None: another gateway did, or it has no successor.
+        """
         return ResponseTask(
             generation,
             log,
@@ -308,8 +403,79 @@ class ResponseService:
             remember=remember,
             prompt_text=text,
             summary=summary,
+            successors=_Successors(self, asked),
             settings=self._settings.task,
         )
+
+    # -- successors of responses that were steered --------------------------------------------
+
+    async def plan_successor(
+        self, log: ResponseLog, ended: StoredTurn, asked: _Asked | None
+    ) -> _Planned:
+        """Plan the response to what one was steered with. Raises as `create`.
+
+        Args:
+            ended: its turn, as it will be stored.
+            asked: what began it; None: another gateway did.
+        """
+        header = log.header
+        assert header.settings is not None
+        values = [entry.input for entry in log.steers]
+        body: dict[str, Any] = {
+            **header.settings,
+            "input": [
+                message
+                for value in values
+                for message in (
+                    [{"role": "user", "content": value}] if isinstance(value, str) else value
+                )
+            ],
+        }
+        if header.takes_head:
+            body["conversation"] = header.conversation_id
+        else:
+            body["previous_response_id"] = header.response_id
+        memory = None if asked is None else asked.memory
+        if asked is None:
+            # The salt is that of the tenant and the request together.
+            salt = header.request.cache_salt
+            caller = Caller(tenant=header.tenant, weight=header.request.weight)
+            body |= {"priority": header.request.priority}
+            body |= {"cache_salt": salt} if salt else {}
+        else:
+            caller = asked.caller
+        request = parse_request(ResponsesRequest, body)
+        model = await self._planner.adapters.require(request.model, caller, task="generate")
+        position = TurnPosition(conversation_id=new_conversation_id(), is_new=True, path=[ended])
+        if header.echo["store"]:
+            *path, _ = await self._conversations.path(header.tenant, header.response_id)
+            position = TurnPosition(
+                conversation_id=header.conversation_id,
+                takes_head=header.takes_head,
+                path=[*path, ended],
+            )
+        prompt = await self._prompts.build(request, caller, memory, position=position)
+        again = _Asked(request, caller, model, None, memory, header.settings)
+        return await self._plan(again, prompt, successor_id(header.response_id))
+
+    async def begin_successor(self, log: ResponseLog, planned: _Planned) -> None:
+        """Begin the response that was planned, unless another gateway has. Raises as `create`."""
+        run = log.run
+        if run is None or not await run.verify(is_superseded=False):
+            planned.generation.discard()
+            return
+        with contextlib.suppress(LogExistsError):
+            log.successor = (await self._begin(planned)).log
+
+    async def has_log(self, tenant: str, response_id: str) -> bool:
+        """Whether there is a response of this id, running or ended."""
+        try:
+            await self._logs.find(tenant, response_id)
+        except RequestRefusedError as error:
+            if error.code != "response_expired":
+                raise
+            return False
+        return True
 
     # -- responses of gateways that ended ----------------------------------------------------
 
@@ -339,7 +505,7 @@ class ResponseService:
 
     def _take_over(self, log: ResponseLog) -> None:
         """Continue a response whose gateway has died, from the last entry it stored."""
-        after = self._wait_for_engine
+        after = self.wait_for_engine
         if log.outage is not None:
             after = partial(self._wait_to_go_on, log, log.outage)
         header = log.header
@@ -424,7 +590,8 @@ class ResponseService:
             spent=spent,
         )
 
-    async def _wait_for_engine(self) -> None:
+    async def wait_for_engine(self) -> None:
+        """Raises: EngineDeadError: the engine is not available for too long."""
         try:
             async with asyncio.timeout(self._settings.engine_wait_s):
                 await self._engine.wait_ready()
@@ -492,6 +659,59 @@ class ResponseService:
         if turn.status == "in_progress":
             await self._logs.cancel(caller.tenant, response_id)
         return turn
+
+    async def log_to_steer(self, caller: Caller, response_id: str) -> ResponseLog:
+        """The log of a response that somebody wants to steer. Raises as `turn` and `steer`."""
+        try:
+            return await self.log(caller, response_id)
+        except RequestRefusedError as error:
+            if error.code != "response_expired":
+                raise
+        await self.turn(caller, response_id)
+        raise already_completed(response_id)
+
+    async def steer(
+        self, caller: Caller, log: ResponseLog, steer_id: str, value: Any
+    ) -> dict[str, Any]:
+        """Steer a response, on whichever gateway it runs, once for an id.
+
+        Returns: what is known of the steer (`events.steers_objects`) once it is in the log.
+
+        Raises:
+            RequestRefusedError: the steer was not accepted; `steering.CODES` says why.
+        """
+        text = checked_text(value)
+        response_id = log.response_id
+        if not is_steerable(log):
+            raise not_supported(response_id)
+        is_counted = False
+        asked_again_s = 0.0
+        with log.read(log.replica.last_stored_number) as reader:
+            while (told := _told_of(log, steer_id, text)) is None:
+                if log.is_ended:
+                    raise already_completed(response_id)
+                check_room(log, text)
+                if not is_counted:
+                    is_counted = True
+                    await self._planner.count(caller)
+                    continue  # it may have ended meanwhile
+                if log.run is not None:
+                    log.steer(steer_id, text)
+                elif time.monotonic() >= asked_again_s:
+                    await self._logs.steer(caller.tenant, response_id, steer_id, text)
+                    asked_again_s = time.monotonic() + _ASK_AGAIN_S
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_ASK_AGAIN_S):
+                        await next_of(reader)
+        return told
+
+    async def successor(self, caller: Caller, log: ResponseLog) -> ResponseLog | None:
+        """The log of the response that answers what one was steered with; None: there is none.
+        Raises as `log`."""
+        steered = None if log.end is None else log.end.steered
+        if steered is None or steered.status != "committed":
+            return None
+        return log.successor or await self.log(caller, successor_id(log.response_id))
 
     async def delete(self, caller: Caller, response_id: str) -> None:
         """Delete a response and its KV, stopping it if it runs. Responses that continued it can no
@@ -579,6 +799,57 @@ class ResponseService:
         return Retention(duration_s=seconds) if seconds > 0 else None
 
 
+class _Successors:
+    """Of one response.
+
+    Args:
+        asked: what began it; None: another gateway did.
+    """
+
+    def __init__(self, service: ResponseService, asked: _Asked | None) -> None:
+        self._service = service
+        self._asked = asked
+
+    async def ready(self) -> None:
+        await self._service.wait_for_engine()
+
+    async def plan(self, log: ResponseLog, ended: StoredTurn) -> _Successor:
+        planned = None
+        if not await self.has_begun(log):
+            planned = await self._service.plan_successor(log, ended, self._asked)
+        return _Successor(self._service, log, planned)
+
+    async def has_begun(self, log: ResponseLog) -> bool:
+        # Nobody else begins one while this gateway runs the response from the first.
+        return log.replica.epoch > 1 and await self._service.has_log(
+            log.header.tenant, successor_id(log.response_id)
+        )
+
+
+class _Successor:
+    """
+    Args:
+        log: of the response before.
+        planned: None: another gateway has begun it.
+    """
+
+    def __init__(
+        self, service: ResponseService, log: ResponseLog, planned: _Planned | None
+    ) -> None:
+        self._service = service
+        self._log = log
+        self._planned = planned
+
+    async def begin(self) -> None:
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            await self._service.begin_successor(self._log, planned)
+
+    def discard(self) -> None:
+        if self._planned is not None:
+            self._planned.generation.discard()
+
+
 def _header(
     request: ResponsesRequest,
     caller: Caller,
@@ -587,6 +858,7 @@ def _header(
     generation: Generation,
     summary: Generation | None,
     model: str,
+    settings: Mapping[str, Any] | None,
 ) -> LogHeader:
     position, rendering = prompt.position, prompt.rendering
     compaction = None
@@ -613,7 +885,22 @@ def _header(
         rendering=(rendering.num_chars, rendering.digest, rendering.origin),
         output_format=generation.output_format,
         compaction=compaction,
+        settings=settings,
     )
+
+
+def _told_of(log: ResponseLog, steer_id: str, text: str) -> dict[str, Any] | None:
+    """What readers know of a steer; None: nothing.
+
+    Raises:
+        RequestRefusedError: it has another input.
+    """
+    for entry in log.entries[: log.replica.num_visible]:
+        if isinstance(entry, SteerEntry) and entry.name == steer_id:
+            if entry.text != text:
+                raise key_reused()
+            return next(told for told in steers_objects(log) if told["id"] == steer_id)
+    return None
 
 
 def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -> dict[str, Any]:

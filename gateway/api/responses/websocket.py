@@ -1,6 +1,6 @@
 """The Responses WebSocket mode: many responses on one socket, one JSON event per message.
 
-    client → response.create {…, stream_id?} · response.steer (refused) ·
+    client → response.create {…, stream_id?} · response.steer {previous_response_id, input} ·
              penstock.resume {response_id, starting_after?, stream_id?} ·
              penstock.cancel {response_id | stream_id} · penstock.drop_prefix {response_id} ·
              penstock.ping
@@ -10,7 +10,7 @@
 `PROTOCOL.md` specifies them. Responses of one lane (`stream_id`) run one after the other; different
 lanes run in parallel, up to a limit. One task always receives, so a cancel is read while tokens are
 sent. Nothing is queued for a slow reader: each lane waits for the socket, then continues from its
-position in the log.
+position in the log. After a response that was steered a lane goes on with its successor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import asyncio
 import enum
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -29,6 +29,7 @@ from penstock.gateway.api.responses.events import Event
 from penstock.gateway.api.responses.prompt import LaneMemory
 from penstock.gateway.api.responses.schema import SocketRequest
 from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.responses.steering import new_steer_id, steer_error
 from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_json, parse_request
 from penstock.gateway.api.shared.json_api import parsed
@@ -45,6 +46,7 @@ MAX_OPEN = 64  # in flight and waiting
 MAX_LANES = 32  # with a name (`stream_id`)
 MAX_AGE_S = 3600.0
 _Message = Mapping[str, Any]
+_STEER_FIELDS = frozenset({"type", "previous_response_id", "input"})
 _LANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 
@@ -84,6 +86,7 @@ class Connection:
         "_lanes",
         "_remembered_turns",
         "_service",
+        "_steers",
         "_websocket",
         "caller",
         "in_flight",
@@ -100,6 +103,7 @@ class Connection:
         self._lanes: dict[str | None, Lane] = {}
         self._remembered_turns: dict[str | None, StoredTurn] = {}  # `store: false`, by lane
         self.in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._steers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Handle messages until the client disconnects."""
@@ -112,6 +116,7 @@ class Connection:
     async def close(self) -> None:
         """The client is gone: stop reading. Stored responses continue for their grace time."""
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        tasks += self._steers  # what was asked for may still be accepted
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,12 +170,13 @@ class Connection:
         memory = LaneMemory(self._remembered_turns, lane.stream_id, continued)
         try:
             request = await parsed(self._service.paced_work, SocketRequest, body, parse_request)
-            task = await self._service.create(request, self.caller, memory=memory)
+            task = await self._service.create(request, self.caller, memory=memory, body=body)
         except Exception:
             memory.forget_continued()
             raise
         lane.log = task.log
-        return Subscriber(task.log, notices=request.penstock.events)
+        lane.notices = request.penstock.events
+        return Subscriber(task.log, notices=lane.notices)
 
     async def _resume(self, message: _Message, stream_id: str | None) -> None:
         response_id = _response_id_of(message, "penstock.resume")
@@ -186,6 +192,7 @@ class Connection:
             failed = {"recovered": False, "error": told(failure_of(error))["error"]}
             await self.send(_on_lane({**event, **failed}, lane.stream_id))
             return None
+        lane.notices = ()
         check_start(after, lane.log)
         await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
         return Subscriber(lane.log, after=after)
@@ -222,6 +229,10 @@ class Connection:
         elif not lane.log.is_ended:  # it runs on another gateway
             await self._service.cancel(self.caller, lane.log.header.response_id)
 
+    async def successor(self, log: ResponseLog) -> ResponseLog | None:
+        """See `ResponseService.successor`."""
+        return await self._service.successor(self.caller, log)
+
     async def _drop_prefix(self, message: _Message, stream_id: str | None) -> None:
         response_id = _response_id_of(message, "penstock.drop_prefix")
         await self._service.drop_prefix(self.caller, response_id)
@@ -231,21 +242,50 @@ class Connection:
     async def _ping(self, _: _Message, stream_id: str | None) -> None:
         await self.send(_on_lane({"type": "penstock.pong"}, stream_id))
 
-    async def _steer(self, message: _Message, stream_id: str | None) -> None:
-        event = {
-            "type": "response.steer.failed",
-            "sequence_number": 0,
-            "error": {
-                "type": "invalid_request_error",
-                "code": "steering_not_supported",
-                "message": "this server does not support steering of running responses",
-            },
-            "steer": {
-                "input": message.get("input"),
-                "previous_response_id": message.get("previous_response_id"),
-            },
-        }
-        await self.send(_on_lane(event, stream_id))
+    async def _steer(self, message: _Message, _: str | None) -> None:
+        """Steer a response in a task of its own: it may take until another gateway has it."""
+        if len(self._steers) >= MAX_OPEN:
+            raise _limit_reached(f"a connection may have at most {MAX_OPEN} unanswered steers")
+        task = asyncio.create_task(self._steer_now(message))
+        self._steers.add(task)
+        task.add_done_callback(self._steers.discard)
+
+    async def _steer_now(self, message: _Message) -> None:
+        response_id = message.get("previous_response_id")
+        lane = next((lane for lane in self._lanes.values() if lane.reads(response_id)), None)
+        steer_id = new_steer_id()
+        try:
+            for name in message:
+                if name not in _STEER_FIELDS:
+                    raise RequestRefusedError(
+                        f"response.steer has no field {name!r}", code="invalid_input", param=name
+                    )
+            if not isinstance(response_id, str):
+                raise RequestRefusedError(
+                    "response.steer needs a previous_response_id",
+                    code="invalid_input",
+                    param="previous_response_id",
+                )
+            log = None if lane is None else lane.log
+            if log is None:
+                log = await self._service.log_to_steer(self.caller, response_id)
+            told = await self._service.steer(self.caller, log, steer_id, message.get("input"))
+        except Exception as error:
+            failed = {
+                "type": "response.steer.failed",
+                "sequence_number": 0,
+                "error": steer_error(failure_of(error)),
+                "steer": {
+                    "input": message.get("input"),
+                    "previous_response_id": response_id,
+                },
+            }
+            await self.send(_on_lane(failed, None if lane is None else lane.stream_id))
+            return
+        if lane is None or not lane.has_read(response_id):  # otherwise its reader gets the event
+            steer = {"id": told["id"], "previous_response_id": response_id}
+            event = {"type": "response.steer.accepted", "sequence_number": 0, "steer": steer}
+            await self.send(event)
 
 
 _Begin = Callable[[], Awaitable[Subscriber | None]]
@@ -274,11 +314,15 @@ class Lane:
 
     Attributes:
         log: of the response that is being read.
+        notices: kinds of `penstock.*` events that its request asked for.
+        last_id: of the response that was read before.
     """
 
     def __init__(self, connection: Connection, *, stream_id: str | None) -> None:
         self.stream_id = stream_id
         self.log: ResponseLog | None = None
+        self.notices: Collection[str] = ()
+        self.last_id = ""
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
         self._waiting: deque[_Begin] = deque()
@@ -300,7 +344,11 @@ class Lane:
         else:
             self._waiting.append(begin)
 
-    def reads(self, response_id: str) -> bool:
+    def has_read(self, response_id: object) -> bool:
+        """Whether the lane reads a response, or has read it."""
+        return response_id == self.last_id or self.reads(response_id)
+
+    def reads(self, response_id: object) -> bool:
         return self.log is not None and self.log.header.response_id == response_id
 
     def cancel(self) -> None:
@@ -331,7 +379,13 @@ class Lane:
         is_cancelled, self._work = self._work is _Work.CANCELLED, _Work.READING
         if is_cancelled:
             self.cancel()
-        await subscriber.write_to(self._connection.writer, self._labelled)
+        writer = self._connection.writer
+        await subscriber.write_to(writer, self._labelled)
+        while self.log is not None:
+            self.last_id = self.log.response_id
+            self.log = await self._connection.successor(self.log)
+            if self.log is not None:
+                await Subscriber(self.log, notices=self.notices).write_to(writer, self._labelled)
 
     def _labelled(self, events: Sequence[Event]) -> list[bytes]:
         """One message per event, with the `stream_id` if there is one."""

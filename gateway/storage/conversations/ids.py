@@ -3,7 +3,7 @@
     conv_<tree>            a conversation
     resp_<tree><turn>      a response; every response is in the tree of a conversation, which may be
                            unlisted. The answer to a request with an `Idempotency-Key` has an id
-                           derived from that key.
+                           derived from that key, a successor's from that of the response before.
     turn_<tree><turn>      items that were added without a response
 
     msg_<tree><turn>_<n>   item n of a response's output (the first one's id has no number); other
@@ -37,6 +37,13 @@ def derived_response_id(*parts: str) -> str:
     """An id that depends on the parts alone, and differs for any others."""
     joined = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
     return f"resp_{hashlib.sha256(joined).hexdigest()[: 4 * _NUM_BYTES]}"
+
+
+def successor_id(response_id: str) -> str:
+    """The id of the response that answers what a response was steered with. It depends on that
+    response alone, so that there is one, however many gateways begin it."""
+    digest = hashlib.sha256(f"successor of {response_id}".encode()).hexdigest()
+    return f"resp_{tree_of(response_id)}{digest[: 2 * _NUM_BYTES]}"
 
 
 def new_turn_id(conversation_id: str) -> str:

@@ -6,13 +6,14 @@ there are many, are plain arrays.
 
 Version 1 holds responses of one message. Version 2 holds those of any items, and adds to a delta
 its item's output index and kind and its number of events. What version 1 can hold is written in
-version 1, because older gateways, which read no other, may share this one's Redis.
+version 1, because older gateways, which read no other, may share this one's Redis. For the same
+reason a header has the settings of a successor among the fields of its `echo`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -35,11 +36,14 @@ from penstock.engine.request import (
 from penstock.gateway.storage.response_log.record import (
     ITEM_EVENTS,
     MESSAGE,
+    STEER,
     Compaction,
     DeltaEntry,
     EndEntry,
     Entry,
     LogHeader,
+    Steered,
+    SteerEntry,
 )
 
 VERSION = 2
@@ -64,7 +68,10 @@ LATER_FIELDS = {
 }
 _MESSAGE_PREFIX = "msg_"  # of the first item's id
 _ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
-_HEADER_FIELDS = {field.name: field.name for field in fields(LogHeader)} | {"nonce": _ITEM_ID}
+_SETTINGS = "penstock_settings"  # in an echo
+_HEADER_FIELDS = {
+    field.name: field.name for field in fields(LogHeader) if field.name != "settings"
+} | {"nonce": _ITEM_ID}
 _text_fields = attrgetter("text", "token_ids", "logprobs")
 _item_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -84,12 +91,12 @@ def decode_header(data: bytes) -> LogHeader:
     return _decode(data, _read_header)
 
 
-def _delta_fields(entry: DeltaEntry) -> tuple[Any, ...]:
+def _delta_fields(entry: DeltaEntry | SteerEntry) -> tuple[Any, ...]:
     fields = _item_fields(entry)
     return (*fields, entry.name) if entry.name else fields
 
 
-def encode_delta(entry: DeltaEntry) -> bytes:
+def encode_delta(entry: DeltaEntry | SteerEntry) -> bytes:
     if entry.output_index or entry.num_events > 1 or entry.kind != MESSAGE:
         return _pack(VERSION, entry.number, *_delta_fields(entry))
     if entry.logprobs:
@@ -97,7 +104,7 @@ def encode_delta(entry: DeltaEntry) -> bytes:
     return _pack(_TEXT_VERSION, entry.number, entry.text, entry.token_ids)
 
 
-def decode_delta(data: bytes) -> DeltaEntry:
+def decode_delta(data: bytes) -> DeltaEntry | SteerEntry:
     """Raises: UnreadableEntryError."""
     return _decode(data, _read_delta)
 
@@ -112,14 +119,15 @@ def decode_end(data: bytes) -> EndEntry:
 
 
 def encode_log(header: LogHeader, entries: Sequence[Entry]) -> bytes:
-    """Encode a response: deltas, and the end if it has ended."""
+    """Encode a response: deltas and steers, and the end if it has ended."""
     end = entries[-1] if entries else None
     row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
-    if not header.is_text_only:
-        row_of = _delta_fields
-    rows = [row_of(entry) for entry in entries if isinstance(entry, DeltaEntry)]
+    version = _version_of(header)
+    if not header.is_text_only or any(isinstance(entry, SteerEntry) for entry in entries):
+        row_of, version = _delta_fields, VERSION
+    rows = [row_of(entry) for entry in entries if not isinstance(entry, EndEntry)]
     last = _end_fields(end) if isinstance(end, EndEntry) else None
-    return _pack(_version_of(header), _header_fields(header), rows, last)
+    return _pack(version, _header_fields(header), rows, last)
 
 
 def decode_log(data: bytes) -> tuple[LogHeader, list[Entry]]:
@@ -128,11 +136,11 @@ def decode_log(data: bytes) -> tuple[LogHeader, list[Entry]]:
 
 
 def encode_appended(appended: Sequence[tuple[int, Sequence[Entry]]]) -> bytes:
-    """Encode deltas that were appended to several logs, each under a key of its own."""
+    """Encode deltas and steers that were appended to several logs, each under a key of its own."""
     return _ENCODER.encode((VERSION, appended))
 
 
-def decode_appended(data: bytes) -> list[tuple[int, list[DeltaEntry]]]:
+def decode_appended(data: bytes) -> list[tuple[int, list[DeltaEntry | SteerEntry]]]:
     """Raises: UnreadableEntryError."""
     return _decode(
         data, lambda logs: [(key, [_read_delta(*row) for row in rows]) for key, rows in logs]
@@ -177,7 +185,9 @@ def _read_delta(
     kind: str = MESSAGE,
     num_events: int = 1,
     name: str = "",
-) -> DeltaEntry:
+) -> DeltaEntry | SteerEntry:
+    if kind == STEER:
+        return SteerEntry(number, text, name=name)
     known = ITEM_EVENTS[kind].type
     ids = tuple(token_ids)
     return DeltaEntry(number, text, ids, tuple(logprobs), output_index, known, num_events, name)
@@ -204,11 +214,12 @@ def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
         entry.ended_at,
         entry.error,
         entry.prefix_id,
+        *(() if entry.steered is None else (astuple(entry.steered),)),
     )
 
 
 def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> EndEntry:
-    usage, ended_at, error, prefix_id = rest
+    usage, ended_at, error, prefix_id, *more = rest
     return EndEntry(
         number=number,
         num_events=num_events,
@@ -217,6 +228,18 @@ def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> E
         ended_at=ended_at,
         error=None if error is None else (error[0], error[1]),
         prefix_id=prefix_id,
+        steered=_read_steered(*more[0]) if more else None,
+    )
+
+
+def _read_steered(
+    status: Any, is_cut: bool, drops_call: bool, error: Sequence[str] | None
+) -> Steered:
+    return Steered(
+        status=status,
+        is_cut=is_cut,
+        drops_call=drops_call,
+        error=None if error is None else (error[0], error[1]),
     )
 
 
@@ -233,7 +256,10 @@ def _header_fields(header: LogHeader) -> dict[str, Any]:
     else:
         named["compaction"] = _compaction_fields(header.compaction)
     request = _all_request_fields(header.request)
-    return {**named, "echo": dict(header.echo), "request": request}
+    echo = dict(header.echo)
+    if header.settings is not None:
+        echo[_SETTINGS] = header.settings
+    return {**named, "echo": echo, "request": request}
 
 
 def _compaction_fields(compaction: Compaction) -> dict[str, Any]:
@@ -290,6 +316,7 @@ def _read_header(named: dict[str, Any]) -> LogHeader:
             "rendering": None if rendering is None else tuple(rendering),
             "output_format": _read_format(named.get("output_format")),
             "compaction": None if compaction is None else _read_compaction(**compaction),
+            "settings": named["echo"].pop(_SETTINGS, None),
         }
     )
 

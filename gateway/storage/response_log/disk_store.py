@@ -263,6 +263,9 @@ class DiskLogStore(InMemory):
     async def cancel(self, tenant: str, response_id: str) -> None:
         (await self.find(tenant, response_id)).cancel()
 
+    async def steer(self, tenant: str, response_id: str, steer_id: str, text: str) -> None:
+        (await self.find(tenant, response_id)).steer(steer_id, text)
+
     async def delete(self, tenant: str, response_id: str) -> None:
         await self._end_stored(response_id)
         if not self._ended.has(tenant, response_id):

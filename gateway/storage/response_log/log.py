@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from penstock.engine.chat_formats import Piece
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log import replica as do
 from penstock.gateway.storage.response_log.cursor import Cursor, LogNotice
 from penstock.gateway.storage.response_log.record import (
@@ -27,6 +28,7 @@ from penstock.gateway.storage.response_log.record import (
     EndEntry,
     Entry,
     LogHeader,
+    SteerEntry,
 )
 from penstock.gateway.storage.response_log.replica import Commands, Replica, Role
 
@@ -92,6 +94,16 @@ def response_expired(response_id: str) -> RequestRefusedError:
     )
 
 
+def not_active(response_id: str) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"the response {response_id!r} takes no more steering input; steer its successor, or "
+        "continue it",
+        code="response_not_active",
+        param="response_id",
+        status=409,
+    )
+
+
 def left_behind(response_id: str) -> RequestRefusedError:
     """The error of a reader whose gateway is stopping before the response has ended."""
     return RequestRefusedError(
@@ -123,6 +135,11 @@ class Runner(Protocol):
         """Stop the response."""
         ...
 
+    def steer(self, steer_id: str, text: str) -> None:
+        """Queue the input of a `SteerEntry`, and end the response for it. Raises:
+        RequestRefusedError."""
+        ...
+
     def lose(self) -> None:
         """Another gateway has taken the response over."""
         ...
@@ -141,12 +158,13 @@ class Run:
         epoch: appended under.
     """
 
-    __slots__ = ("_runner", "epoch", "log")
+    __slots__ = ("_is_over", "_runner", "epoch", "log")
 
     def __init__(self, log: ResponseLog) -> None:
         self.log = log
         self.epoch = log.replica.epoch
         self._runner: Runner | None = None
+        self._is_over = False
 
     @property
     def is_current(self) -> bool:
@@ -162,7 +180,7 @@ class Run:
 
     def end(self) -> None:
         """The runner wants to hear no more. It may still append the end."""
-        self._runner = None
+        self._runner, self._is_over = None, True
 
     def append_delta(
         self,
@@ -212,6 +230,21 @@ class Run:
             log.do(log.replica.fenced(self.epoch))
         return self.is_current
 
+    def steer(self, steer_id: str, text: str) -> None:
+        """See `ResponseLog.steer`."""
+        if self._is_over:
+            raise not_active(self.log.response_id)
+        if self._runner is not None:
+            self._runner.steer(steer_id, text)
+
+    async def stored(self) -> bool:
+        """Wait until all entries are visible; whether this gateway still runs the response."""
+        log = self.log
+        with log.read(log.replica.last_stored_number) as reader:
+            while self.is_current and log.replica.num_visible < len(log.entries):
+                await next_of(reader)
+        return self.is_current
+
     async def is_read_elsewhere(self) -> bool:
         """Whether the log has readers at other gateways."""
         return await self.log.storage.is_read_elsewhere(self.log)
@@ -242,6 +275,7 @@ class ResponseLog:
         readers: open ones.
         notices: each with the number of entries before it.
         outage: after which it is to go on; None: none, or another gateway ran it.
+        successor: that this gateway began, once the log has its end.
     """
 
     __slots__ = (
@@ -255,6 +289,7 @@ class ResponseLog:
         "replica",
         "run",
         "storage",
+        "successor",
     )
 
     def __init__(
@@ -275,6 +310,7 @@ class ResponseLog:
         self.outage: Outage | None = None
         self.failure: Exception | None = None
         self.storage = storage
+        self.successor: ResponseLog | None = None
 
     @property
     def response_id(self) -> str:
@@ -307,6 +343,10 @@ class ResponseLog:
     def deltas(self) -> list[DeltaEntry]:
         """The output so far."""
         return [entry for entry in self.entries if isinstance(entry, DeltaEntry)]
+
+    @property
+    def steers(self) -> list[SteerEntry]:
+        return [entry for entry in self.entries if isinstance(entry, SteerEntry)]
 
     @property
     def token_ids(self) -> list[int]:
@@ -355,6 +395,18 @@ class ResponseLog:
     def cancel(self) -> None:
         """Stop the response if this gateway runs it and it has not ended."""
         self.do(self.replica.cancel())
+
+    def steer(self, steer_id: str, text: str) -> None:
+        """Have the run here queue a steer, once. Before the run has a runner nothing happens.
+
+        Raises:
+            RequestRefusedError: it does not run here, or takes no more steers.
+        """
+        if any(entry.name == steer_id for entry in self.steers):
+            return
+        if self.run is None:
+            raise not_active(self.response_id)
+        self.run.steer(steer_id, text)
 
     def notify(self, kind: str, **values: Any) -> None:
         """Send a notice to current readers, in order with the entries."""

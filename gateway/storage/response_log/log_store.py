@@ -80,6 +80,15 @@ class LogStore(Protocol):
         Raises as `find`."""
         ...
 
+    async def steer(self, tenant: str, response_id: str, steer_id: str, text: str) -> None:
+        """Have the gateway that runs a response queue a steer (`Runner.steer`), as soon as it
+        hears of it. Raises as `find`.
+
+        Raises:
+            RequestRefusedError: it runs here, and takes no more steers.
+        """
+        ...
+
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete an ended log, if it exists."""
         ...
@@ -159,6 +168,9 @@ class MemoryLogStore(InMemory):
 
     async def cancel(self, tenant: str, response_id: str) -> None:
         (await self.find(tenant, response_id)).cancel()
+
+    async def steer(self, tenant: str, response_id: str, steer_id: str, text: str) -> None:
+        (await self.find(tenant, response_id)).steer(steer_id, text)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         if self._ended.has(tenant, response_id):

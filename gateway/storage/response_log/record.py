@@ -1,6 +1,6 @@
 """The records of a response log: a header and entries from which all events can be made.
 
-    header · delta … delta · end
+    header · delta … delta · (steer …) · end
 
 They contain everything that another gateway needs to replay a response or to continue it from the
 middle: the request with its seed and prompt ids, and the token ids and text of each delta. `events`
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import orjson
 from msgspec import Struct
 
 from penstock.engine.chat_formats import OutputFormat
@@ -45,6 +46,7 @@ ITEM_EVENTS: Mapping[str, ItemEvents] = {
     )
 }
 COMPACTION_TRIGGER = "compaction_trigger"  # the last input item of a request to compact
+STEER = "steer"  # the kind of an entry that is no delta
 INTERRUPTED = FinishReason.ERROR  # the server was stopped, and could not go on with it afterwards
 
 
@@ -87,6 +89,8 @@ class LogHeader:
         rendering: length and digest of the text that the prompt was tokenised from, if known, and
             by what that was done (`Rendering`).
         compaction: what comes before the answer.
+        settings: the request's body without its input and its place in a conversation, which a
+            successor inherits; None: it cannot have one.
     """
 
     response_id: str
@@ -107,6 +111,7 @@ class LogHeader:
     rendering: tuple[int, bytes] | tuple[int, bytes, bytes] | None = None
     output_format: OutputFormat | None = None
     compaction: Compaction | None = None
+    settings: Mapping[str, Any] | None = None
 
     @property
     def is_text_only(self) -> bool:
@@ -163,6 +168,52 @@ class DeltaEntry(Struct, gc=False, array_like=True):
         return self.number + self.num_events - 1
 
 
+class SteerEntry(Struct, gc=False, array_like=True):
+    """Input for a successor of the response, which is to end for it: the event
+    `response.steer.accepted`. Its fields are those of a delta, so that every store keeps it as one.
+
+    Attributes:
+        text: the input as the client sent it, as JSON.
+        name: the steer's id.
+    """
+
+    number: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+    output_index: int = 0
+    kind: str = STEER
+    num_events: int = 1
+    name: str = ""
+    is_end: ClassVar[bool] = False
+
+    @property
+    def last_number(self) -> int:
+        return self.number
+
+    @property
+    def input(self) -> Any:
+        return orjson.loads(self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steered:
+    """What became of the steers of a response; it is the same for all of them.
+
+    Attributes:
+        status: a successor has them as its input; or the response made tool calls, and the next
+            request that continues it gets them; or they are lost to it, and the client has them.
+        is_cut: the output was ended for them.
+        drops_call: the last item is half a tool call, which does not become part of the output.
+        error: code and message, if they failed.
+    """
+
+    status: Literal["committed", "pending", "failed"]
+    is_cut: bool = False
+    drops_call: bool = False
+    error: tuple[str, str] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEntry:
     """The events after the last delta; the last entry.
@@ -175,6 +226,7 @@ class EndEntry:
             many of them were right.
         error: code and message of a failure.
         prefix_id: identifies the KV of the whole turn in an engine.
+        steered: None if nobody steered it.
     """
 
     number: int
@@ -184,6 +236,7 @@ class EndEntry:
     ended_at: int
     error: tuple[str, str] | None = None
     prefix_id: bytes | None = None
+    steered: Steered | None = None
     is_end: ClassVar[bool] = True
 
     @property
@@ -191,4 +244,4 @@ class EndEntry:
         return self.number + self.num_events - 1
 
 
-Entry = DeltaEntry | EndEntry
+Entry = DeltaEntry | SteerEntry | EndEntry

@@ -32,7 +32,7 @@ from penstock.gateway.storage.response_log.redis_steps import (
     scan,
     texts,
 )
-from penstock.gateway.storage.response_log.redis_stream import cancel_key
+from penstock.gateway.storage.response_log.redis_stream import cancel_key, steer_key
 
 _LOG = logging.getLogger(__name__)
 _NUM_AT_ONCE = 16  # responses taken over
@@ -103,6 +103,18 @@ class Gateways:
             is_strict=True,
         )
         await self._tell(texts(gateways), b"cancel", response_id)
+
+    async def steer(self, response_id: str, steer_id: str, text: str) -> None:
+        """Tell the gateway that runs a response of a steer. One that takes it over later must be
+        told again.
+
+        Raises:
+            RedisAwayError: Redis is unavailable.
+        """
+        key = steer_key(response_id, steer_id)
+        commands: list[Command] = [("SET", key, text, "EX", _CANCEL_S), ("SMEMBERS", GATEWAYS)]
+        _, gateways = await round_trip(self._redis, commands, is_strict=True)
+        await self._tell(texts(gateways), b"steer", f"{response_id} {steer_id}")
 
     async def leave(self) -> None:
         """Give up the lease and tell the other gateways, which take over this one's responses.

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 
+from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, store_unavailable
 from penstock.gateway.storage.redis.errors import RedisAwayError, detail_of
 from penstock.gateway.storage.redis.health import RedisHealth
@@ -50,6 +51,7 @@ from penstock.gateway.storage.response_log.redis_stream import (
     read_first,
     read_key,
     read_last,
+    steer_key,
     unless_foreign,
 )
 from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWriter
@@ -161,6 +163,14 @@ class RedisLogStore:
             log.cancel()
         else:
             raise response_expired(response_id)
+
+    async def steer(self, tenant: str, response_id: str, steer_id: str, text: str) -> None:
+        log = await self.find(tenant, response_id)
+        if log.run is not None:
+            log.steer(steer_id, text)
+        elif not log.is_ended:
+            with self._answering():
+                await self._gateways.steer(response_id, steer_id, text)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         if await self._look(tenant, response_id):
@@ -403,14 +413,33 @@ class RedisLogStore:
         await self._writer.mend()
         await self._follower.check()
 
+    async def _steer(self, response_id: str, steer_id: str) -> None:
+        """Queue a steer that another gateway was asked for. One that cannot be queued is missed by
+        that gateway, which reads the log."""
+        log = self._running.get(response_id)
+        if log is None:
+            return
+        text = await ask(self._redis, "GET", steer_key(response_id, steer_id))
+        try:
+            if text is not None:
+                log.steer(steer_id, text.decode())
+        except RequestRefusedError as error:
+            _LOG.info("cannot steer %s: %s", response_id, error)
+        except Exception:  # a bug, or foreign content
+            _LOG.exception("cannot steer %s", response_id)
+
     async def _obey(self) -> None:
         """Do what other gateways say."""
         while True:
             fields = await self._follower.commands.get()
             if b"look" in fields:
                 self._scan_now.set()
-            elif (response_id := fields.get(b"cancel")) is not None:
-                log = self._running.get(response_id.decode(errors="replace"))
+            elif (steer := fields.get(b"steer")) is not None:
+                response_id, _, steer_id = steer.decode(errors="replace").partition(" ")
+                self._run_errand(self._steer(response_id, steer_id))
+            elif (cancelled := fields.get(b"cancel")) is not None:
+                response_id = cancelled.decode(errors="replace")
+                log = self._running.get(response_id)
                 try:
                     if log is not None:
                         log.cancel()

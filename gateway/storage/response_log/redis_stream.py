@@ -1,6 +1,6 @@
 """The format of a response in Redis: one stream with its entries in order.
 
-    <epoch>-<last sequence number>   h header | d delta | e end
+    <epoch>-<last sequence number>   h header | d delta or steer | e end
     <epoch>-0                        f fence: the id of the gateway that owns it from here on
     <epoch>-<2^64-1>                 x broken: the owner continued without Redis; no replay
 
@@ -36,7 +36,7 @@ from penstock.gateway.storage.response_log.codec import (
     encode_header,
 )
 from penstock.gateway.storage.response_log.log import ResponseLog, Storage
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, LogHeader
+from penstock.gateway.storage.response_log.record import EndEntry, Entry, LogHeader
 from penstock.gateway.storage.response_log.replica import BrokenLogError, Role
 
 HEADER, DELTA, END, FENCE, BROKEN = b"h", b"d", b"e", b"f", b"x"
@@ -58,6 +58,11 @@ def cancel_key(response_id: str) -> str:
     return f"penstock:cancel:{{{tree_of(response_id)}}}:{response_id}"
 
 
+def steer_key(response_id: str, steer_id: str) -> str:
+    """Has the input of a steer for a while, for the gateway that runs the response."""
+    return f"penstock:steer:{{{tree_of(response_id)}}}:{response_id}:{steer_id}"
+
+
 def read_key(response_id: str) -> str:
     """Renewed by gateways that follow the response for a reader, so that its owner knows that it is
     read."""
@@ -71,7 +76,7 @@ def add_header(key: str, header: LogHeader) -> tuple[str, str, str, bytes, bytes
 
 def add_entry(key: str, epoch: int, entry: Entry) -> tuple[str, str, str, str, bytes, bytes]:
     kind, body = (
-        (DELTA, encode_delta(entry)) if isinstance(entry, DeltaEntry) else (END, encode_end(entry))
+        (END, encode_end(entry)) if isinstance(entry, EndEntry) else (DELTA, encode_delta(entry))
     )
     return "XADD", key, "NOMKSTREAM", f"{epoch}-{entry.last_number}", kind, body
 
@@ -184,7 +189,7 @@ def ends(fields: dict[bytes, bytes]) -> bool:
     return END in fields or BROKEN in fields
 
 
-def _entry(fields: dict[bytes, bytes]) -> DeltaEntry | EndEntry | None:
+def _entry(fields: dict[bytes, bytes]) -> Entry | None:
     """Decode an entry after the header; None for a fence."""
     if len(fields) != 1:
         raise BrokenLogError(f"an entry of {len(fields)} fields")

@@ -85,6 +85,7 @@ def test_what_follows_from_an_answer_is_linked(model_path: Path, tmp_path: Path)
         "get /v1/responses/{response_id}",
         "delete /v1/responses/{response_id}",
         "post /v1/responses/{response_id}/cancel",
+        "post /v1/responses/{response_id}/steer",
         "get /v1/responses/{response_id}/input_items",
         "post /v1/responses",
     }
@@ -171,6 +172,7 @@ _BODIES: dict[str, Any] = {  # of operations that need one which no link gives
     "post /v1/conversations/{conversation_id}/items": {"items": [_ITEM]},
     "post /v1/conversations/{conversation_id}/head": {"turn": None, "expected": None},
     "post /tokenize": {"prompt": "Hello"},
+    "post /v1/responses/{response_id}/steer": {"input": "Hello"},
 }
 
 
@@ -201,6 +203,9 @@ async def test_each_link_leads_to_an_answer(served: Served) -> None:
 async def _call(served: Served, name: str, in_path: dict[str, str], body: Any) -> Any:
     method, path = name.split()
     answer = await served.http.request(method, path.format(**in_path), json=body)
+    if name.endswith("/steer"):  # of a response that has ended
+        assert answer.json()["error"]["code"] == "response_already_completed"
+        return None
     assert answer.status_code == 200, (name, answer.text)
     return answer.json()
 

@@ -143,15 +143,6 @@ async def test_errors_name_their_lane(served: Served) -> None:
         assert (error["stream_id"], error["error"]["param"]) == ("q", "top_p")
 
 
-async def test_steer_is_refused(served: Served) -> None:
-    async with served.client.responses.connect() as connection:
-        await connection.response.steer(input="faster", previous_response_id="resp_1")
-        event = await connection.recv()
-        assert event.type == "response.steer.failed"
-        assert event.error.code == "steering_not_supported"
-        assert event.steer.input == "faster"
-
-
 async def test_a_17th_response_waits_until_one_has_ended(serve: Serve) -> None:
     async with serve() as served, served.connect(max_queue=None) as socket:
         served.engine.may_speak.clear()  # none ends

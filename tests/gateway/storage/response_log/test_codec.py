@@ -25,10 +25,12 @@ from penstock.gateway.storage.response_log.codec import (
     LATER_FIELDS,
     VERSION,
     UnreadableEntryError,
+    decode_appended,
     decode_delta,
     decode_end,
     decode_header,
     decode_log,
+    encode_appended,
     encode_delta,
     encode_end,
     encode_header,
@@ -38,7 +40,10 @@ from penstock.gateway.storage.response_log.record import (
     Compaction,
     DeltaEntry,
     EndEntry,
+    Entry,
     LogHeader,
+    Steered,
+    SteerEntry,
 )
 
 from .records import header
@@ -214,11 +219,38 @@ def test_every_field_of_a_header_is_written() -> None:
     written = dataclasses.replace(header(), output_format=WITH_THOUGHTS, compaction=first)
     _, named = msgpack.unpackb(encode_header(written), strict_map_key=False)
     names = {field.name for field in dataclasses.fields(LogHeader)}
-    assert named.keys() == names - {"nonce"} | {"item_id"}
+    assert named.keys() == names - {"nonce", "settings"} | {"item_id"}
     later = LATER_FIELDS.keys()
     assert named["request"].keys() == set(Request.__struct_fields__) - later
     params = named["request"]["sampling_params"]
     assert params.keys() == set(SamplingParams.__struct_fields__) - later
+
+
+def test_settings_do_not_keep_older_gateways_from_reading_a_header() -> None:
+    written = dataclasses.replace(header(), settings={"instructions": "x"})
+    data = encode_header(written)
+    _, named = msgpack.unpackb(data, strict_map_key=False)
+    _, plain = msgpack.unpackb(encode_header(header()), strict_map_key=False)
+    assert named.keys() == plain.keys()
+    assert decode_header(data) == written
+
+
+@pytest.mark.parametrize("is_text_only", [True, False])
+def test_steers(is_text_only: bool) -> None:
+    known = dataclasses.replace(header(), output_format=None if is_text_only else WITH_THOUGHTS)
+    number = known.num_opening_events
+    steer = SteerEntry(number + 1, '"two"', name="steer_1")
+    steered = Steered(status="failed", is_cut=True, drops_call=True, error=("code", "why"))
+    end = EndEntry(
+        number=number + 2, num_events=5, reason=FinishReason.ABORT, usage=(1, 0, 1), ended_at=1,
+        steered=steered,
+    )  # fmt: skip
+    assert decode_delta(encode_delta(steer)) == steer
+    assert decode_end(encode_end(end)) == end
+    entries: list[Entry] = [DeltaEntry(number, "a", (1,)), steer]
+    appended = [(7, entries)]
+    assert decode_appended(encode_appended(appended)) == appended
+    assert decode_log(encode_log(known, [*entries, end])) == (known, [*entries, end])
 
 
 def test_a_later_field_is_written_only_with_a_value() -> None:

@@ -1,0 +1,211 @@
+"""Steering: input for a response that runs, which ends for it and has a successor that answers it.
+
+    accepted ──▶ committed: the successor has it as its input
+       │   └───▶ pending: the response made tool calls, and the request with their results gets it
+       └───────▶ failed: nobody answers it, and the client gets it back
+
+A steer is an entry of the response's log (`record.SteerEntry`), and so is its outcome
+(`record.Steered`, in the end), so that who reads the log to its end knows both, on any gateway.
+The successor's id depends on the response's alone: whichever gateway begins it, there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol
+
+import orjson
+from pydantic import Field
+
+from penstock.gateway.api.schema.messages import MAX_ITEMS, InputItem, Message
+from penstock.gateway.api.schema.model import Model
+from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.errors import Failure, RequestRefusedError
+from penstock.gateway.storage.conversations.records import StoredTurn
+from penstock.gateway.storage.response_log.log import ResponseLog
+
+MAX_PENDING = 16  # steers of one response
+MAX_PENDING_BYTES = 1 << 20  # of their input, as JSON
+CODES = frozenset(
+    """
+    response_not_found invalid_input steering_not_supported too_many_pending_steers
+    response_already_completed response_not_active successor_creation_failed
+    """.split()  # noqa: SIM905
+)
+_MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status"})
+# Of a request: its input, its place in a conversation, and what is about its own stream.
+_NOT_INHERITED = frozenset(
+    """
+    input previous_response_id conversation stream stream_options generate prediction type stream_id
+    prompt_cache_options
+    """.split()  # noqa: SIM905
+)
+
+
+class Successor(Protocol):
+    """A response that is ready to begin."""
+
+    async def begin(self) -> None:
+        """Store and start it, unless another gateway has. Raises as `ResponseService.create`."""
+        ...
+
+    def discard(self) -> None:
+        """It will not begin."""
+        ...
+
+
+class Successors(Protocol):
+    """Makes the successor of a response."""
+
+    async def ready(self) -> None:
+        """Wait until one can run. Raises: EngineDeadError."""
+        ...
+
+    async def plan(self, log: ResponseLog, ended: StoredTurn) -> Successor:
+        """The successor of a response whose turn will be stored so. Raises as
+        `ResponseService.create`."""
+        ...
+
+    async def has_begun(self, log: ResponseLog) -> bool:
+        """Whether another gateway has begun the successor."""
+        ...
+
+
+class SteerRequest(Model):
+    """Input for a response that runs. Items other than messages of the user are refused."""
+
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def inherited(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a successor has from a request's body."""
+    kept = {name: value for name, value in body.items() if name not in _NOT_INHERITED}
+    extensions = kept.get("penstock")
+    if isinstance(extensions, dict) and "continue" in extensions:
+        kept["penstock"] = {k: v for k, v in extensions.items() if k != "continue"}
+    return kept
+
+
+def new_steer_id() -> str:
+    return f"steer_{secrets.token_hex(12)}"
+
+
+def derived_steer_id(tenant: str, response_id: str, key: str) -> str:
+    """The id of the steer that a request with an `Idempotency-Key` stands for."""
+    parts = "\0".join((tenant, response_id, key))
+    return f"steer_{hashlib.sha256(parts.encode()).hexdigest()[:24]}"
+
+
+def checked_text(value: Any) -> str:
+    """The JSON of an input: a text that is not empty, or messages of the user.
+
+    Raises:
+        RequestRefusedError: 400 `invalid_input`: it is neither.
+    """
+    if isinstance(value, str):
+        if not value:
+            raise _invalid("input must not be empty", "input")
+        parts: Sequence[Any] = [{"role": "user", "content": value}]
+    elif isinstance(value, list) and value:
+        parts = value
+    else:
+        raise _invalid("input must be a text, or a list of messages that is not empty", "input")
+    for index, part in enumerate(parts):
+        param = f"input[{index}]"
+        if not isinstance(part, dict) or part.get("type", "message") != "message":
+            raise _invalid(f"{param} is not a message: only those can steer a response", param)
+        if part.get("role") != "user":
+            raise _invalid(f"{param}.role must be 'user'", f"{param}.role")
+        for name in part:
+            if name not in _MESSAGE_FIELDS:
+                raise _invalid(f"{param}.{name}: a message that steers has no such field", param)
+    try:
+        items = items_of([value])
+    except RequestRefusedError as error:
+        raise _invalid(str(error), error.param) from error
+    for index, item in enumerate(items):
+        if isinstance(item, Message) and not any(item.content):
+            raise _invalid(f"input[{index}].content must not be empty", f"input[{index}].content")
+    return orjson.dumps(value).decode()
+
+
+def items_of(inputs: Sequence[Any]) -> list[InputItem]:
+    """The items of some steers' inputs, in order. Raises: RequestRefusedError."""
+    items: list[InputItem] = []
+    for value in inputs:
+        parsed = parse_fields(SteerRequest, {"input": value}).input
+        if isinstance(parsed, str):
+            parsed = [Message(role="user", content=(parsed,))]
+        items += parsed
+    return items
+
+
+def check_room(log: ResponseLog, text: str) -> None:
+    """
+    Raises:
+        RequestRefusedError: 429 `too_many_pending_steers`: the response has no room for this input.
+    """
+    steers = log.steers
+    num_bytes = sum(len(entry.text) for entry in steers) + len(text)
+    if len(steers) >= MAX_PENDING or num_bytes > MAX_PENDING_BYTES:
+        raise RequestRefusedError(
+            f"a response takes at most {MAX_PENDING} steers and {MAX_PENDING_BYTES} bytes of their "
+            "input",
+            code="too_many_pending_steers",
+            param="input",
+            status=429,
+        )
+
+
+def not_supported(response_id: str) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"the response {response_id!r} cannot be steered: it only prepares a prompt or compacts "
+        "its conversation",
+        code="steering_not_supported",
+        param="response_id",
+    )
+
+
+def already_completed(response_id: str) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"the response {response_id!r} has ended; continue it with previous_response_id",
+        code="response_already_completed",
+        param="response_id",
+        status=409,
+    )
+
+
+def steer_error(failure: Failure) -> dict[str, str]:
+    """The error of `response.steer.failed`, for input that was not accepted."""
+    code = failure.code or ""
+    if code not in CODES:
+        code = "response_not_found" if failure.status == 404 else code or "response_not_active"
+    return {"type": "invalid_request_error", "code": code, "message": failure.message}
+
+
+def key_reused() -> RequestRefusedError:
+    error = RequestRefusedError(
+        "this Idempotency-Key was already used with a different input",
+        code="idempotency_key_reused",
+        param="Idempotency-Key",
+        status=409,
+    )
+    error.headers = {"x-should-retry": "false"}  # OpenAI's clients retry other 409s
+    return error
+
+
+def _invalid(message: str, param: str | None) -> RequestRefusedError:
+    return RequestRefusedError(message, code="invalid_input", param=param)
+
+
+# -- steers that wait for the results of tool calls ------------------------------------------------
+
+
+def pending_of(turn: StoredTurn | None) -> list[Any]:
+    """The inputs that wait for the next request that continues a turn."""
+    if turn is None or b'"pending"' not in turn.response:
+        return []
+    told = orjson.loads(turn.response).get("penstock") or {}
+    return [each["input"] for each in told.get("steers", ()) if each["status"] == "pending"]

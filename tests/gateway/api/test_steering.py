@@ -1,0 +1,364 @@
+"""A response that is steered ends, and its successor answers: over WebSocket with the stock
+client's types, and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import websockets
+from openai.types.responses import ResponsesServerEvent
+from pydantic import TypeAdapter
+
+from penstock.gateway.api.responses.steering import MAX_PENDING
+from penstock.gateway.storage.conversations.ids import successor_id
+
+from ..conftest import ANSWER, PATIENCE_S, Serve, Served, until
+from ..sockets import send, until_end
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
+_CALL = '{"name": "add", "arguments": {"a": 1}}'
+_TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+
+
+def _text(events: list[dict[str, Any]]) -> str:
+    return "".join(event["delta"] for event in events if event["type"].endswith("text.delta"))
+
+
+async def _until(socket: websockets.ClientConnection, kind: str) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while not events or events[-1]["type"] != kind:
+            events.append(json.loads(await socket.recv()))
+    return events
+
+
+async def _begun(
+    served: Served, socket: websockets.ClientConnection, num_deltas: int = 3, **request: Any
+) -> str:
+    """The id of a response that has said so much, and says no more until the engine may."""
+    served.engine.holds_in = num_deltas
+    await send(socket, type="response.create", input="one", **request)
+    (created,) = await _until(socket, "response.created")
+    response_id: str = created["response"]["id"]
+    await until(lambda: not served.engine.may_speak.is_set())
+    return response_id
+
+
+async def test_the_successor_answers_on_the_same_lane(served: Served) -> None:
+    async with served.connect() as socket:
+        await send(socket, type="penstock.ping")
+        await socket.recv()
+        first = await _begun(served, socket, stream_id="a")
+        await send(socket, type="response.steer", previous_response_id=first, input="two")
+        before = await _until(socket, "response.incomplete")
+        served.engine.may_speak.set()
+        after = await until_end(socket)
+    events = [*before, *after]
+    assert all(event["stream_id"] == "a" for event in events)
+    for event in events:
+        EVENTS.validate_python(event)
+    accepted = next(event for event in before if event["type"] == "response.steer.accepted")
+    assert accepted["steer"]["previous_response_id"] == first
+    assert [event["sequence_number"] for event in before] == list(range(1, len(before) + 1))
+    assert [event["sequence_number"] for event in after] == list(range(len(after)))
+    ended, answer = before[-1]["response"], after[-1]["response"]
+    assert ended["incomplete_details"] == {"reason": "steered"}
+    assert ended["output"][0]["status"] == "incomplete"
+    said = ended["output"][0]["content"][0]["text"]
+    assert said == _text(before) == ANSWER[: len(said)] != ""
+    assert answer["id"] == successor_id(first)
+    assert answer["previous_response_id"] == first
+    assert _text(after) == ANSWER
+    assert served.prompt_of() == f"<user>one\n<assistant>{said}\n<user>two\n<assistant>"
+    assert ended["penstock"]["steers"] == [
+        {"id": accepted["steer"]["id"], "status": "committed", "successor_id": answer["id"]}
+    ]
+    stored = (await served.http.get(f"/v1/responses/{first}")).json()
+    assert stored["status"] == "incomplete"
+    assert stored["penstock"] == ended["penstock"]
+
+
+async def test_the_stock_client_steers(serve: Serve) -> None:
+    async with serve() as served, served.client.responses.connect() as connection:
+        served.engine.holds_in = 2
+        await connection.response.create(model="tiny", input="hello")
+        kinds, text, first = [], "", ""
+        async for event in connection:
+            kinds.append(event.type)
+            if event.type == "response.created":
+                first = first or event.response.id
+            elif event.type == "response.output_text.delta":
+                text += event.delta
+                if not served.engine.may_speak.is_set() and "response.steer.accepted" not in kinds:
+                    await connection.response.steer(
+                        previous_response_id=first,
+                        input=[{"type": "message", "role": "user", "content": "shorter"}],
+                    )
+            elif event.type == "response.incomplete":
+                assert event.response.incomplete_details is not None
+                assert event.response.incomplete_details.reason == "steered"
+                text = ""
+                served.engine.may_speak.set()
+            elif event.type == "response.completed":
+                break
+    assert kinds.count("response.created") == 2
+    assert kinds.count("response.steer.accepted") >= 1
+    assert text == ANSWER
+
+
+async def test_two_steers_at_once_have_one_successor(served: Served) -> None:
+    async with served.connect() as socket, served.connect() as other:
+        first = await _begun(served, socket)
+        asked = [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]
+        await asyncio.gather(
+            send(socket, type="response.steer", previous_response_id=first, input=asked),
+            send(other, type="response.steer", previous_response_id=first, input="four"),
+        )
+        told = json.loads(await other.recv())
+        before = await _until(socket, "response.incomplete")
+        served.engine.may_speak.set()
+        after = await until_end(socket)
+    steers = before[-1]["response"]["penstock"]["steers"]
+    accepted = [e["steer"]["id"] for e in before if e["type"] == "response.steer.accepted"]
+    assert [steer["id"] for steer in steers] == accepted
+    assert _text(after) == ANSWER
+    if told["type"] == "response.steer.failed":  # the other one was quicker, and is on its way
+        assert told["error"]["code"] in ("response_not_active", "response_already_completed")
+        assert told["steer"]["input"] == "four"
+    else:
+        assert told["steer"]["id"] in accepted
+    words = {"two", "three", "four"} if len(accepted) == 2 else {"two", "three"}
+    assert all(f"<user>{word}\n" in served.prompt_of() for word in words)
+
+
+@pytest.mark.parametrize("store", [True, False])
+async def test_conversations_and_unstored_responses(serve: Serve, store: bool) -> None:
+    async with serve() as served, served.connect() as socket:
+        settings: dict[str, Any] = {"store": False, "instructions": "Be brief."}
+        if store:
+            made = await served.client.conversations.create()
+            settings = {"conversation": made.id, "instructions": "Be brief."}
+        first = await _begun(served, socket, **settings)
+        await send(socket, type="response.steer", previous_response_id=first, input="two")
+        before = await _until(socket, "response.incomplete")
+        said = _text(before)
+        served.engine.may_speak.set()
+        after = await until_end(socket)
+        assert _text(after) == ANSWER
+        prompt = f"<system>Be brief.\n<user>one\n<assistant>{said}\n<user>two\n<assistant>"
+        assert served.prompt_of() == prompt
+        place = {"conversation": made.id} if store else {"store": False}
+        place |= {} if store else {"previous_response_id": after[-1]["response"]["id"]}
+        await send(socket, type="response.create", input="three", **place)
+        await until_end(socket)
+        shown = prompt.removeprefix("<system>Be brief.\n")
+        assert served.prompt_of() == f"{shown}{ANSWER}\n<user>three\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ("", "input"),
+        ([], "input"),
+        (None, "input"),
+        (7, "input"),
+        ([{"role": "assistant", "content": "x"}], "input[0].role"),
+        ([{"role": "user", "content": ""}], "input[0].content"),
+        ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0]"),
+        ([{"role": "user", "content": "x", "name": "y"}], "input[0]"),
+        ([{"role": "user", "content": [{"type": "input_sound"}]}], "input[0].content"),
+    ],
+)
+async def test_wrong_input_is_refused_and_nothing_is_cut(
+    served: Served, value: Any, param: str
+) -> None:
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        answer = await served.http.post(f"/v1/responses/{first}/steer", json={"input": value})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("invalid_input", "invalid_request_error")
+        assert error["param"].startswith(param)
+        await send(socket, type="response.steer", previous_response_id=first, input=value)
+        *_, failed = await _until(socket, "response.steer.failed")
+        assert failed["error"]["code"] == "invalid_input"
+        assert failed["steer"] == {"input": value, "previous_response_id": first}
+        served.engine.may_speak.set()
+        *_, last = await until_end(socket)
+        assert last["type"] == "response.completed"
+
+
+async def test_what_cannot_be_steered_says_why(served: Served) -> None:
+    async def code(response_id: str) -> tuple[int, str]:
+        answer = await served.http.post(f"/v1/responses/{response_id}/steer", json={"input": "x"})
+        return answer.status_code, answer.json()["error"]["code"]
+
+    ended = await served.client.responses.create(model="tiny", input="one")
+    assert await code(ended.id) == (409, "response_already_completed")
+    assert await code("resp_" + 48 * "0") == (404, "response_not_found")
+    assert await code("nonsense") == (404, "response_not_found")
+    async with served.connect() as socket:
+        for field in ({"previous_response_id": "resp_1", "model": "x"}, {}):
+            await send(socket, type="response.steer", input="x", **field)
+            (failed,) = await _until(socket, "response.steer.failed")
+            assert failed["error"]["code"] == "invalid_input"
+            EVENTS.validate_python(failed) if field else None
+        await send(socket, type="response.steer", input="x", previous_response_id="resp_1")
+        (failed,) = await _until(socket, "response.steer.failed")
+        assert failed["error"]["code"] == "response_not_found"
+        served.engine.may_speak.clear()
+        await send(socket, type="response.create", input="one", generate=False)
+        (created,) = await _until(socket, "response.created")
+        assert await code(created["response"]["id"]) == (400, "steering_not_supported")
+
+
+async def test_http_with_a_key_steers_once_and_tells_the_outcome(served: Served) -> None:
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        key = {"Idempotency-Key": "k1"}
+        path = f"/v1/responses/{first}/steer"
+        said = (await served.http.post(path, json={"input": "two"}, headers=key)).json()
+        assert said["object"] == "response.steer"
+        assert said["previous_response_id"] == first
+        before = await _until(socket, "response.incomplete")
+        again = (await served.http.post(path, json={"input": "two"}, headers=key)).json()
+        assert again["id"] == said["id"]
+        assert again["status"] == "committed"
+        assert again["successor_id"] == successor_id(first)
+        other = await served.http.post(path, json={"input": "other"}, headers=key)
+        assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
+        late = await served.http.post(path, json={"input": "late"})
+        assert late.json()["error"]["code"] == "response_already_completed"
+        served.engine.may_speak.set()
+        assert _text(await until_end(socket)) == ANSWER
+    assert len([e for e in before if e["type"] == "response.steer.accepted"]) == 1
+    # Who resumes learns the same.
+    lines = (await served.http.get(f"/v1/responses/{first}?stream=true")).text.splitlines()
+    replayed = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert replayed[1:] == before
+
+
+async def test_a_response_takes_so_many_steers(served: Served, soon_alarmed: None) -> None:
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        served.engine.kill()  # its successor waits for it
+        await until(lambda: served.app.state.engine.info is None)
+        path = f"/v1/responses/{first}/steer"
+        for number in range(MAX_PENDING):
+            answer = await served.http.post(path, json={"input": f"n{number}"})
+            assert answer.json()["status"] == "accepted"
+        answer = await served.http.post(path, json={"input": "more"})
+        code = answer.json()["error"]["code"]
+        assert (answer.status_code, code) == (429, "too_many_pending_steers")
+        served.engine.may_speak.set()
+        served.engine.holds_in = None
+        served.engine.restart()
+        *_, ended = await _until(socket, "response.incomplete")
+        assert len(ended["response"]["penstock"]["steers"]) == MAX_PENDING
+        assert _text(await until_end(socket)) == ANSWER
+    assert served.prompt_of().count("<user>n") == MAX_PENDING
+
+
+async def test_a_steer_counts_as_a_request(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        '[tenants.acme]\nrequests_per_minute = 1\n[[keys]]\nkey = "sk-acme-0123456789abcdef"\n'
+        'tenant = "acme"\n'
+    )
+    key = {"Authorization": "Bearer sk-acme-0123456789abcdef"}
+    async with (
+        serve(api_keys_file=str(keys)) as served,
+        served.connect(additional_headers=key) as socket,
+    ):
+        first = await _begun(served, socket)
+        path = f"/v1/responses/{first}/steer"
+        answer = await served.http.post(path, json={"input": "two"}, headers=key)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"]
+        served.engine.may_speak.set()
+        *_, last = await until_end(socket)
+        assert last["type"] == "response.completed"
+
+
+_CALLED = f"Hi.<tool_call>\n{_CALL}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds", "waits"),
+    [
+        (_CALLED, ["message", "function_call"], True),
+        (_CALLED + _CALLED[3:40], ["message", "function_call"], True),
+        (_CALLED[:40], ["message"], False),
+        (_CALLED[:9], ["message"], False),
+    ],
+)
+async def test_a_whole_call_waits_for_its_result_and_half_of_one_is_dropped(
+    serve: Serve, said: str, kinds: list[str], waits: bool
+) -> None:
+    async with serve(tool_call_parser="hermes") as served, served.connect() as socket:
+        tokens = served.tokenizer.encode(said)
+        served.engine.script = [*tokens, *served.tokenizer.encode(" And so on.")]
+        first = await _begun(served, socket, len(tokens), tools=[_TOOL])
+        served.engine.script = served.tokenizer.encode(ANSWER)
+        await send(socket, type="response.steer", previous_response_id=first, input="two")
+        before = await until_end(socket)
+        ended = before[-1]["response"]
+        assert [item["type"] for item in ended["output"]] == kinds
+        added = [event for event in before if event["type"] == "response.output_item.added"]
+        done = [event for event in before if event["type"] == "response.output_item.done"]
+        assert len(added) == len(done)
+        if waits:
+            assert before[-1]["type"] == "response.completed"
+            (pending,) = await _until(socket, "response.steer.pending")
+            EVENTS.validate_python(pending)
+            call = ended["output"][1]
+            assert pending["required_input"] == [
+                {"type": "function_call_output", "call_id": call["call_id"], "name": "add"}
+            ]
+            assert pending["sequence_number"] == before[-1]["sequence_number"] + 1
+            served.engine.may_speak.set()
+            result = {**pending["required_input"][0], "output": "3"}
+            del result["name"]
+            answers = [{"input": [result], "previous_response_id": first} for _ in range(2)]
+            for answer in answers:  # the second one is a branch, to which nobody steered
+                await send(socket, type="response.create", **answer, tools=[_TOOL])
+                created, *after = await until_end(socket)
+                assert _text(after) == ANSWER
+                is_first = answer is answers[0]
+                assert ("<user>two\n" in served.prompt_of()) == is_first
+                assert (created["response"]["id"] == successor_id(first)) == is_first
+        else:
+            assert before[-1]["type"] == "response.incomplete"
+            served.engine.may_speak.set()
+            assert _text(await until_end(socket)) == ANSWER
+            assert "tool_call" not in served.prompt_of().split("<user>two")[0].split("Hi.")[1]
+
+
+async def test_a_steer_of_a_thought(serve: Serve) -> None:
+    async with serve(reasoning_parser="qwen3") as served, served.connect() as socket:
+        tokens = served.tokenizer.encode("<think>\nI wonder")
+        served.engine.script = [*tokens, *served.tokenizer.encode(" why.\n</think>\n\nSo.")]
+        first = await _begun(served, socket, len(tokens))
+        await send(socket, type="response.steer", previous_response_id=first, input="two")
+        *_, ended = await _until(socket, "response.incomplete")
+        served.engine.may_speak.set()
+        (thought,) = ended["response"]["output"]
+        assert (thought["type"], thought["status"]) == ("reasoning", "incomplete")
+        assert thought["content"][0]["text"] == "I wonder"
+        *_, last = await until_end(socket)
+        assert last["type"] == "response.completed"
+        assert "<user>two" in served.prompt_of()
+
+
+async def test_cancelling_after_a_steer_ends_both(served: Served) -> None:
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        await served.http.post(f"/v1/responses/{first}/steer", json={"input": "two"})
+        await _until(socket, "response.incomplete")
+        await send(socket, type="penstock.cancel", response_id=successor_id(first))
+        *_, last = await until_end(socket)
+        assert last["response"]["status"] == "cancelled"
