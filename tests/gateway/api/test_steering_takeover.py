@@ -1,0 +1,210 @@
+"""Steers at several gateways: any of them takes a steer, and one that takes a steered response over
+finds what became of it. Also where the server is stopped, and goes on from its disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.text import Tokenizer
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.engines import engine_link
+from penstock.gateway.storage.conversations.ids import successor_id
+
+from ...redis_server import RedisServer
+from ..conftest import ANSWER, PATIENCE_S, Serve, until
+from ..fake_engine import FakeEngine
+from ..standing_still import Gateway
+
+_NUM_SAID = 4  # tokens before the steer
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def _text(events: list[dict[str, Any]]) -> str:
+    return "".join(event["delta"] for event in events if event["type"].endswith("text.delta"))
+
+
+async def _read(http: httpx.AsyncClient, response_id: str) -> list[dict[str, Any]]:
+    """A response's events, to the end, from the first to the last."""
+    answer = await http.get(f"/v1/responses/{response_id}?stream=true")
+    assert answer.status_code == 200, answer.text
+    events = _events(answer.text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+async def _check(http: httpx.AsyncClient, first: str, steer_ids: list[str]) -> str:
+    """That the steers were committed, once, and that its successor answers; the text before."""
+    before = await _read(http, first)
+    steers = before[-1]["response"]["penstock"]["steers"]
+    assert [steer["id"] for steer in steers] == steer_ids
+    assert {(each["status"], each["successor_id"]) for each in steers} == {
+        ("committed", successor_id(first))
+    }
+    accepted = [e for e in before if e["type"] == "response.steer.accepted"]
+    assert [event["steer"]["id"] for event in accepted] == steer_ids
+    assert before[-1]["type"] == "response.incomplete"
+    stored = (await http.get(f"/v1/responses/{first}")).json()
+    assert stored["output"] == before[-1]["response"]["output"]
+    assert stored["output"][0]["content"][0]["text"] == _text(before)
+    after = await _read(http, successor_id(first))
+    assert after[-1]["type"] == "response.completed"
+    assert _text(after) == ANSWER
+    return _text(before)
+
+
+# -- several gateways ----------------------------------------------------------------------------
+
+
+class Stage:
+    """Two gateways in front of one engine.
+
+    Attributes:
+        http: a client of each.
+    """
+
+    def __init__(
+        self, gateways: list[Gateway], http: list[httpx.AsyncClient], engine: FakeEngine, redis: Any
+    ) -> None:
+        self.gateways = gateways
+        self.http = http
+        self.engine = engine
+        self._redis = redis
+
+    async def begun(self) -> str:
+        """A response at the first gateway, which has said a bit and then holds its breath."""
+        self.engine.holds_in = _NUM_SAID
+        body = {"input": "one", "background": True}
+        response_id: str = (await self.http[0].post("/v1/responses", json=body)).json()["id"]
+        await until(lambda: not self.engine.may_speak.is_set())
+        return response_id
+
+    async def steer(self, at: int, response_id: str, said: str = "two") -> dict[str, Any]:
+        path = f"/v1/responses/{response_id}/steer"
+        answer = await self.http[at].post(path, json={"input": said})
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    def lose_first(self) -> None:
+        """The lease of the first gateway, which stands still, runs out."""
+        self._redis.delete(self.gateways[0].lease)
+        self._redis.xadd(self.gateways[1].control, {"look": ""})
+
+
+@pytest.fixture
+async def stage(
+    model_path: Path,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Stage]:
+    monkeypatch.setattr(engine_link, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_link, "MAX_SILENT_BEATS", 50 * PATIENCE_S)
+    config = GatewayConfig(
+        engine_address=f"{tmp_path}/engine.sock",
+        served_model_names=("tiny",),
+        model=ModelConfig(model=str(model_path)),
+        redis_url=redis_server.patient_url,
+        redis_patience_ms=int(1000 * PATIENCE_S),
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        address = config.engine_address
+        engine = await stack.enter_async_context(FakeEngine(address, tokenizer.encode(ANSWER)))
+        gateways, clients = [Gateway(config) for _ in range(2)], []
+        for gateway in gateways:
+            await asyncio.to_thread(gateway.__enter__)
+            stack.push(gateway)
+            client = httpx.AsyncClient(base_url=gateway.base_url, timeout=PATIENCE_S)
+            clients.append(await stack.enter_async_context(client))
+        redis = stack.enter_context(redis_server.client())
+        yield Stage(gateways, clients, engine, redis)
+
+
+@pytest.mark.redis
+async def test_any_gateway_takes_a_steer(stage: Stage) -> None:
+    first = await stage.begun()
+    told = await stage.steer(1, first)
+    stage.engine.may_speak.set()
+    said = await _check(stage.http[1], first, [told["id"]])
+    assert ANSWER.startswith(said)
+    assert said
+    assert await _check(stage.http[0], first, [told["id"]]) == said
+
+
+@pytest.mark.redis
+async def test_the_gateway_stands_still_after_it_accepted_a_steer(stage: Stage) -> None:
+    """The other one takes the response over, computes no more of it, and begins the successor."""
+    first = await stage.begun()
+    stage.engine.kill()  # so that the successor has to wait
+    told = [await stage.steer(1, first), await stage.steer(0, first, "three")]
+    stage.gateways[0].stand_still()
+    stage.lose_first()
+    stage.engine.may_speak.set()
+    stage.engine.restart()
+    ids = [each["id"] for each in told]
+    said = await _check(stage.http[1], first, ids)
+    stage.gateways[0].go_on()
+    assert await _check(stage.http[0], first, ids) == said
+    known = [name for name in stage.engine.submitted if name == successor_id(first)]
+    assert len(known) == 1
+
+
+@pytest.mark.redis
+async def test_the_gateway_stands_still_after_it_began_the_successor(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one takes both over."""
+    original = ResponseService.begin_successor
+    stands_still, may_go_on = threading.Event(), threading.Event()
+
+    async def begin(self: ResponseService, *args: Any) -> None:
+        await original(self, *args)
+        if not stands_still.is_set():
+            stands_still.set()
+            assert may_go_on.wait(PATIENCE_S)
+
+    monkeypatch.setattr(ResponseService, "begin_successor", begin)
+    first = await stage.begun()
+    told = await stage.steer(0, first)
+    assert await asyncio.to_thread(stands_still.wait, PATIENCE_S)
+    stage.lose_first()
+    stage.engine.may_speak.set()
+    said = await _check(stage.http[1], first, [told["id"]])
+    may_go_on.set()
+    assert await _check(stage.http[0], first, [told["id"]]) == said
+
+
+# -- one gateway, which is stopped ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("soon_alarmed")
+async def test_what_was_steered_goes_on_from_disk(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.mkdir(mode=0o700)
+    async with serve(data_dir=str(path)) as served:
+        served.engine.holds_in = _NUM_SAID
+        body = {"input": "one", "background": True}
+        first = (await served.http.post("/v1/responses", json=body)).json()["id"]
+        await until(lambda: not served.engine.may_speak.is_set())
+        served.engine.kill()
+        answer = await served.http.post(f"/v1/responses/{first}/steer", json={"input": "two"})
+        assert answer.status_code == 200, answer.text
+        await served.app.state.log_store.hand_over()
+    async with serve(data_dir=str(path)) as served:
+        said = await _check(served.http, first, [answer.json()["id"]])
+        assert served.prompt_of() == f"<user>one\n<assistant>{said}\n<user>two\n<assistant>"
