@@ -24,6 +24,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
 MAX_LOGIT_BIAS = 100.0  # OpenAI's
+MAX_PATTERN_SIZE = 1024  # of `RepetitionDetection`: each token costs microseconds
 SEED_MASK = (1 << 64) - 1
 
 
@@ -110,6 +111,58 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True):
     triggers: tuple[str | int, ...] = ()
     thought: tuple[str | int, ...] = ()
     is_thinking: bool = False
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """When an output has run into a loop: its newest tokens are one pattern, again and again. Names
+    and meanings follow vLLM.
+
+    Attributes:
+        max_pattern_size: tokens of the longest pattern that is looked for.
+        min_count: how often it must stand at the end of the output.
+        min_pattern_size: tokens of the shortest.
+    """
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_types_if_wrong(self, self._check)
+
+    def _check(self) -> None:
+        name = "repetition_detection"
+        is_size = 1 <= self.max_pattern_size <= MAX_PATTERN_SIZE
+        _check(is_size, name, f"max_pattern_size must be between 1 and {MAX_PATTERN_SIZE}")
+        _check(
+            1 <= self.min_pattern_size <= self.max_pattern_size,
+            name,
+            "min_pattern_size must be between 1 and max_pattern_size",
+        )
+        _check(2 <= self.min_count <= 1 << 31, name, "min_count must be at least 2")
+
+    def is_found(self, token_ids: list[int], num_output_tokens: int) -> bool:
+        """Whether the output, the last of these tokens, ends with such a pattern."""
+        longest = min(self.max_pattern_size, num_output_tokens // self.min_count)
+        num_tokens = len(token_ids)
+        # A pattern's size is a distance at which the newest token stood before: few do.
+        before = token_ids[num_tokens - 1 - longest : num_tokens - 1]
+        before.reverse()
+        size = self.min_pattern_size
+        while size <= longest:
+            try:
+                size = before.index(token_ids[-1], size - 1) + 1
+            except ValueError:
+                return False
+            num_repeated = size * (self.min_count - 1)
+            if (
+                (size == 1 or token_ids[-2] == token_ids[-2 - size])  # nearly always not
+                and token_ids[num_tokens - num_repeated :]
+                == token_ids[num_tokens - num_repeated - size : num_tokens - size]
+            ):
+                return True
+            size += 1
+        return False
 
 
 class DefaultLimit(int):
@@ -212,6 +265,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         Declared(),
         "What the output must match; tokens that would break it are masked before the draw.",
     ] = None
+    repetition_detection: Annotated[
+        RepetitionDetection | None,
+        Declared(),
+        "End the output when its newest tokens repeat one pattern; None: never.",
+    ] = None
     # `engine.text` uses these, where ids become text; they never reach the engine core.
     stop: Annotated[
         tuple[str, ...], Declared(), "Texts that end the output; may be a single string."
@@ -255,6 +313,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             _check(bool(allowed), "allowed_token_ids", "must not be empty")
             _check(min(allowed) >= 0, "allowed_token_ids", "must not be negative")
             msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
+        if not isinstance(self.repetition_detection, RepetitionDetection | None):
+            raise TypeError("not what detects loops")
         if self.bad_words:
             is_empty = any(not word.strip() for word in self.bad_words)
             _check(not is_empty, "bad_words", "must not contain an empty text")
@@ -271,6 +331,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         _check(self.max_tokens > 0, "max_tokens", "must be at least 1 with beam search")
         _check(self.n <= self.beam_search.width, "n", "must not exceed the beam width")
         _check(self.best_of is None, "best_of", "is not allowed with beam search")
+        _check(
+            self.repetition_detection is None,
+            "repetition_detection",
+            "is not allowed with beam search",
+        )
         _check(self.temperature in (0.0, 1.0), "temperature", "must be 0 or 1 with beam search")
         for name, (_, _, declared, _) in SAMPLING_PARAMETERS.items():
             is_neutral = not declared.neutral or getattr(self, name) in declared.neutral
@@ -452,13 +517,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 class FinishReason(enum.Enum):
     """Why a sequence ended; values are OpenAI's `finish_reason`, except `GRAMMAR` (no token could
-    go on with an output that its grammar does not let end), `ABORT` and `ERROR`."""
+    go on with an output that its grammar does not let end), `REPETITION` (see
+    `RepetitionDetection`; callers are told `stop`, with this as the `stop_reason`), `ABORT` and
+    `ERROR`."""
 
     STOP = "stop"
     LENGTH = "length"
     GRAMMAR = "grammar"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
+
+    @property
+    def told(self) -> str:
+        """As callers are told, who know OpenAI's reasons."""
+        return "stop" if self is FinishReason.REPETITION else self.value
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -22,6 +22,7 @@ export function wasKept(/** @type {Outcome} */ { kind }) {
 export function cutText(/** @type {string} */ kind, /** @type {string | null} */ reason) {
   if (kind === "cancelled") return "Stopped.";
   if (kind !== "incomplete") return "";
+  if (reason === "repetition") return "Cut short: the answer repeated itself.";
   if (reason && reason !== "max_output_tokens") return `Cut short (${reason}).`;
   return "Cut short: the answer reached its length limit.";
 }

@@ -14,6 +14,8 @@ const SWITCHES = ["tools", "think"];
 const OF_CONVERSATION = ["model", "instructions", ...NUMBERS, ...SWITCHES];
 const MAX_VALUE = 500; // characters of a value of metadata; the server takes 512
 const MAX_VALUES = 8;
+/** An answer ends when it ends with a pattern of so many tokens for the fourth time. */
+const LOOPS = { min_pattern_size: 16, max_pattern_size: 64, min_count: 4 };
 const dialog = /** @type {HTMLDialogElement} */ (byId("settings-dialog"));
 const form = /** @type {HTMLFormElement} */ (byId("settings-form"));
 const models = /** @type {HTMLSelectElement} */ (byId("setting-model"));
@@ -65,6 +67,7 @@ export class Settings {
   parameters() {
     /** @type {Record<string, any> & { model: string }} */ const found = {
       model: this.model,
+      repetition_detection: LOOPS,
       ...this.#sampling[this.model],
     };
     if (this.#values.instructions?.trim()) found.instructions = this.#values.instructions;

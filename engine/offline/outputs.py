@@ -27,7 +27,8 @@ class CompletionOutput:
         cumulative_logprob: their sum; None if log-probabilities were not computed.
         score: of a beam search (see `BeamSearch.length_penalty`); else None.
         finish_reason: `stop` or `length`.
-        stop_reason: the stop string, EOS id or stop token id that ended the output; None at the
+        stop_reason: the stop string, EOS id or stop token id that ended the output, or
+            "repetition"; None at the
             length limit.
         items: of a chat: its messages, thoughts ("reasoning") and tool calls ("function_call", with
             a name and the arguments as JSON text), in order; empty if they are not looked for.
@@ -102,7 +103,7 @@ class _Branch:
 
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:
         self.finish_reason = reason
-        self.stop_reason = stop
+        self.stop_reason = reason.value if reason is FinishReason.REPETITION else stop
 
 
 class VectorCollector:
@@ -207,7 +208,7 @@ class OutputCollector:
             reader = OutputReader(self._output_format)
             is_cut = reason is not FinishReason.STOP or isinstance(branch.stop_reason, str)
             items = items_of([*reader.push(text), *reader.end(is_cut=is_cut)])
-            if reason is FinishReason.STOP and reader.is_calling:
+            if reader.is_calling and reason in (FinishReason.STOP, FinishReason.REPETITION):
                 reason = FinishReason.LENGTH  # a call that a stop string cut off must not be run
             text = "\n".join(item.text for item in items if item.kind == "message")
         return CompletionOutput(
@@ -219,7 +220,7 @@ class OutputCollector:
             if params.num_logprobs is None
             else sum(entry.logprob for entry in branch.logprobs),
             score=branch.score,
-            finish_reason=reason.value,
+            finish_reason=reason.told,
             stop_reason=branch.stop_reason,
             items=tuple(items),
         )

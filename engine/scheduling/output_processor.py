@@ -1,6 +1,6 @@
 """From a step's result to requests' outputs: appends tokens, detects ends, forks branches.
 
-    StopRule         when a sequence ends: EOS, stop ids, length (stop strings: `engine.text`)
+    StopRule         when a sequence ends: EOS, stop ids, loops, length (not stop strings)
     Branches         several sequences of one request: samples of one prompt, and beams
     OutputProcessor  applies a step's result, sequence by sequence
 
@@ -57,6 +57,11 @@ class StopRule:
         )
         if is_end and sequence.num_output_tokens >= params.min_tokens:
             return FinishReason.STOP
+        loops = params.repetition_detection
+        if loops is not None:
+            num = sequence.num_output_tokens
+            if num >= params.min_tokens and loops.is_found(sequence.token_ids, num):
+                return FinishReason.REPETITION
         is_full = self.fills(sequence, num_tokens=len(sequence.token_ids))
         return FinishReason.LENGTH if is_full else None
 

@@ -288,8 +288,10 @@ def _page(items: Schema, **more: Schema) -> Schema:
     )
 
 
-_FINISH_REASON = _one_of(*(reason.value for reason in FinishReason))
-_CHAT_FINISH_REASON = _one_of(*(reason.value for reason in FinishReason), "tool_calls")
+_FINISH_REASONS = dict.fromkeys(reason.told for reason in FinishReason)
+_FINISH_REASON = _one_of(*_FINISH_REASONS)
+_CHAT_FINISH_REASON = _one_of(*_FINISH_REASONS, "tool_calls")
+_STOP_REASON = {"stop_reason": _one_of(FinishReason.REPETITION.value)}
 _TURN_STATUS = _one_of("in_progress", "completed", "incomplete", "cancelled", "failed")
 _TOKEN = {"token": STRING, "logprob": _NUMBER, "bytes": _list(INTEGER)}
 _COMPLETION_LOGPROBS = _object(
@@ -437,7 +439,7 @@ ANSWERS: dict[str, Schema] = {
         object=_one_of("chat.completion"),
         choices=_list(
             _object(
-                {"token_ids": _list(INTEGER)},
+                {"token_ids": _list(INTEGER), **_STOP_REASON},
                 index=INTEGER,
                 message=_object(
                     {
@@ -460,7 +462,7 @@ ANSWERS: dict[str, Schema] = {
         object=_one_of("text_completion"),
         choices=_list(
             _object(
-                {"prompt_logprobs": _PROMPT_LOGPROBS, **_TOKEN_IDS},
+                {"prompt_logprobs": _PROMPT_LOGPROBS, **_TOKEN_IDS, **_STOP_REASON},
                 index=INTEGER,
                 text=STRING,
                 logprobs=nullable(_COMPLETION_LOGPROBS),

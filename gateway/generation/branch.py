@@ -145,8 +145,8 @@ class Branch:
                 pieces = [*pieces, *self._reader.end(is_cut=is_cut)]
             if self._reader.is_over:
                 reason = reason or FinishReason.STOP
-            elif reason is FinishReason.STOP and self._reader.is_calling:
-                reason = FinishReason.LENGTH  # a call that a stop string cut off must not be run
+            elif self._reader.is_calling and reason in (FinishReason.STOP, FinishReason.REPETITION):
+                reason = FinishReason.LENGTH  # a call that was cut off must not be run
             self.finish_reason = reason
             return self._delta(pieces, logprobs, output.notice)
         self.finish_reason = reason

@@ -37,6 +37,7 @@ _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.GRAMMAR: "refusal",  # its grammar let it neither go on nor end
+    FinishReason.REPETITION: "end_turn",
     FinishReason.ABORT: "end_turn",
 }
 _ANY_TEXT = "\0"  # stands for a text

@@ -16,7 +16,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.api.chat.planning import planned
 from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt, image_sources
 from penstock.gateway.api.schema.parsing import parse_request
-from penstock.gateway.api.shared.choices import Answer, Choice
+from penstock.gateway.api.shared.choices import Answer, Choice, ending_of
 from penstock.gateway.api.shared.idempotency import (
     IdempotentAnswers,
 )
@@ -191,7 +191,7 @@ class _Answer(Answer):
             "index": index,
             "message": message,
             "logprobs": {"content": tokens, "refusal": None} if self._chat.logprobs else None,
-            "finish_reason": self._finish_reason(index, output.finish_reason),
+            **self._ending(index, output.finish_reason),
         }
 
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
@@ -215,10 +215,9 @@ class _Answer(Answer):
             pieces.append(self._piece(index, change, tokens=tokens))
             tokens = []
         if delta.finish_reason is not None:
-            reason = self._finish_reason(index, delta.finish_reason)
             # What reads a delta without thoughts as text (DeepSeek's loop) does not expect null.
             last = {"content": ""} if self._no_thoughts and index not in self._callers else {}
-            pieces.append(self._piece(index, last, finish_reason=reason))
+            pieces.append(self._piece(index, last) | self._ending(index, delta.finish_reason))
         return pieces
 
     def _piece(
@@ -227,13 +226,12 @@ class _Answer(Answer):
         delta: dict[str, Any],
         *,
         tokens: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
     ) -> Choice:
         return {
             "index": index,
             "delta": {**self._no_thoughts, **delta},
             "logprobs": {"content": tokens, "refusal": None} if tokens else None,
-            "finish_reason": finish_reason,
+            "finish_reason": None,
         }
 
     def _change(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -256,9 +254,10 @@ class _Answer(Answer):
             return {"tool_calls": [{"index": number, **call}]}
         return {"tool_calls": [{"index": number, key: {text_key: piece.text}}]}
 
-    def _finish_reason(self, index: int, reason: FinishReason) -> str:
+    def _ending(self, index: int, reason: FinishReason) -> Choice:
+        """Why a choice ended."""
         is_call = reason is FinishReason.STOP and index in self._callers
-        return "tool_calls" if is_call else reason.value
+        return {"finish_reason": "tool_calls"} if is_call else ending_of(reason)
 
     def _call_id(self, index: int, number: int) -> str:
         _, _, request = str(self._head["id"]).partition("-")

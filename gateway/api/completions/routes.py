@@ -14,7 +14,7 @@ from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.schema.parsing import parse_request
-from penstock.gateway.api.shared.choices import Answer, Choice
+from penstock.gateway.api.shared.choices import Answer, Choice, ending_of
 from penstock.gateway.api.shared.idempotency import (
     IdempotentAnswers,
     idempotency_key,
@@ -215,7 +215,7 @@ class _Answer(Answer):
     def choice(self, index: int, output: Output) -> Choice:
         number = index // self.num_each
         choice = self._choice(index, output.text, output.logprobs)
-        choice["finish_reason"] = output.finish_reason.value
+        choice |= ending_of(output.finish_reason)
         if number in self._prompt_logprobs:
             choice["prompt_logprobs"] = self._prompt_logprobs[number]
         return choice | self._prompt_token_ids(index)
@@ -231,7 +231,7 @@ class _Answer(Answer):
                     "index": index,
                     "text": "",
                     "logprobs": None,
-                    "finish_reason": delta.finish_reason.value,
+                    **ending_of(delta.finish_reason),
                 }
             )
         if pieces:

@@ -159,7 +159,7 @@ class _Answer:
 
     def _stop_type(self) -> str:
         reason = self._generation.branches[0].finish_reason
-        if reason is not FinishReason.STOP:
+        if reason is not FinishReason.STOP:  # of a loop: "none"
             return "limit" if reason is FinishReason.LENGTH else "none"
         newest = self._generation.output_token_ids(0)[-1:]
         return "word" if self._asked.stop and not self._ends & {*newest} else "eos"

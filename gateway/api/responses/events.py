@@ -50,6 +50,7 @@ _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
     FinishReason.STOP: ("completed", "response.completed", None),
     FinishReason.LENGTH: ("incomplete", "response.incomplete", "max_output_tokens"),
     FinishReason.GRAMMAR: ("incomplete", "response.incomplete", "grammar"),
+    FinishReason.REPETITION: ("incomplete", "response.incomplete", "repetition"),
     FinishReason.ABORT: ("cancelled", "response.incomplete", None),
     INTERRUPTED: ("incomplete", "response.incomplete", "interrupted"),
 }

@@ -66,7 +66,12 @@ from penstock.gateway.storage.response_log.record import (
 
 _LOG = logging.getLogger(__name__)
 _STORE_WITHIN_S = 600.0  # if the store is away when a turn ends
-_NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.GRAMMAR)
+_NATURAL = (
+    FinishReason.STOP,
+    FinishReason.LENGTH,
+    FinishReason.GRAMMAR,
+    FinishReason.REPETITION,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

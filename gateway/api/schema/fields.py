@@ -20,8 +20,10 @@ from penstock.engine.config import MAX_LOGPROBS
 from penstock.engine.request import (
     MAX_BRANCHES,
     MAX_LOGIT_BIAS,
+    MAX_PATTERN_SIZE,
     SAMPLING_PARAMETERS,
     BeamSearch,
+    RepetitionDetection,
     SamplingParams,
 )
 from penstock.gateway.api.schema.aliases import NO_LIMIT
@@ -151,6 +153,35 @@ class Extensions(Model):
     speculation: bool = True
 
 
+class LoopDetection(Model):
+    """vLLM's `repetition_detection`: when an output that repeats itself ends."""
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN_SIZE)] = 0
+    min_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN_SIZE)] = 0
+    min_count: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> LoopDetection:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise invalid(
+                "repetition_detection.min_pattern_size", "must not be greater than max_pattern_size"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise invalid("repetition_detection.min_count", "must be at least 2")
+        return self
+
+    @property
+    def params(self) -> RepetitionDetection | None:
+        """None: no pattern is looked for."""
+        if not self.max_pattern_size:
+            return None
+        return RepetitionDetection(
+            max_pattern_size=self.max_pattern_size,
+            min_pattern_size=max(self.min_pattern_size, 1),
+            min_count=self.min_count,
+        )
+
+
 class StreamOptions(Model):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -235,6 +266,7 @@ class SamplingRequest(_Common):
     structured_outputs: StructuredOutputsParams | None = _described(
         "structured_outputs", default=None
     )
+    repetition_detection: LoopDetection | None = _described("repetition_detection", default=None)
     cache_salt: Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-_MAX_PRIORITY, lt=_MAX_PRIORITY)] = 0
     prediction: Prediction | None = None
@@ -268,6 +300,7 @@ class SamplingRequest(_Common):
         defaults = model_defaults if branching.beam_search is None else _SEARCH_DEFAULTS
         given = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
         seed = model_defaults.get("seed") if self.seed is None else self.seed
+        loops = self.repetition_detection
         drawn = {
             "seed": secrets.randbits(63) if seed is None else seed,
             "max_tokens": UNKNOWN_LIMIT,
@@ -282,6 +315,7 @@ class SamplingRequest(_Common):
             best_of=branching.best_of,
             beam_search=branching.beam_search,
             structured_outputs=self.constraint.structured_outputs,
+            repetition_detection=None if loops is None else loops.params,
             stop=tuple(self.stop),
             speculation=self.penstock.speculation,
         )

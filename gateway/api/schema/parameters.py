@@ -121,7 +121,7 @@ _ROWS: tuple[_Row, ...] = (
     (_BOTH, Use.REFUSED, "stop_regex plugins lora image_data", ("",)),
     (_BOTH, Use.REFUSED, "lora_path session_params custom_logit_processor custom_params", ()),
     (_BOTH, Use.REFUSED, "bootstrap_host bootstrap_port bootstrap_room ec_transfer_params", ()),
-    (_BOTH, Use.REFUSED, "repetition_detection media_io_kwargs images_config", ()),
+    (_BOTH, Use.REFUSED, "media_io_kwargs images_config", ()),
     (_BOTH, Use.REFUSED, "watermarking return_prompt_text return_token_offsets", (False,)),
     (_BOTH, Use.REFUSED, "return_routed_experts return_cached_tokens_details", (False,)),
     (_BOTH, Use.NEUTRAL, "extra_key custom_labels ngram_corpus_id", ()),

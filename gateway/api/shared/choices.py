@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from penstock.engine.request import FinishReason
 from penstock.gateway.api.schema.fields import StreamOptions
 from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta
@@ -251,6 +252,13 @@ def _carrier(pieces: Sequence[Choice], delta: Delta) -> Choice:
         told = [piece for piece in pieces if piece["finish_reason"] is None]
         return next((piece for piece in told if piece["logprobs"]), [*pieces[-1:], *told][-1])
     return pieces[-1]
+
+
+def ending_of(reason: FinishReason) -> Choice:
+    """Why a choice ended."""
+    if reason is FinishReason.REPETITION:
+        return {"finish_reason": reason.told, "stop_reason": reason.value}
+    return {"finish_reason": reason.told}
 
 
 def error_events(error: Exception) -> bytes:

@@ -28,6 +28,7 @@ from penstock.engine.request import (
     BeamSearch,
     FinishReason,
     ImageInput,
+    RepetitionDetection,
     Request,
     Retention,
     SamplingParams,
@@ -281,6 +282,8 @@ def _all_request_fields(asked: Request) -> dict[str, Any]:
         if not grammar.triggers:  # of which older gateways know nothing
             fields = {name: fields[name] for name in ("kind", "text")}
         params["structured_outputs"] = fields
+    if "repetition_detection" in params:
+        params["repetition_detection"] = structs.asdict(params["repetition_detection"])
     request = _request_fields(asked)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
@@ -344,6 +347,9 @@ def _read_request(named: dict[str, Any]) -> Request:
         params[name] = tuple(params[name])
     if "bad_words_token_ids" in params:
         params["bad_words_token_ids"] = tuple(map(tuple, params["bad_words_token_ids"]))
+    if "repetition_detection" in params:
+        loops = params["repetition_detection"]
+        params["repetition_detection"] = RepetitionDetection(**loops)
     return Request(
         **{
             **named,

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.engine import LLM
+from penstock.engine.request import RepetitionDetection
 
 from .conftest import GREEDY, HOT, PROMPTS, one
 
@@ -64,3 +65,20 @@ def test_equal_prompts_differ_and_a_call_repeats(llm: LLM) -> None:
     assert texts(HOT) == texts(HOT)
     assert texts(replace(HOT, seed=1)) == texts([replace(HOT, seed=seed) for seed in (1, 2, 3)])
     assert len(set(texts([HOT] * 3))) == 1
+
+
+def test_a_loop_ends_an_output(llm: LLM) -> None:
+    """A model that may say one word only says it again and again."""
+    (word,) = llm.tokenizer.encode("a")[-1:]
+    looped = replace(
+        GREEDY,
+        allowed_token_ids=(word,),
+        max_tokens=200,
+        repetition_detection=RepetitionDetection(max_pattern_size=8, min_count=5),
+    )
+    output = one(llm, PROMPTS[0], looped)
+    assert list(output.token_ids) == [word] * 5
+    assert (output.finish_reason, output.stop_reason) == ("stop", "repetition")
+    plain = one(llm, PROMPTS[1], GREEDY)
+    asked = replace(GREEDY, repetition_detection=looped.repetition_detection)
+    assert one(llm, PROMPTS[1], asked) == plain

@@ -132,7 +132,7 @@ def test_another_layout_is_another_version() -> None:
     ]
     without_modules = re.sub(r"\bpenstock(\.\w+)*\.", "", repr(layout))
     digest = hashlib.sha256(without_modules.encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (20, "f43fc572c732d5c8")
+    assert (PROTOCOL_VERSION, digest) == (21, "583a7b73f2effa6e")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

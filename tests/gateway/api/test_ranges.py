@@ -32,7 +32,10 @@ def _refused(check: Any) -> str | None:
 
 
 # Those that have another form over HTTP.
-OTHERS = {"bad_words_token_ids", "beam_search", "speculation", "structured_outputs"}
+OTHERS = {
+    "bad_words_token_ids", "beam_search", "repetition_detection", "speculation",
+    "structured_outputs",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING_PARAMETERS.keys() - OTHERS))
@@ -81,6 +84,10 @@ def test_a_negative_seed_is_its_bits_in_both() -> None:
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
         ({"allowed_token_ids": [3, -1]}, "allowed_token_ids must not be negative"),
         ({"bad_words": ["x", " "]}, "bad_words must not contain an empty text"),
+        (
+            {"repetition_detection": {"min_count": 2}},
+            "repetition_detection must be RepetitionDetection or None, not {'min_count': 2}",
+        ),
         ({"n": 2, "best_of": "x"}, "best_of must be int or None, not 'x'"),
     ],
 )

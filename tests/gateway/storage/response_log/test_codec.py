@@ -16,6 +16,7 @@ from penstock.engine.request import (
     BeamSearch,
     FinishReason,
     ImageInput,
+    RepetitionDetection,
     Request,
     Retention,
     SamplingParams,
@@ -81,6 +82,13 @@ sampling = st.builds(
         kind=st.sampled_from(["json_schema", "regex", "lark"]),
         text=st.text(),
         triggers=st.sampled_from([(), ("<call>",), (7,)]),
+    ),
+    repetition_detection=st.none()
+    | st.builds(
+        RepetitionDetection,
+        max_pattern_size=st.integers(5, 9),
+        min_pattern_size=st.integers(1, 5),
+        min_count=st.integers(2, 9),
     ),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
