@@ -20,6 +20,16 @@
  * @property {Usage | null} usage
  * @property {string | null} reason   why it is incomplete, e.g. `max_output_tokens`
  * @property {Problem | null} problem
+ * @property {Steer[]} steers   what became of what it was steered with
+ */
+/**
+ * Input for an answer that was under way. `committed`: its successor answers it. `pending`: the next
+ * request that continues the answer, with the results of its tool calls, gets it. `failed`: nobody does.
+ * @typedef {object} Steer
+ * @property {string} id
+ * @property {"accepted" | "committed" | "pending" | "failed"} status
+ * @property {string} [successor_id]
+ * @property {Problem} [error]
  */
 /** @typedef {{ position: number, estimatedWaitMs: number }} QueuePlace */
 
@@ -84,6 +94,7 @@ export class Answer extends EventTarget {
   /** Whether the request has left at least once, so that the server may know it. */
   wasSent = false;
   /** @type {Outcome | null} */ outcome = null;
+  /** What answers after it, if it was steered; known once it has ended. @type {Answer | null} */ successor = null;
 
   /** @type {() => void} */ #onCancel;
   /** @type {Parser | null} */ #parser;
@@ -154,12 +165,13 @@ export class Answer extends EventTarget {
       usage: response.usage ?? null,
       reason: response.incomplete_details?.reason ?? null,
       problem: response.error ?? null,
+      steers: response.penstock?.steers ?? [],
     });
   }
 
   end(/** @type {Partial<Outcome> & { kind: Outcome["kind"] }} */ how) {
     if (this.isEnded) return;
-    this.outcome = { responseId: this.responseId, usage: null, reason: null, problem: null, ...how };
+    this.outcome = { responseId: this.responseId, usage: null, reason: null, problem: null, steers: [], ...how };
     this.#tell("end", this.outcome);
     this.#resolve(this.outcome);
   }

@@ -182,6 +182,7 @@ function showNewChat(said = "New chat.") {
 }
 
 function submit() {
+  if (!composer.isEmpty && canSteer()) return void pane.steer(composer.take());
   if (!composer.isEmpty && mayAsk()) ask(composer.take());
 }
 
@@ -189,6 +190,11 @@ function ask(/** @type {import("./drafts.js").Message} */ message) {
   refusal = "";
   void pane.ask(message);
   scroll.follow();
+}
+
+/** Whether a message would interrupt the answer under way. */
+function canSteer() {
+  return client.state === "open" && pane.answer !== null && !pane.isBusy;
 }
 
 function canAsk() {
@@ -378,7 +384,8 @@ function refresh() {
   showBanner(shown);
   showWelcome(pane.isEmpty && (location.hash === "" || pane.id === null));
   const isAnswering = pane.answer !== null;
-  page.composer.classList.toggle("is-answering", isAnswering);
+  const stops = isAnswering && composer.isEmpty;
+  page.composer.classList.toggle("is-answering", stops);
   if (canAsk()) obstacle = "";
   page.obstacle.textContent = obstacle;
   page.obstacle.hidden = !obstacle;
@@ -387,9 +394,9 @@ function refresh() {
   showProgress();
   page.live.hidden = !isAnswering || obstacle !== "";
   page.hint.hidden = isAnswering || obstacle !== "" || !page.refusal.hidden;
-  page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || composer.isEmpty;
-  page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");
-  page.send.title = isAnswering ? "Stop (Esc)" : "Send (Enter)";
+  page.send.disabled = stops ? pane.answer?.isCancelling === true : isAnswering ? !canSteer() : !canAsk() || composer.isEmpty;
+  page.send.setAttribute("aria-label", stops ? "Stop" : "Send");
+  page.send.title = stops ? "Stop (Esc)" : isAnswering ? "Interrupt the answer with this message (Enter)" : "Send (Enter)";
   for (const button of document.querySelectorAll("button[data-asks]")) {
     /** @type {HTMLButtonElement} */ (button).disabled = !canAsk();
   }
@@ -441,7 +448,7 @@ function announce(/** @type {string} */ text) {
 function listenToPage() {
   page.composer.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (pane.answer) pane.stop();
+    if (pane.answer && composer.isEmpty) pane.stop();
     else submit();
   });
   composer.addEventListener("change", () => {

@@ -51,6 +51,7 @@ export class ConversationPane extends EventTarget {
   /** While it is being fetched. @type {Promise<void> | null} */ #loading = null;
   /** Counts opened conversations, so that a late answer is recognised as stale. */
   #epoch = 0;
+  /** What the answer under way was steered with, and is not answered yet. @type {TurnView[]} */ #steered = [];
   /** What turns answer, beside those that are shown; null: not known (yet). @type {Map<string, string | null>} */
   #questions = new Map();
   #around;
@@ -80,6 +81,7 @@ export class ConversationPane extends EventTarget {
     this.#show([]);
     this.id = id;
     this.answer = null;
+    this.#steered = [];
     this.isBusy = false;
     this.#tree = null;
     this.numTokens = 0;
@@ -138,7 +140,8 @@ export class ConversationPane extends EventTarget {
         else view.show(messageText(item));
       }
     }
-    this.#noteEnd(view, group[group.length - 1].status, null);
+    const { status, incomplete_details: details } = group[group.length - 1];
+    this.#noteEnd(view, status, details?.reason ?? null);
     return view;
   }
 
@@ -169,6 +172,61 @@ export class ConversationPane extends EventTarget {
       if (!isLoaded || this.answer) return this.#handBack(message, isLoaded ? TAKEN : NOT_LOADED);
     }
     await this.#send([userItem(message)]);
+  }
+
+  /** Sends a message for which the answer under way ends; without one, at the end of the conversation. */
+  async steer(/** @type {Message} */ message) {
+    const { answer, id } = this;
+    const epoch = this.#epoch;
+    if (!answer) return this.ask(message);
+    const item = userItem(message);
+    const view = new TurnView(this.#around.transcript, [item], this.#wishes);
+    this.views.push(view);
+    this.#steered.push(view);
+    this.#changed();
+    try {
+      await this.#around.client.steer(answer, [inputOf(item)]);
+    } catch (error) {
+      if (!(error instanceof PenstockError)) throw error;
+      if (epoch !== this.#epoch) return this.#around.onLost(id, message, NOT_SENT);
+      this.#unsteer(view);
+      if (!["response_already_completed", "response_not_active"].includes(error.code ?? "")) return this.#handBack(message, error.message);
+      // It had just ended: what comes after it is to end, or this is the next message.
+      await answer.done;
+      while (epoch === this.#epoch && this.answer === answer) await new Promise((resolve) => setTimeout(resolve));
+      if (epoch === this.#epoch) await this.steer(message);
+      else this.#around.onLost(id, message, NOT_SENT);
+    }
+  }
+
+  #unsteer(/** @type {TurnView} */ view) {
+    this.#drop(view);
+    this.#steered = this.#steered.filter((other) => other !== view);
+    this.#changed();
+  }
+
+  /** Shows what answers what an answer was steered with; whether there is anything. */
+  #succeed(/** @type {Answer} */ answer, /** @type {Outcome} */ outcome) {
+    if (answer.successor) {
+      const views = this.#steered.splice(0);
+      this.#watch(views.at(-1) ?? this.#laterView(), answer.successor);
+      return true;
+    }
+    const failed = outcome.steers.find((steer) => steer.status === "failed");
+    if (failed) {
+      for (const view of this.#steered.splice(0)) {
+        this.#drop(view);
+        this.#handBack(messageOf(asked(view)), failed.error?.message ?? NOT_SENT);
+      }
+    }
+    return false;
+  }
+
+  /** For an answer whose message another tab has sent. */
+  #laterView() {
+    const view = new TurnView(this.#around.transcript, [], this.#wishes);
+    this.views.push(view);
+    return view;
   }
 
   stop() {
@@ -258,6 +316,7 @@ export class ConversationPane extends EventTarget {
     if (this.answer !== answer) return; // another conversation was opened meanwhile
     if (isKept && !answer.text && answer.blocks.length === 0) view.addNote("The model ended its answer without a word.");
     this.answer = null;
+    if (this.#succeed(answer, outcome)) return;
     this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
     this.#changed();
     const calls = outcome.kind === "completed" ? answer.blocks.filter((block) => block.kind === "call") : [];
@@ -285,7 +344,8 @@ export class ConversationPane extends EventTarget {
     const outputs = await outputsOf(calls);
     if (epoch !== this.#epoch || this.answer) return false;
     for (const { call_id, output } of outputs) view.showResult(call_id, output);
-    this.#watch(view, this.#around.client.respond({ ...this.#around.parameters(), input: outputs, conversation: id }));
+    const last = this.#steered.splice(0).at(-1) ?? view; // what the calls' turn was steered with
+    this.#watch(last, this.#around.client.respond({ ...this.#around.parameters(), input: outputs, conversation: id }));
     return true;
   }
 
@@ -305,7 +365,8 @@ export class ConversationPane extends EventTarget {
 
   #noteEnd(/** @type {TurnView} */ view, /** @type {string} */ kind, /** @type {string | null} */ reason) {
     const text = cutText(kind, reason);
-    if (text) view.addNote(text, { actions: [{ label: "Continue", run: () => void this.#continue(view) }] });
+    const actions = [{ label: "Continue", run: () => void this.#continue(view) }];
+    if (text) view.addNote(text, reason === "steered" ? {} : { actions });
   }
 
   /** Says why there is no answer, and offers what can be done about it. */

@@ -31,6 +31,7 @@
  * @property {number} created_at
  * @property {Item[]} [items]  what came in; of turns on the path to the head, where it was asked for
  * @property {Item | Item[] | null} [output]  what was answered
+ * @property {{ reason: string } | null} [incomplete_details]
  */
 /**
  * @typedef {object} Tree

@@ -21,6 +21,7 @@ export function wasKept(/** @type {Outcome} */ { kind }) {
 /** Why an answer ends in the middle; nothing where it does not. */
 export function cutText(/** @type {string} */ kind, /** @type {string | null} */ reason) {
   if (kind === "cancelled") return "Stopped.";
+  if (reason === "steered") return "Interrupted.";
   if (kind !== "incomplete") return "";
   if (reason === "repetition") return "Cut short: the answer repeated itself.";
   if (reason && reason !== "max_output_tokens") return `Cut short (${reason}).`;

@@ -53,12 +53,12 @@ export class Http {
    * The answer of an endpoint as JSON. Throws PenstockError.
    * @param {string} method
    * @param {string} path
-   * @param {{ body?: object, signal?: AbortSignal, keepalive?: boolean }} [options]  `keepalive`: it
+   * @param {{ body?: object, signal?: AbortSignal, keepalive?: boolean, headers?: Record<string, string> }} [options]  `keepalive`: it
    *     goes on when the page is left
    * @returns {Promise<any>}
    */
-  async request(method, path, { body, signal = AbortSignal.timeout(REQUEST_TIMEOUT_MS), keepalive } = {}) {
-    const answer = await this.open(method, path, { body, signal, keepalive });
+  async request(method, path, { body, signal = AbortSignal.timeout(REQUEST_TIMEOUT_MS), keepalive, headers } = {}) {
+    const answer = await this.open(method, path, { body, signal, keepalive, headers });
     try {
       return await answer.json();
     } catch (error) {
@@ -70,10 +70,10 @@ export class Http {
    * An answer whose body is yet to be read. Throws PenstockError.
    * @param {string} method
    * @param {string} path
-   * @param {{ body?: object, signal?: AbortSignal, keepalive?: boolean }} options
+   * @param {{ body?: object, signal?: AbortSignal, keepalive?: boolean, headers?: Record<string, string> }} options
    */
-  async open(method, path, { body, signal, keepalive }) {
-    /** @type {Record<string, string>} */ const headers = {};
+  async open(method, path, { body, signal, keepalive, headers: others }) {
+    /** @type {Record<string, string>} */ const headers = { ...others };
     if (this.apiKey) headers.Authorization = `Bearer ${this.apiKey}`;
     if (body) headers["Content-Type"] = "application/json";
     let answer;

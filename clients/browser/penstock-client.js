@@ -50,6 +50,7 @@ export { isSendableKey, PenstockError } from "./http.js";
  * @property {number} [quietMs]  how long an answer may be silent before the connection is asked after
  */
 
+const MAX_STEER_TRIES = 12;
 const PROBE_TIMEOUT_MS = 10_000;
 const STABLE_CONNECTION_MS = 5_000;
 const NOTICES = ["queue", "preempted", "resumed"];
@@ -193,6 +194,33 @@ export class PenstockClient extends EventTarget {
     return this.#take(answer);
   }
 
+  /**
+   * Has an answer under way end for these messages of the user, which its successor answers:
+   * `answer.successor`, once it has ended. Sent until the server says what became of it. Throws
+   * PenstockError: nothing was taken (`code` says why), and the answer goes on.
+   * @param {Answer} answer
+   * @param {string | object[]} input
+   * @returns {Promise<import("./answer.js").Steer>}
+   */
+  async steer(answer, input) {
+    if (!answer.responseId && !answer.isEnded) {
+      await new Promise((resolve) => {
+        for (const name of ["started", "end"]) answer.addEventListener(name, resolve, { once: true });
+      });
+    }
+    const path = `v1/responses/${answer.responseId}/steer`;
+    const headers = { "Idempotency-Key": requestId() };
+    for (let attempt = 0; ; attempt += 1) {
+      try {
+        return await this.#http.request("POST", path, { body: { input }, headers });
+      } catch (error) {
+        const mayPass = error instanceof PenstockError && error.isTemporary && error.status !== 429;
+        if (!mayPass || attempt === MAX_STEER_TRIES) throw error;
+        await new Promise((resolve) => setTimeout(resolve, backoffDelayMs(attempt)));
+      }
+    }
+  }
+
   /** A response as the server has it. Throws PenstockError. */
   response(/** @type {string} */ responseId) {
     return this.#http.request("GET", `v1/responses/${encodeURIComponent(responseId)}`);
@@ -252,11 +280,34 @@ export class PenstockClient extends EventTarget {
   }
 
   #take(/** @type {Answer} */ answer) {
-    this.#answers.add(answer);
-    answer.addEventListener("end", () => this.#answers.delete(answer), { once: true });
+    this.#keep(answer);
     if (this.state === "open") void this.#carry(answer);
     else this.connect();
     return answer;
+  }
+
+  #keep(/** @type {Answer} */ answer) {
+    this.#answers.add(answer);
+    answer.addEventListener("end", () => {
+      this.#answers.delete(answer);
+      this.#succeed(answer);
+    }, { once: true });
+  }
+
+  /** Goes on with what answers after an answer that was steered. */
+  #succeed(/** @type {Answer} */ answer) {
+    const responseId = answer.outcome?.steers.find((steer) => steer.successor_id)?.successor_id;
+    if (!responseId) return;
+    /** @type {Answer} */ const next = new Answer({
+      request: answer.request,
+      responseId,
+      onCancel: () => this.#transport?.cancel(next),
+    });
+    next.wasSent = true;
+    answer.successor = next;
+    this.#keep(next);
+    if (this.state === "open" && !this.#transport?.succeed(answer, next)) void this.#carry(next);
+    if (answer.isCancelling) next.cancel();
   }
 
   // ---- connection --------------------------------------------------------------------------

@@ -75,6 +75,15 @@ export class SocketTransport {
     if (answer.responseId) this.#send({ type: "penstock.cancel", response_id: answer.responseId });
   }
 
+  /** The server goes on with an answer's successor on its lane; whether it has one here. */
+  succeed(/** @type {Answer} */ answer, /** @type {Answer} */ next) {
+    const [lane] = [...this.#answers].find(([, each]) => each === answer) ?? [];
+    if (!lane) return false;
+    this.#answers.set(lane, next);
+    next.addEventListener("end", () => this.#free(lane, next), { once: true });
+    return true;
+  }
+
   close() {
     this.#isClosed = true;
     clearInterval(this.#heart);

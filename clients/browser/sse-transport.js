@@ -38,6 +38,12 @@ export class SseTransport {
     if (answer.responseId) this.#http.request("POST", `v1/responses/${answer.responseId}/cancel`).catch(() => {});
   }
 
+  /** Goes on with an answer's successor, which has a stream of its own. */
+  succeed(/** @type {Answer} */ _, /** @type {Answer} */ next) {
+    this.resume(next);
+    return true;
+  }
+
   close() {
     this.#closing.abort();
   }

@@ -614,6 +614,7 @@ ANSWERS: dict[str, Schema] = {
                 {
                     "items": _list(ref("Item")),
                     "output": {"anyOf": [ref("Item"), _list(ref("Item")), _NULL]},
+                    "incomplete_details": nullable(_map(STRING)),
                 },
                 turn=STRING,
                 parent=nullable(STRING),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -340,6 +341,8 @@ def _turn_object(turn: TurnSummary, said: StoredTurn | None) -> dict[str, Any]:
     if said is not None:
         output = said.output if len(said.output) > 1 else next(iter(said.output), None)
         items = {"items": shown_items(said), "output": output}
+        if said.status == "incomplete" and said.response:
+            items["incomplete_details"] = orjson.loads(said.response)["incomplete_details"]
     return {
         "turn": turn.turn_id,
         "parent": turn.parent_id,

@@ -318,11 +318,8 @@ async def test_keyboard(page: Page, demo_server: Served) -> None:
     await growing(turn)
     await expect(page.locator("#live")).to_contain_text("Esc stops")
     await page.keyboard.type("Hello!")
-    await page.keyboard.press("Enter")  # not sent while an answer comes, and not lost
-    await expect(page.get_by_role("textbox")).to_have_value("Hello!")
-    await expect(page.locator("#obstacle")).to_contain_text("Not sent: an answer is still coming.")
     await stopped(page, turn)
-    await expect(page.locator("#obstacle")).to_be_hidden()
+    await expect(page.get_by_role("textbox")).to_have_value("Hello!")
     await page.keyboard.press("Enter")
     await finished(page.locator(".turn").nth(1))
     await expect(page.locator("#announcer")).not_to_have_text("")
