@@ -17,11 +17,19 @@ from typing import Protocol
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.blocks.prefix_cache import CachedBlock
 from penstock.engine.config import LoraConfig
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.lora.quarantine import Quarantine
-from penstock.engine.lora.queue import AdapterQueue, Adapters
-from penstock.engine.request import ImageInput, Request, RequestOutput, StructuredOutputs
+from penstock.engine.preparation.preparation_queue import PreparationQueue
+from penstock.engine.preparation.resources import (
+    AdapterResources,
+    Adapters,
+    GrammarResources,
+    Grammars,
+    ImageResources,
+    Images,
+)
+from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.scheduling import Scheduler
-from penstock.engine.vision.queue import ImageQueue, Images
 
 
 class Handle(Protocol):
@@ -29,29 +37,6 @@ class Handle(Protocol):
 
     def result(self) -> BatchResult:
         """Wait for the step and return what it sampled; raises what the step raised."""
-        ...
-
-
-class Grammars(Protocol):
-    """Compiled grammars; thread-safe."""
-
-    @property
-    def num_kept(self) -> int: ...
-
-    def __contains__(self, grammar: StructuredOutputs) -> bool: ...
-
-    def compile(
-        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
-    ) -> None:
-        """Compile a grammar, which may take a second, for the sequences that will have it.
-
-        Args:
-            tenant: in whose share of the memory it is kept.
-            is_checked: it was compiled in a sandbox, which also knows what is not supported.
-
-        Raises:
-            InvalidRequestError: it is invalid or too large.
-        """
         ...
 
 
@@ -125,6 +110,10 @@ class EngineCore:
         quarantine: of adapters whose reading has ended engines.
         images: encodes the images of prompts; None: the model takes none.
         max_image_bytes: of their features that are kept.
+
+    Attributes:
+        grammars, adapters, images: what requests may need.
+        preparation: where they wait for it.
     """
 
     def __init__(
@@ -140,49 +129,49 @@ class EngineCore:
     ) -> None:
         lora = lora or LoraConfig()
         self.scheduler = scheduler
-        self.grammars = executor.grammars
-        self.adapters = AdapterQueue(
+        self.grammars = GrammarResources(executor.grammars)
+        self.adapters = AdapterResources(
             executor.adapters,
-            scheduler,
             max_loras=lora.num_at_once,
             max_cpu_loras=lora.max_cpu_loras or lora.num_at_once,
             quarantine=quarantine,
         )
-        self.images = ImageQueue(images, scheduler, max_bytes=max_image_bytes)
-        self._takes_images = images is not None
+        self.images = ImageResources(images, max_bytes=max_image_bytes)
+        self.preparation = PreparationQueue((self.grammars, self.adapters, self.images), scheduler)
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Have this called, in another thread, when a step has something to do or to say though no
-        request has come: an adapter has been read, an image encoded, or a rank has ended."""
-        self.adapters.wake = self.images.wake = self._executor.wake = wake
+        request has come: what it waits for has been loaded, or a rank has ended."""
+        self.preparation.wake = self._executor.wake = wake
 
     def add(self, request: Request) -> None:
-        """Add a request; raises `InvalidRequestError` if it can never be served. The steps wait
-        for its grammar if it is not among `grammars` yet. Its adapter is read, and its images are
-        encoded, meanwhile."""
-        if request.images:
+        """Add a request; raises `InvalidRequestError` if it can never be served. What it
+        needs is loaded beside the steps; its outputs say if that cannot be used."""
+        needs = self.preparation.needs(request)
+        if needs:
             self.scheduler.check(request)
-            self.images.check(request)
-            self.images.add(request)
-        elif request.adapter is None:
-            self.scheduler.add(request)
+            self.preparation.add(request, needs)
         else:
-            self.scheduler.check(request)
-            self.adapters.add(request)
+            self.scheduler.add(request)
+
+    def unload_adapter(self, name: str) -> None:
+        """End all requests for the adapters of this name."""
+        self.preparation.end(
+            lambda request: request.adapter is not None and request.adapter.name == name,
+            InvalidRequestError(f"the adapter {name!r} was unloaded", param="model"),
+        )
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:
         """Drop a request, or one of its samples. Its blocks are free at once; unknown ids are
         ignored."""
-        is_waiting = self.images.abort(request_id, index=index)
-        if not is_waiting and not self.adapters.abort(request_id, index=index):
+        if not self.preparation.abort(request_id, index=index):
             self.scheduler.abort(request_id, index=index)
 
     def has_request(self, request_id: str) -> bool:
-        rooms = (self.adapters, self.images, self.scheduler)
-        return any(room.has_request(request_id) for room in rooms)
+        return self.preparation.has_request(request_id) or self.scheduler.has_request(request_id)
 
     def drop_prefix(
         self,
@@ -238,14 +227,21 @@ class EngineCore:
     def has_work(self) -> bool:
         if self._in_flight or self.scheduler.has_work():
             return True
-        return self.adapters.has_work or self.images.has_work
+        return self.preparation.has_work
+
+    def wait(self) -> bool:
+        """Wait until there is something to do, for those that have nothing else to wait for;
+        whether any request is left."""
+        while not self.has_work():
+            if not len(self.preparation):
+                return False
+            self.preparation.wait()
+        return True
 
     def step(self) -> list[RequestOutput]:
         """Keep the device busy and return the outputs of the oldest step in flight."""
         self._executor.check()
-        refused = self.adapters.admit() if self.adapters.has_work else []
-        if self._takes_images and self.images.has_work:
-            refused += self.images.admit()
+        refused = self.preparation.admit() if self.preparation.has_work else []
         while len(self._in_flight) < self._max_steps_in_flight:
             batch = self.scheduler.schedule()
             if not (batch.scheduled or batch.left_seq_ids or batch.moves):
@@ -266,6 +262,5 @@ class EngineCore:
 
     def close(self) -> None:
         self._in_flight.clear()
-        self.adapters.close()
-        self.images.close()
+        self.preparation.close()
         self._executor.close()

@@ -177,7 +177,7 @@ def _load_adapters(core: EngineCore, lora: LoraConfig, *, max_bytes: int) -> tup
         try:
             rank = lora.max_lora_rank
             found.append(find_adapter(name, path, max_rank=rank, max_bytes=max_bytes))
-            core.adapters.load(found[-1])
+            core.preparation.load(core.adapters.need(found[-1]))
         except (ModelLoadError, InvalidRequestError) as error:
             raise ConfigError(f"--lora-modules {name}: {error}") from error
     return tuple(found)

@@ -88,7 +88,7 @@ def run_requests(core: EngineCore, requests: Sequence[Request]) -> Run:
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     wanted = [request.sampling_params.max_tokens for request in requests]
     steps: list[Step] = []
-    while core.has_work():
+    while core.wait():
         phase = _phase(list(map(len, tokens.values())), wanted)
         began_s = time.perf_counter()
         outputs = core.step()

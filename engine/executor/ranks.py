@@ -69,7 +69,8 @@ _SLOT_BYTES, _NUM_SLOTS = 1 << 18, 16
 _HEAD, _LENGTH = struct.Struct("=Q?"), struct.Struct("=Q")
 _POLL_S, _CLOSE_S = 0.001, 5.0
 _CHECK_S = 0.1  # while a result is awaited
-_BATCH, _LOAD, _DROP, _COMPILE = b"b", b"l", b"d", b"c"  # kinds of messages
+# Kinds of messages.
+_BATCH, _LOAD, _DROP, _COMPILE, _DROP_GRAMMAR = b"b", b"l", b"d", b"c", b"g"
 _LOG = logging.getLogger(__name__)
 
 
@@ -200,6 +201,9 @@ class RankAdapters:
         self._own.drop(digest)
         self._tell(_DROP + digest.encode())
 
+    def size(self, digest: str) -> int:
+        return self._own.size(digest)
+
     def has_head(self, digest: str) -> bool:
         return self._own.has_head(digest)
 
@@ -214,14 +218,16 @@ class RankGrammars:
     def num_kept(self) -> int:
         return self._own.num_kept
 
-    def __contains__(self, grammar: StructuredOutputs) -> bool:
-        return grammar in self._own
+    def compile(self, grammar: StructuredOutputs, *, is_checked: bool = False) -> None:
+        self._tell(_COMPILE + msgspec.msgpack.encode(grammar))
+        self._own.compile(grammar, is_checked=is_checked)
 
-    def compile(
-        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
-    ) -> None:
-        self._tell(_COMPILE + msgspec.msgpack.encode((grammar, tenant)))
-        self._own.compile(grammar, tenant=tenant, is_checked=is_checked)
+    def drop(self, grammar: StructuredOutputs) -> None:
+        self._tell(_DROP_GRAMMAR + msgspec.msgpack.encode(grammar))
+        self._own.drop(grammar)
+
+    def size(self, grammar: StructuredOutputs) -> int:
+        return self._own.size(grammar)
 
 
 class RanksExecutor:
@@ -614,7 +620,7 @@ class _OtherRank:
         self._compiling = ThreadPoolExecutor(1)
         self._steps = msgspec.msgpack.Decoder(_Step)
         self._adapters = msgspec.msgpack.Decoder(Adapter)
-        self._grammars = msgspec.msgpack.Decoder(tuple[StructuredOutputs, str])
+        self._grammars = msgspec.msgpack.Decoder(StructuredOutputs)
 
     def do(self, message: bytes) -> None:
         kind, data = message[:1], memoryview(message)[1:]
@@ -630,13 +636,14 @@ class _OtherRank:
             self._runner.adapters.load(self._adapters.decode(data))
         elif kind == _DROP:
             self._runner.adapters.drop(bytes(data).decode())
-        else:
-            grammar, tenant = self._grammars.decode(data)
-            self._compiling.submit(self._compile, grammar, tenant)
+        elif kind == _COMPILE:
+            self._compiling.submit(self._compile, self._grammars.decode(data))
+        else:  # after those that are being compiled, of which it may be one
+            self._compiling.submit(self._runner.grammars.drop, self._grammars.decode(data))
 
-    def _compile(self, grammar: StructuredOutputs, tenant: str) -> None:
+    def _compile(self, grammar: StructuredOutputs) -> None:
         try:  # the first rank tells of errors
-            self._runner.grammars.compile(grammar, tenant=tenant, is_checked=True)
+            self._runner.grammars.compile(grammar, is_checked=True)
         finally:
             give_way(threading.get_native_id())  # as the first rank's thread does
 

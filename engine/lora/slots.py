@@ -67,6 +67,9 @@ class NoAdapters:
 
     def drop(self, digest: str) -> None: ...
 
+    def size(self, digest: str) -> int:
+        raise AssertionError(f"{digest} cannot have been loaded")
+
     def has_head(self, digest: str) -> bool:
         raise AssertionError(f"{digest} cannot have been loaded")
 
@@ -156,6 +159,11 @@ class AdapterSlots:
             self._install(slot, {})
             self._free.append(slot)
         self._loaded.pop(digest, None)
+
+    def size(self, digest: str) -> int:
+        """The bytes of an adapter's matrices in memory, beside those of a slot."""
+        pairs = (pair for each in self._loaded[digest].values() for pair in each)
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs if pair is not None)
 
     def has_head(self, digest: str) -> bool:
         """Whether an adapter in memory changes the output head."""

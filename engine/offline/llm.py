@@ -125,7 +125,7 @@ class LLM:
             ModelFacts.found_in(self._chat_template), self.tokenizer.added_tokens
         )
         self._message_parts = parts_of(self._chat_template, self._image_tokens)
-        self._adapters = AdapterFinder(config.lora, self._core.adapters)
+        self._adapters = AdapterFinder(config.lora, self._core)
         self._end: str | None = None  # why further calls are refused
         self._is_closing = False
         self._ids = itertools.count()
@@ -570,7 +570,9 @@ class LLM:
         params = with_special_stops(params, self.tokenizer, vocab_size=size)
         check_choice(params, vocab_size=size, eos_token_ids=self.info.eos_token_ids)
         if params.structured_outputs is not None:
-            self._core.grammars.compile(params.structured_outputs)
+            with self._lock_of_call():  # here, so that nothing runs if it is wrong
+                core = self._require_core()
+                core.preparation.load(core.grammars.need(params.structured_outputs))
         if not isinstance(params.max_tokens, DefaultLimit):
             return params
         limit = int(params.max_tokens)
@@ -664,8 +666,7 @@ class LLM:
                     core.abort(request_id)
 
     def _step(self) -> list[RequestOutput]:
-        if not self._core.has_work():
-            (self._core.images if len(self._core.images) else self._core.adapters).wait()
+        self._core.wait()
         try:
             return self._core.step()
         except BaseException as error:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.engine.config import LoraConfig
+from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.lora.files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
-from penstock.engine.lora.queue import AdapterQueue
 from penstock.engine.request import Adapter
 
 
@@ -49,8 +49,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 class AdapterFinder:
     """Finds and reads the adapters of calls."""
 
-    def __init__(self, config: LoraConfig, adapters: AdapterQueue) -> None:
-        self._config, self._adapters = config, adapters
+    def __init__(self, config: LoraConfig, core: EngineCore) -> None:
+        self._config, self._core = config, core
         self._known: dict[tuple[object, ...], Adapter] = {}  # by path and times of its files
 
     def find(self, requests: LoRARequests, num_prompts: int) -> list[Adapter | None]:
@@ -87,9 +87,9 @@ class AdapterFinder:
                     request.name,
                     request.path,
                     max_rank=self._config.max_lora_rank,
-                    max_bytes=self._adapters.max_bytes,
+                    max_bytes=self._core.adapters.max_bytes,
                 )
-            self._adapters.load(self._known[key])
+            self._core.preparation.load(self._core.adapters.need(self._known[key]))
         except (InvalidRequestError, ModelLoadError) as error:
             raise InvalidRequestError(str(error), param="lora_request") from error
         return self._known[key]

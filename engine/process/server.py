@@ -13,12 +13,10 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 import time
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,6 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.models.registry import is_native
 from penstock.engine.process.launch import HEARTBEAT_FD, LISTEN_FD, Status, run_child
 from penstock.engine.process.logs import LogWriter, configure_logging
-from penstock.engine.process.sandbox import give_way
 from penstock.engine.process.watchdog import Watchdog, heartbeat
 from penstock.engine.protocol.messages import (
     SHORT_KEY_BYTES,
@@ -52,7 +49,6 @@ from penstock.engine.protocol.sockets import GatewayGone, GatewayId, Inbound, Tr
 from penstock.engine.protocol.tls import CurrentContext, engine_context
 from penstock.engine.request import (
     FinishReason,
-    Request,
     RequestOutput,
     StructuredOutputs,
     refusal,
@@ -111,20 +107,16 @@ class EngineServer:
         self._fetching: set[GatewayId] = set()  # gateways that still want blocks
         self.transport = Transport(address, info, remote=remote)
         core.wake_by(self.transport.interrupt)
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         # Gateways of this machine have checked their grammars; others need not have.
-        self._grammar_sandbox = (
-            None
-            if remote is None
-            else GrammarSandbox(
+        self._grammar_sandbox: GrammarSandbox | None = None
+        core.grammars.check = _take_for_checked
+        if remote is not None:
+            self._grammar_sandbox = GrammarSandbox(
                 info.model_path, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
             )
-        )
-        self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
+            core.grammars.check = self._grammar_sandbox.check
         self._owners: dict[str, _Owner] = {}  # by request id
         self._request_ids: dict[str, str] = {}  # by name
-        # By request id, while its grammar is compiled: branches that were aborted meanwhile.
-        self._left_branches: dict[str, list[int]] = {}
         self._num_keys: dict[GatewayId, int] = {}  # messages that each gateway that wants keys got
         self._drain_s = drain_s
         self._num_stops = 0
@@ -165,9 +157,8 @@ class EngineServer:
                     if self.transport.last_step_s is None:
                         self.transport.last_step_s = time.monotonic()
                     self._handle(inbound)
-                while self._compiled:
-                    self.transport.last_step_s = self.transport.last_step_s or time.monotonic()
-                    self._add(*self._compiled.popleft())
+                if self.transport.last_step_s is None and self._core.has_work():
+                    self.transport.last_step_s = time.monotonic()  # what was waited for is loaded
                     self._stats_due_s = 0.0
                 self._send(self._core.step())
                 self.transport.last_step_s = time.monotonic()
@@ -175,7 +166,6 @@ class EngineServer:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             raise
         finally:
-            self._compiling.shutdown(wait=False, cancel_futures=True)
             if self._grammar_sandbox is not None:
                 self._grammar_sandbox.close()
             self.transport.close(failure)
@@ -213,7 +203,7 @@ class EngineServer:
                 images=message.images,
             )
         elif isinstance(message, UnloadAdapter):
-            self._core.adapters.unload(message.name)
+            self._core.unload_adapter(message.name)
         elif isinstance(message, WantKeys):
             self._publish_all_keys(gateway_id)
         elif isinstance(message, FetchBlocks):
@@ -263,51 +253,13 @@ class EngineServer:
                 return
             self._abort(old_id)
             self._supersede(old, old_id)
+        try:
+            self._core.add(submit.request)
+        except InvalidRequestError as refused:
+            self.transport.send(gateway_id, (refusal(request_id, refused),))
+            return
         self._owners[request_id] = new
         self._request_ids[new.name] = request_id
-        grammar = submit.request.sampling_params.structured_outputs
-        if grammar is None or grammar in self._core.grammars:
-            self._add(submit.request)
-        else:
-            self._left_branches[request_id] = []
-            self._compiling.submit(self._compile, submit.request, grammar)
-
-    def _compile(self, request: Request, grammar: StructuredOutputs) -> None:
-        """In a thread, as the streams go on meanwhile."""
-        error = None
-        try:
-            if self._grammar_sandbox is not None:
-                self._grammar_sandbox.check(grammar)
-            self._core.grammars.compile(grammar, tenant=request.tenant, is_checked=True)
-        except InvalidRequestError as refusal:
-            error = refusal
-        except BaseException as failure:  # the thread's, which nobody waits for
-            message = f"structured_outputs: cannot be compiled: {failure!r:.200}"
-            error = InvalidRequestError(message, param="structured_outputs")
-        self._compiled.append((request, error))
-        self.transport.interrupt()
-        # The first one reads the vocabulary, for which it holds Python's lock: at full priority.
-        give_way(threading.get_native_id())
-
-    def _add(self, request: Request, error: InvalidRequestError | None = None) -> None:
-        """Add a request, or refuse it, unless it was aborted meanwhile.
-
-        Args:
-            error: why its grammar cannot be used.
-        """
-        request_id = request.request_id
-        owner = self._owners.get(request_id)
-        if owner is None:
-            return
-        try:
-            if error is not None:
-                raise error
-            self._core.add(request)
-            for index in self._left_branches.pop(request_id, ()):
-                self._abort(request_id, index=index)
-        except InvalidRequestError as refused:
-            self._forget(request_id)
-            self.transport.send(owner.gateway_id, (refusal(request_id, refused),))
 
     def _supersede(self, owner: _Owner, request_id: str) -> None:
         """Tell a gateway that another one runs its request."""
@@ -321,16 +273,12 @@ class EngineServer:
         self.transport.send(owner.gateway_id, (end,))
 
     def _abort(self, request_id: str, *, index: int | None = None) -> None:
-        if index is not None and request_id in self._left_branches:
-            self._left_branches[request_id].append(index)
-            return
         self._core.abort(request_id, index=index)
         if not self._core.has_request(request_id):
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         del self._request_ids[self._owners.pop(request_id).name]
-        self._left_branches.pop(request_id, None)
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """Hand an iteration's outputs to the transport, one frame per gateway."""
@@ -350,7 +298,7 @@ class EngineServer:
         self.transport.stats = stats_snapshot(
             self._core.scheduler,
             bytes_per_block=self._bytes_per_block,
-            num_awaiting=len(self._core.adapters) + len(self._core.images),
+            num_awaiting=len(self._core.preparation),
             num_grammars=self._core.grammars.num_kept,
             transfers=self._transfers,
         )
@@ -426,6 +374,10 @@ class EngineServer:
             _LOG.warning("refused another engine's KV block: %s", error)
         self._transfers.num_received += num_stored
         self.transport.answer(gateway_id, BlocksStored(number=sent.number, num_blocks=num_stored))
+
+
+def _take_for_checked(_: StructuredOutputs) -> None:
+    """A grammar of a gateway that checks its grammars."""
 
 
 def _short(keys: Iterable[bytes]) -> bytes:

@@ -48,20 +48,26 @@ class GrammarCompiler:
         self._library: Any = None
         self._tokenizer: LLTokenizer | None = None
         self.kept = KeptGrammars()
-        self.num_kept = 0
         self._lock = threading.Lock()
 
-    def __contains__(self, grammar: StructuredOutputs) -> bool:
-        return grammar in self.kept
+    @property
+    def num_kept(self) -> int:
+        """Compiled grammars that are kept."""
+        return len(self.kept)
 
-    def compile(
-        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
-    ) -> None:
+    def drop(self, grammar: StructuredOutputs) -> None:
+        """Forget a grammar; sequences that have it keep it."""
+        self.kept.drop(grammar)
+
+    def size(self, grammar: StructuredOutputs) -> int:
+        """The bytes that a kept grammar takes, as far as they are known."""
+        return self.kept.size(grammar)
+
+    def compile(self, grammar: StructuredOutputs, *, is_checked: bool = False) -> None:
         """Compile a grammar for later, the first mask included: it can take far longer than those
         that follow.
 
         Args:
-            tenant: in whose share of the memory it is kept.
             is_checked: not again whether it is supported, which holds Python's lock; a sandbox has
                 compiled it.
 
@@ -70,7 +76,7 @@ class GrammarCompiler:
                 tokenizer cannot be used. `param` begins with `structured_outputs`.
         """
         try:
-            self.compiled(grammar, tenant=tenant, is_checked=is_checked)
+            self.compiled(grammar, is_checked=is_checked)
         except InvalidRequestError as error:
             param = f"structured_outputs{error.param or ''}"
             raise InvalidRequestError(f"structured_outputs: {error}", param=param) from error
@@ -97,14 +103,13 @@ class GrammarCompiler:
         grammar: StructuredOutputs,
         *,
         stale: KeptGrammar | None = None,
-        tenant: str = "",
         is_checked: bool = False,
     ) -> KeptGrammar:
         """The grammar with a matcher that others are copies of.
 
         Args:
             stale: not this one; its lexer has too many states.
-            tenant, is_checked: as for `compile`.
+            is_checked: as for `compile`.
 
         Raises:
             InvalidRequestError: the grammar is invalid, not supported or too large. `param` is the
@@ -126,10 +131,7 @@ class GrammarCompiler:
             matcher.deep_copy().compute_bitmask()
             return matcher
 
-        tenant = tenant if stale is None else stale.tenant
-        made = self.kept.made(grammar, compiled, tenant=tenant)
-        self.num_kept = len(self.kept)
-        return made
+        return self.kept.made(grammar, compiled)
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:

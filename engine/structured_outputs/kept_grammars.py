@@ -1,9 +1,10 @@
-"""Compiled grammars that are kept, within a bound of memory as it is measured.
+"""Compiled grammars that are kept, and the memory that they take, as it is measured.
 
 The text of a grammar says little: 40 characters may take 0.5 MB when they are compiled, and 40 MB
 when outputs have used them, since matchers of a grammar share a lexer that grows. llguidance does
 not say how large it is, but the heap does: whenever a grammar is compiled, what the heap has grown
-since the last one is shared among those that were used meanwhile.
+since the last one is shared among those that were used meanwhile. Which ones are kept is decided
+where requests wait for them (`engine.preparation`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import ctypes
 import math
 import threading
 import weakref
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from penstock.engine.request import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_BYTES = 128 << 20
 _LEAST_BYTES = 64 << 10  # of one
 _UNMEASURED_BYTES = 1 << 20  # of one, where the heap does not say
 _TRIMMED_BYTES = 8 << 20  # are given back at once
@@ -32,7 +31,6 @@ class KeptGrammar:
 
     Attributes:
         matcher: others are copies of it.
-        tenant: who asked for it first.
         num_bytes: of it, as far as they are known; `least_bytes` when it was compiled.
         num_masks: made for outputs.
     """
@@ -44,11 +42,10 @@ class KeptGrammar:
         "matcher",
         "num_bytes",
         "num_masks",
-        "tenant",
     )
 
-    def __init__(self, matcher: LLMatcher, *, tenant: str, num_bytes: int) -> None:
-        self.matcher, self.tenant = matcher, tenant
+    def __init__(self, matcher: LLMatcher, *, num_bytes: int) -> None:
+        self.matcher = matcher
         least = _UNMEASURED_BYTES if _mallinfo2 is None else _LEAST_BYTES
         self.num_bytes = self.least_bytes = max(num_bytes, least)
         self.num_masks = self._num_seen = 0
@@ -60,7 +57,7 @@ class KeptGrammar:
 
 
 class KeptGrammars:
-    """Drops the least recently used first, of the tenant that has the most. Threads may share it.
+    """Threads may share it.
 
     Sequences keep what they use: a grammar that is dropped meanwhile goes with the last of them.
 
@@ -71,14 +68,11 @@ class KeptGrammars:
         num_bytes: of all that are kept.
     """
 
-    def __init__(
-        self, max_bytes: int = MAX_BYTES, *, heap: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, *, heap: Callable[[], int] | None = None) -> None:
         self.num_bytes = 0
-        self._max_bytes = max_bytes
         self._heap = heap or heap_bytes
         self._heap_bytes: int | None = None  # when it was last looked at
-        self._kept: OrderedDict[StructuredOutputs, KeptGrammar] = OrderedDict()
+        self._kept: dict[StructuredOutputs, KeptGrammar] = {}
         self._dropped: list[tuple[weakref.ref[KeptGrammar], int]] = []  # that may be in use
         self._trimmable_bytes = 0
         self._lock = threading.RLock()
@@ -91,26 +85,24 @@ class KeptGrammars:
         return grammar in self._kept
 
     def get(self, grammar: StructuredOutputs) -> KeptGrammar | None:
-        with self._lock:
-            found = self._kept.get(grammar)
-            if found is not None:
-                self._kept.move_to_end(grammar)
-            return found
+        return self._kept.get(grammar)
 
-    def made(
-        self, grammar: StructuredOutputs, compiled: Callable[[], LLMatcher], *, tenant: str
-    ) -> KeptGrammar:
+    def size(self, grammar: StructuredOutputs) -> int:
+        """The bytes of one that is kept, as far as they are known."""
+        return self._kept[grammar].num_bytes
+
+    def made(self, grammar: StructuredOutputs, compiled: Callable[[], LLMatcher]) -> KeptGrammar:
         """Compile one, and keep it in place of its like."""
         with self._lock:
             self._measure_used()
         matcher = compiled()
         with self._lock:
             num_bytes = self._heap() - (self._heap_bytes or 0) + 2 * len(grammar.text)
-            made = KeptGrammar(matcher, tenant=tenant, num_bytes=num_bytes)
+            made = KeptGrammar(matcher, num_bytes=num_bytes)
             self._drop(grammar)
             self._kept[grammar] = made
             self.num_bytes += made.num_bytes
-            self._fit()
+            self._trim_freed()
             self._heap_bytes = self._heap()
         return made
 
@@ -135,22 +127,17 @@ class KeptGrammars:
         self._trimmable_bytes += freed
         return freed
 
-    def _fit(self) -> None:
-        while self.num_bytes > self._max_bytes and len(self._kept) > 1:
-            self._drop(self._next_to_go())
+    def drop(self, grammar: StructuredOutputs) -> None:
+        """Keep one no longer, if it is kept."""
+        with self._lock:
+            self._drop(grammar)
+            self._trim_freed()
+
+    def _trim_freed(self) -> None:
         self._freed_bytes()
         if self._trimmable_bytes >= _TRIMMED_BYTES and self._trimming.acquire(blocking=False):
             self._trimmable_bytes = 0
             threading.Thread(target=self._trim, daemon=True).start()
-
-    def _next_to_go(self) -> StructuredOutputs:
-        """The least recently used one of the tenant with the most, but never the newest."""
-        tenants = Counter[str]()
-        for kept in self._kept.values():
-            tenants[kept.tenant] += kept.num_bytes
-        most, _ = tenants.most_common(1)[0]
-        *older, _ = self._kept.items()
-        return next((each for each, kept in older if kept.tenant == most), older[0][0])
 
     def _drop(self, grammar: StructuredOutputs) -> None:
         dropped = self._kept.pop(grammar, None)

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from penstock.engine.structured_outputs.kept_grammars import MAX_BYTES
+from penstock.engine.preparation.resources import MAX_GRAMMAR_BYTES
 from penstock.load.client.records import Fault
 from penstock.load.soak.journal import Adversity, Journal, Kind, Outcome, Point, Probing
 from penstock.load.soak.prober import PROBE_EVERY_S
@@ -38,7 +38,7 @@ class Limits:
 GAP_RATIO, THROUGHPUT_RATIO = 2.0, 0.8
 # Grammars that an engine keeps, and the usual beside them. After 260 of 25 to 38 MiB it had 155 MB
 # more, of which 134 MB are the bound.
-_COMPILED = Limits(kept_bytes=MAX_BYTES + 50 * _MB, is_compared=True)
+_COMPILED = Limits(kept_bytes=MAX_GRAMMAR_BYTES + 50 * _MB, is_compared=True)
 _SILENT = Limits(health_p99_s=math.inf)  # a gateway that is frozen or gone cannot answer
 LIMITS: Mapping[Kind, Limits] = {
     **{kind: Limits() for kind in Kind},

@@ -107,7 +107,7 @@ def outputs(core: EngineCore, asked: list[Request]) -> Answers:
     found: Answers = {}
     for request in asked:
         core.add(request)
-    while core.has_work():
+    while core.wait():
         for output in core.step():
             answer = found.setdefault((output.request_id, output.index), Answer())
             answer.tokens += output.token_ids

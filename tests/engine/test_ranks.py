@@ -151,8 +151,7 @@ def answers(core: EngineCore, given: list[Request]) -> dict[str, list[TokenLogpr
     for request in given:
         core.add(request)
     while live:
-        if not core.has_work():
-            core.adapters.wait()
+        core.wait()
         for output in core.step():
             assert output.error is None, output.error
             found[output.request_id] += output.logprobs
@@ -216,7 +215,7 @@ def heard(core: EngineCore, given: list[Request]) -> dict[tuple[str, int], Heard
     found: dict[tuple[str, int], Heard] = {}
     for request in given:
         core.add(request)
-    while core.has_work():
+    while core.wait():
         for output in core.step():
             branch = found.setdefault((output.request_id, output.index), Heard())
             branch.tokens += output.token_ids

@@ -71,7 +71,7 @@ def run(core: EngineCore, *requests: Request) -> dict[tuple[str, int], RequestOu
     found: dict[tuple[str, int], RequestOutput] = {}
     for request in requests:
         core.add(request)
-    while core.has_work():
+    while core.wait():
         for output in core.step():
             known = found.setdefault((output.request_id, output.index), output)
             if known is not output:

@@ -157,7 +157,9 @@ def test_an_adapter_that_is_too_large_is_refused_before_it_is_read(copied, core,
         find_adapter("mine", str(copied), max_bytes=core.adapters.max_bytes)
     monkeypatch.setattr(slots, "content_digest", None)
     with pytest.raises(InvalidRequestError, match="bytes, more than"):
-        core.adapters.load(Adapter(name="mine", path=str(copied), digest="0" * 64))
+        core.preparation.load(
+            core.adapters.need(Adapter(name="mine", path=str(copied), digest="0" * 64))
+        )
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
@@ -189,7 +191,7 @@ def test_a_damaged_tensor_is_named(core, copied, added, removed, message):
     kept = {name: each for name, each in tensors.items() if not removed or removed not in name}
     save_file(kept, copied / WEIGHTS_FILE)
     with pytest.raises(InvalidRequestError, match=message) as refusal:
-        core.adapters.load(find_adapter("mine", str(copied)))
+        core.preparation.load(core.adapters.need(find_adapter("mine", str(copied))))
     assert refusal.value.param == "model"
     assert "the adapter 'mine' cannot be loaded" in str(refusal.value)
 
@@ -198,7 +200,7 @@ def test_a_cut_file_is_named(core, copied):
     data = (copied / WEIGHTS_FILE).read_bytes()
     (copied / WEIGHTS_FILE).write_bytes(data[: len(data) // 2])
     with pytest.raises(InvalidRequestError, match="safetensors is corrupt or incomplete"):
-        core.adapters.load(find_adapter("mine", str(copied)))
+        core.preparation.load(core.adapters.need(find_adapter("mine", str(copied))))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,8 @@ def test_matrices_of_experts_and_routers_are_refused_by_tensor(
     path = shutil.copytree(make_adapter(base, 1, target_modules=["q_proj"]), tmp_path / "adapter")
     name = f"base_model.model.model.layers.1.{tensor}"
     save_file({**load_file(path / WEIGHTS_FILE), name: torch.zeros(8, 64)}, path / WEIGHTS_FILE)
+    core, adapter = engine(base), find_adapter("mine", str(path))
     with pytest.raises(InvalidRequestError) as refusal:
-        engine(base).adapters.load(find_adapter("mine", str(path)))
+        core.preparation.load(core.adapters.need(adapter))
     assert f"tensor {name} is of model.layers.1" in str(refusal.value)
     assert "where this model takes no adapter" in str(refusal.value)

@@ -96,8 +96,7 @@ def run(core: EngineCore, requests: Iterable[Request]) -> dict[str, list[int]]:
         tokens[request.request_id] = []
     live = set(tokens)
     while live:
-        if not core.has_work():
-            core.adapters.wait()
+        core.wait()
         for output in core.step():
             assert output.error is None, output.error
             tokens[output.request_id] += output.token_ids
@@ -239,7 +238,7 @@ def test_another_adapter_under_the_same_name_has_its_own_tokens(
     assert ask(old, "3") == peft_tokens(base, first, token_ids, NUM_NEW)  # still in memory
     other = engine(base)
     with pytest.raises(InvalidRequestError, match="has changed since"):
-        other.adapters.load(old)
+        other.preparation.load(other.adapters.need(old))
     # Its KV is dropped with its digest only.
     known = (*token_ids, *expected)
     assert core.drop_prefix(known) == 0
@@ -309,8 +308,7 @@ def test_adapters_on_quantized_bases(tiny_checkpoint, make_adapter, quantization
         core.add(replace(request, adapter=adapter))
         found: dict[int, float] = {}
         while not found:
-            if not core.has_work():
-                core.adapters.wait()
+            core.wait()
             for output in core.step():
                 found.update(output.logprobs[0].top)
         return found
@@ -379,10 +377,9 @@ def test_adapters_of_the_output_head_have_no_prompt_logprobs(tiny_checkpoint, ma
             adapter=find_adapter("head", str(path)),
         )
     )
-    core.adapters.wait()
     outputs: list[Any] = []
-    while not outputs:
-        outputs = core.step()
+    while core.wait():
+        outputs += core.step()
     assert outputs[0].is_refused
     assert outputs[0].param == "prompt_logprobs"
 

@@ -75,13 +75,18 @@ class FakeGrammars(set[StructuredOutputs]):
     def num_kept(self) -> int:
         return len(self)
 
-    def compile(
-        self, grammar: StructuredOutputs, *, tenant: str = "", is_checked: bool = False
-    ) -> None:
+    def compile(self, grammar: StructuredOutputs, *, is_checked: bool = False) -> None:
+        assert is_checked, "gateways check grammars"
         assert self.may_compile.wait(60)
         if grammar.text == "wrong":
             raise InvalidRequestError("it is wrong", param="structured_outputs")
         self.add(grammar)
+
+    def drop(self, grammar: StructuredOutputs) -> None:
+        self.remove(grammar)
+
+    def size(self, grammar: StructuredOutputs) -> int:
+        return len(grammar.text)
 
 
 class FakeDevice:

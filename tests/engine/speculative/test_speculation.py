@@ -111,7 +111,7 @@ def run(core: EngineCore, asked: Sequence[Request], *, at_once: bool = True) -> 
     for group in groups:
         for request in group:
             core.add(request)
-        while core.has_work():
+        while core.wait():
             for output in core.step():
                 if output.notice is not None:
                     continue
@@ -208,7 +208,7 @@ def test_a_step_has_at_most_so_many_drafts(most: int):
     (request, *_) = requests()
     core.add(msgspec.structs.replace(request, prediction_token_ids=tuple(expected[0])))
     sizes, got = [], []
-    while core.has_work():
+    while core.wait():
         for output in core.step():
             sizes.append(len(output.token_ids))
             got += output.token_ids

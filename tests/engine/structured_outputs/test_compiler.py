@@ -22,7 +22,7 @@ def regex(text: str) -> StructuredOutputs:
 def test_a_grammar_is_compiled_once_and_its_matchers_are_apart(compiler: GrammarCompiler) -> None:
     first, second = compiler.matcher(regex("ab")), compiler.matcher(regex("ab"))
     assert compiler.num_kept == 1
-    assert regex("ab") in compiler
+    assert regex("ab") in compiler.kept
     token_id = next(each for each in range(1024) if first.validate_tokens([each]))
     assert first.consume_token(token_id)
     assert second.validate_tokens([token_id]) == 1
@@ -48,7 +48,7 @@ def test_what_cannot_be_compiled(
     assert refusal.value.param == ""
     assert str(refusal.value).startswith(message)
     assert "\n" not in str(refusal.value)
-    assert grammar not in compiler
+    assert grammar not in compiler.kept
 
 
 @pytest.mark.parametrize(

@@ -83,4 +83,4 @@ def test_what_was_checked_is_not_checked_again(compiler: GrammarCompiler) -> Non
     with pytest.raises(InvalidRequestError, match="multipleOf"):
         compiler.compile(_FRACTION)
     compiler.compile(_FRACTION, is_checked=True)
-    assert _FRACTION in compiler
+    assert _FRACTION in compiler.kept

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.preparation.loader import Loader
+from penstock.engine.preparation.resources import Bounds, GrammarResources
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.sampling.grammars import GrammarMasks, SequenceGrammar
 from penstock.engine.structured_outputs import kept_grammars
@@ -44,35 +46,14 @@ class Matcher:
         self.heap.num_bytes -= self.size
 
 
-def keep(
-    grammars: KeptGrammars, heap: Heap, text: str, size: int = MB, *, tenant: str = ""
-) -> KeptGrammar:
-    made: Any = grammars.made(regex(text), lambda: Matcher(heap, size), tenant=tenant)  # type: ignore[arg-type,return-value]
+def keep(grammars: KeptGrammars, heap: Heap, text: str, size: int = MB) -> KeptGrammar:
+    made: Any = grammars.made(regex(text), lambda: Matcher(heap, size))  # type: ignore[arg-type,return-value]
     return made  # type: ignore[no-any-return]
-
-
-def kept(grammars: KeptGrammars, texts: str) -> str:
-    return "".join(text for text in texts if regex(text) in grammars)
-
-
-def test_the_least_recently_used_is_dropped_first() -> None:
-    heap = Heap()
-    grammars = KeptGrammars(3 * MB + 1000, heap=heap)
-    for text in "abc":
-        keep(grammars, heap, text)
-    assert grammars.get(regex("a")) is not None
-    keep(grammars, heap, "d")
-    assert kept(grammars, "abcd") == "acd"
-    keep(grammars, heap, "e", 9 * MB)  # larger than all; it is wanted now
-    assert kept(grammars, "abcde") == "e"
-    keep(grammars, heap, "f")
-    assert kept(grammars, "abcdef") == "f"
-    assert grammars.num_bytes == pytest.approx(MB, rel=0.01)
 
 
 def test_what_outputs_make_of_a_grammar_counts() -> None:
     heap = Heap()
-    grammars = KeptGrammars(10 * MB, heap=heap)
+    grammars = KeptGrammars(heap=heap)
     used, unused = keep(grammars, heap, "a"), keep(grammars, heap, "b")
     for _ in range(4):
         used.num_masks += 10
@@ -80,17 +61,22 @@ def test_what_outputs_make_of_a_grammar_counts() -> None:
         keep(grammars, heap, "c")
     assert used.num_bytes == pytest.approx(9 * MB, rel=0.01)
     assert unused.num_bytes == pytest.approx(MB, rel=0.01)
-    assert kept(grammars, "abc") == "bc"
+    assert grammars.size(regex("a")) == used.num_bytes
+    assert grammars.num_bytes == pytest.approx(11 * MB, rel=0.01)
+    grammars.drop(regex("a"))
+    assert regex("a") not in grammars
     assert grammars.num_bytes == pytest.approx(2 * MB, rel=0.01)
 
 
 def test_one_that_was_dropped_while_in_use_is_not_taken_for_what_others_freed() -> None:
     heap = Heap()
-    grammars = KeptGrammars(3 * MB, heap=heap)
+    grammars = KeptGrammars(heap=heap)
     in_use = keep(grammars, heap, "a")
     used = keep(grammars, heap, "b")
     keep(grammars, heap, "c", 2 * MB)
-    assert kept(grammars, "abc") == "c"
+    for text in "ab":
+        grammars.drop(regex(text))
+    assert len(grammars) == 1
     used = keep(grammars, heap, "b", MB // 2)
     used.num_masks += 1
     del in_use  # its sequence has ended
@@ -99,30 +85,20 @@ def test_one_that_was_dropped_while_in_use_is_not_taken_for_what_others_freed() 
     assert used.num_bytes == pytest.approx(MB // 2, rel=0.01)
 
 
-def test_a_tenant_with_many_drops_its_own() -> None:
-    heap = Heap()
-    grammars = KeptGrammars(6 * MB + 1000, heap=heap)
-    for text in "ab":
-        keep(grammars, heap, text, tenant="small")
-    for text in "cdefgh":
-        keep(grammars, heap, text, tenant="flood")
-    assert kept(grammars, "abcdefgh") == "abefgh"
-    keep(grammars, heap, "i", 2 * MB, tenant="third")
-    assert kept(grammars, "abcdefghi") == "abghi"
-
-
 @pytest.mark.skipif(heap_bytes() == 0, reason="the heap does not say how large it is")
-def test_memory_of_used_grammars_is_bounded(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_used_grammars_is_bounded(compiler: GrammarCompiler) -> None:
     """Each takes 0.5 MB when it is compiled, and several after a hundred tokens."""
-    compiler.kept = KeptGrammars(16 * MB)
+    kind = GrammarResources(compiler)
+    kind.bounds = Bounds(16 * MB, 16 * MB)
+    loader = Loader(kind, lambda: None)
     compiler.compile(regex("a"))
     memory = GrammarMasks(1, 1024, torch.device("cpu"))
     began = heap_bytes()
     for number in range(12):
         grammar = regex(rf"(\w{{1,40}}[ ,.]){{1,240}}{number}")
-        compiler.compile(grammar)
+        loader.start(kind.need(grammar), "").result()
+        loader.collect()
+        assert loader.fit({grammar})
         token_ids = [7]
         sequence = SequenceGrammar(
             compiler, grammar, token_ids, 1,
@@ -136,15 +112,18 @@ def test_memory_of_used_grammars_is_bounded(
         del sequence
     assert heap_bytes() - began < 2 * 16 * MB
     assert 2 <= compiler.num_kept < 12
-    assert compiler.kept.num_bytes <= 16 * MB
+    assert loader.num_bytes <= 16 * MB
+    loader.close()
 
 
 def test_what_was_freed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = list[int]()
     monkeypatch.setattr(kept_grammars, "_malloc_trim", trimmed.append)
     heap = Heap()
-    grammars = KeptGrammars(20 * MB, heap=heap)
-    for number in range(4):
-        keep(grammars, heap, str(number), 9 * MB)
+    grammars = KeptGrammars(heap=heap)
+    keep(grammars, heap, "a", 9 * MB)
+    grammars.drop(regex("a"))
+    gc.collect()
+    keep(grammars, heap, "b")  # which sees that it is gone
     with grammars._trimming:  # until the thread has ended
         assert trimmed

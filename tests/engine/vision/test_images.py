@@ -32,7 +32,6 @@ from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
-from penstock.engine.vision.queue import ImageQueue
 from tests.support.tiers import tiered
 
 from .vision_models import IMAGE_TEXT, KINDS, picture, save_model
@@ -150,8 +149,7 @@ def run(core: EngineCore, *requests: Request) -> dict[str, list[RequestOutput]]:
     for request in requests:
         core.add(request)
     while any(core.has_request(name) for name in outputs):
-        if not core.has_work():
-            core.images.wait()
+        core.wait()
         for output in core.step():
             outputs[output.request_id].append(output)
         core.scheduler.blocks.check_integrity()
@@ -195,8 +193,7 @@ def test_a_preempted_prompt_keeps_its_images(preemption: str, llava: Model) -> N
     found: list[int] = []
     steps = 0
     while core.has_request("a"):
-        if not core.has_work():
-            core.images.wait()
+        core.wait()
         outputs = core.step()
         steps += bool(outputs) or core.scheduler.num_running
         found += tokens_of(outputs)
@@ -277,8 +274,7 @@ def test_streams_go_on_while_an_image_is_encoded(
     may_go_on.set()
     left: list[int] = []
     while core.has_request("image"):
-        if not core.has_work():
-            core.images.wait()
+        core.wait()
         left += tokens_of(core.step())
     assert left == llava.expected(PROMPTS[0])
 
@@ -294,8 +290,8 @@ def test_features_are_bounded_and_kept_while_they_are_needed(llava: Model) -> No
     found = run(core, *requests)
     for request, outputs in zip(requests, expected, strict=True):
         assert tokens_of(found[request.request_id]) == tokens_of(outputs)
-    core.images.admit()
-    assert core.images.num_bytes <= 5000
+    core.step()
+    assert core.preparation.loader(core.images).num_bytes <= 5000
     encoder: Any = core.images._images
     assert len(encoder.encoded) == 1
     assert core.images.num_encoded == 5
@@ -343,7 +339,7 @@ def test_a_request_that_waits_can_be_aborted(llava: Model) -> None:
     core.abort("a")
     assert not core.has_request("a")
     run(core, llava.request(PROMPTS[0], "b", params={"max_tokens": 1}))
-    assert len(core.images) == 0
+    assert len(core.preparation) == 0
 
 
 def test_llm_chat_takes_data_urls_and_pillow_images(llava: Model) -> None:
@@ -402,38 +398,6 @@ def test_a_model_without_a_tower_refuses_images(llava: Model, tiny_checkpoint: A
     ids = tuple(token_id % 96 for token_id in request.prompt_token_ids)
     with pytest.raises(InvalidRequestError, match="takes no images"):
         core.add(msgspec.structs.replace(request, prompt_token_ids=ids))
-
-
-class _Instant:
-    """Encodes at once, and notes the order."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def encode(self, digest: str, data: bytes) -> tuple[int, int]:
-        del data
-        self.order.append(digest)
-        return 16, 1
-
-    def drop(self, digest: str) -> None:
-        del digest
-
-
-def test_tenants_take_turns_at_the_encoder(llava: Model) -> None:
-    core = llava.core(num_blocks=120)
-    images = _Instant()
-    queue = ImageQueue(images, core.scheduler, max_bytes=100)
-    for tenant, number in (("flood", 4), ("other", 1)):
-        for index in range(number):
-            name = f"{tenant} {index}"
-            request = llava.request(["a", picture(0), "b"], name, tenant=tenant)
-            image = msgspec.structs.replace(request.images[0], digest=name)
-            queue.add(msgspec.structs.replace(request, images=(image,)))
-    queue.admit()
-    while len(queue):
-        queue.wait()
-        queue.admit()
-    assert images.order == ["flood 0", "other 0", "flood 1", "flood 2", "flood 3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -374,7 +374,7 @@ def test_an_adapters_drafts_follow_from_its_own_hidden_states(
     )
     num_checked = check_drafts(core, PlainHead(weights, adapted, table=table))
     adapter = find_adapter("mine", str(path))
-    core.adapters.load(adapter)
+    core.preparation.load(core.adapters.need(adapter))
     given = [replace(each, adapter=adapter) for each in requests(temperature=0.0)[1:4]]
     found = run(core, given)
     answers = PeftAnswers()

@@ -1,0 +1,2 @@
+"""What a request needs before a step can have it: grammar, adapter and images, loaded beside the
+steps."""
