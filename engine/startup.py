@@ -27,7 +27,6 @@ from penstock.engine.pooling.encoder_runner import EncoderRunner
 from penstock.engine.pooling.settings import read_pooling
 from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Adapter
-from penstock.engine.runner.device import NUM_VERIFY_ROWS
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.kernels.cache_folder import NoCacheError, cache_dir
@@ -83,7 +82,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
-        num_verify_rows=NUM_VERIFY_ROWS["cuda" if device.async_scheduling else "cpu"],
+        num_verify_rows=device.num_verify_rows,
         pooling=pooling,
         has_bidirectional_images=images is not None and images.has_bidirectional_images,
         num_microbatches=max_steps_in_flight if device.sends_on else 1,

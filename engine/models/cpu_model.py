@@ -65,6 +65,7 @@ class CpuModel:
         backend = CpuBackend(library, self._meeting, decoder.expected_bytes)
         self._writer = writer = DecoderWriter(decoder, backend)
         self.weight_bytes = writer.num_bytes
+        self.num_verify_rows = library.num_verify_rows(backend.products)
         self._head: CpuHead | NoHead = NoHead(self.dtype)
         if writer.head is not None:
             self._head = CpuHead(library, writer.head, self._meeting)

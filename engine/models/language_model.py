@@ -141,12 +141,21 @@ class ModelFacts(Protocol):
         ...
 
 
+# Those of a model that torch runs: a guess, since weights are read once and products cost little.
+NUM_VERIFY_ROWS = {"cpu": 8, "cuda": 32}
+
+
 class LanguageModel(ModelFacts, Protocol):
     """Token ids in, hidden states out; logits only for the rows that need them."""
 
     @property
     def num_threads(self) -> int:
         """CPU threads that compute."""
+        ...
+
+    @property
+    def num_verify_rows(self) -> int:
+        """Tokens that a decoding step computes in about the time of one: the room for drafts."""
         ...
 
     def step(

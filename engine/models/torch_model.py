@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import weight_bytes
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.language_model import StepOutput
+from penstock.engine.models.language_model import NUM_VERIFY_ROWS, StepOutput
 from penstock.engine.models.writer import DecoderWriter
 from penstock.engine.program.torch_backend import TorchBackend, TorchMeeting
 from penstock.kernels.program import Buffer
@@ -41,6 +41,7 @@ class TorchModel:
         self.state_spec, self.needs_prompt_lens = decoder.state_spec, decoder.needs_prompt_lens
         self.weight_bytes = weight_bytes(decoder)
         self.num_threads = torch.get_num_threads()
+        self.num_verify_rows = NUM_VERIFY_ROWS[decoder.device.type]
         self.can_be_captured = not decoder.has_adapters
         self._dtype, self.is_invariant = decoder.dtype, decoder.is_invariant
         meeting = TorchMeeting(

@@ -15,6 +15,7 @@ from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
 from penstock.engine.parallel.ranks import Link, Ranks, SharedRanks
 from penstock.engine.program.cpu_experts import PackedExperts, memory_for_experts
 from penstock.engine.program.cpu_matrices import (
+    CpuMatrix,
     PackedLinear,
     PackedRouter,
     PlainTable,
@@ -22,7 +23,7 @@ from penstock.engine.program.cpu_matrices import (
     StackedLinear,
 )
 from penstock.engine.program.operands import Lookup, Operand, Table
-from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.library import CpuLibrary, Product
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
 from penstock.kernels.linear_quantized import PackedMatrix
 from penstock.kernels.program import Buffer, Place, Program
@@ -175,18 +176,25 @@ class CpuBackend:
     """
     Args:
         expected_bytes: of experts that are still to be read.
+
+    Attributes:
+        products: the kinds of products with what was packed.
     """
 
     def __init__(self, library: CpuLibrary, meeting: CpuMeeting, expected_bytes: int = 0) -> None:
         self.meeting = meeting
+        self.products: set[Product] = set()
         self._library = library
         self._expert_memory = memory_for_experts(library, expected_bytes)
 
     def pack(self, layer: MatrixLayer) -> Operand:
-        return pack_matrix(self._library, layer)
+        operand = pack_matrix(self._library, layer)
+        self.products |= operand.products
+        return operand
 
     def pack_head(self, layer: Embedding) -> Table:
         (table,) = _pack_parts(self._library, layer)
+        self.products |= table.products
         return table
 
     def pack_table(self, layer: Embedding) -> Lookup:
@@ -198,12 +206,14 @@ class CpuBackend:
     def pack_experts(self, matrices: ExpertMatrices) -> PackedExperts:
         try:
             with self._library.packing_into(self._expert_memory):
-                return PackedExperts(self._library, matrices)
+                experts = PackedExperts(self._library, matrices)
         except OSError as error:
             raise ModelLoadError(f"the experts are more than memory holds: {error}") from error
+        self.products |= experts.products
+        return experts
 
 
-def pack_matrix(library: CpuLibrary, layer: MatrixLayer) -> Operand:
+def pack_matrix(library: CpuLibrary, layer: MatrixLayer) -> CpuMatrix:
     """Pack the layer's matrix as its kernel reads it; the layer loses it."""
     parts = _pack_parts(library, layer)
     return parts[0] if len(parts) == 1 else StackedLinear(parts)

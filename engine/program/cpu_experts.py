@@ -13,7 +13,7 @@ from penstock.engine.model_files.free_memory import free_cpu_bytes
 from penstock.engine.program.cpu_matrices import write_rounding
 from penstock.engine.program.operands import SlotBuffers
 from penstock.kernels.cache_folder import NoCacheError, cache_dir
-from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.library import CpuLibrary, Product
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
 from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.program import Buffer, Program
@@ -77,6 +77,10 @@ class PackedExperts:
                 self._weights = [
                     library.pack(part.dequantize().to(library.dtype)) for part in parts
                 ]
+        kind: Product = "dense"
+        if self._codes is not None:
+            kind = "bytes" if in_bytes else "exact"
+        self.products = frozenset({kind})
         self._addresses = torch.tensor([weight.data_ptr() for weight in self._weights])
 
     @property

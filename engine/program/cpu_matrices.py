@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.engine.program.operands import Operand
-from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.library import CpuLibrary, Product
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.program import Buffer, Place, Program
 
 
 class PackedLinear:
     """A matrix in the model's dtype."""
+
+    products: frozenset[Product] = frozenset({"dense"})
 
     def __init__(self, library: CpuLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -48,6 +49,7 @@ class QuantizedLinear:
     ) -> None:  # fmt: skip
         self.out_features, self.in_features = packed.out_features, packed.in_features
         self._packed, self._bias = packed, bias
+        self.products: frozenset[Product] = frozenset({"bytes" if packed.in_bytes else "exact"})
         self._order, self._factors = order, factors
 
     @property
@@ -115,10 +117,11 @@ def write_rounding(
 class StackedLinear:
     """Several matrices that multiply the same rows; each writes its columns of the result."""
 
-    def __init__(self, parts: Sequence[Operand]) -> None:
+    def __init__(self, parts: Sequence[CpuMatrix]) -> None:
         self.parts = parts
-        self.in_features = parts[0].in_features
-        self.out_features = sum(part.out_features for part in parts)
+        self.in_features: int = parts[0].in_features
+        self.out_features: int = sum(part.out_features for part in parts)
+        self.products: frozenset[Product] = frozenset().union(*(each.products for each in parts))
 
     @property
     def num_bytes(self) -> int:
@@ -133,6 +136,9 @@ class StackedLinear:
             product = part.write(program, y.columns(start), x, stride=self.out_features, **others)
             start += part.out_features
         return product
+
+
+CpuMatrix: TypeAlias = PackedLinear | QuantizedLinear | StackedLinear
 
 
 class PlainTable:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from penstock.engine.config import CudagraphMode, EngineConfig, SchedulerConfig
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.language_model import LanguageModel, StepOutput
+from penstock.engine.models.language_model import NUM_VERIFY_ROWS, LanguageModel, StepOutput
 from penstock.engine.models.torch_model import TorchModel
-from penstock.engine.runner.device import NUM_VERIFY_ROWS, resolve_cudagraph_mode
+from penstock.engine.runner.device import resolve_cudagraph_mode
 from penstock.kernels.paged_layout import PagedLayout
 from penstock.kernels.token_masks import TokenMasks
 from penstock.kernels.torch_operations import TorchStep
@@ -105,6 +105,7 @@ class GraphedModel:
         self.needs_prompt_lens = model.needs_prompt_lens
         self.weight_bytes = model.weight_bytes
         self.num_threads = model.num_threads
+        self.num_verify_rows = model.num_verify_rows
         self.logits = model.logits
         self._model, self._kv_pool = model, kv_pool
         self._graphs: list[DecodeGraphs | PieceGraphs] = []

@@ -10,10 +10,6 @@ from penstock.engine.models.language_model import LoadedModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.kernels.cpu.cores import num_usable_cores
 
-# Tokens that a decoding step computes in about the time of one. On a CPU MAX_ROWS of
-# kernels/cpu/kernels.c; on a GPU a guess: weights are read once, and products cost little.
-NUM_VERIFY_ROWS = {"cpu": 8, "cuda": 32}
-
 
 def select_device(config: DeviceConfig, ranks: Ranks = ALONE) -> torch.device:
     """The device to run on, of several GPUs that of the rank's number; sets the number of CPU

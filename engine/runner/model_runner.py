@@ -72,6 +72,7 @@ class RunnerInfo:
         quantization: of the weights, as in `EngineInfo`.
         weight_bytes: size of the weights in memory.
         async_scheduling: a step can be launched while another runs.
+        num_verify_rows: tokens that a step computes in about the time of one: the room for drafts.
         sends_on: a later stage draws the tokens, while this one works on another step.
     """
 
@@ -91,6 +92,7 @@ class RunnerInfo:
     async_scheduling: bool
     device: str
     num_threads: int
+    num_verify_rows: int = 1
     sends_on: bool = False
 
 
@@ -209,6 +211,7 @@ class ModelRunner:
             async_scheduling=self._tokens.async_scheduling,
             device=str(self._device),
             num_threads=self._model.num_threads,
+            num_verify_rows=self._model.num_verify_rows,
             sends_on=sends_on,
         )
 

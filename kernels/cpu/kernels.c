@@ -13,12 +13,17 @@
  * rows by GROUP panels, those with quantized weights QUANTIZED_ROWS, adapters LORA_ROWS by two sums;
  * attention up to MAX_PANELS panels with half as many rows. */
 #if defined(__AVX512F__)
-enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4, QUANTIZED_ROWS = 8, BYTE_ROWS = 4, LORA_ROWS = 8 };
+enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4, QUANTIZED_ROWS = 8, BYTE_ROWS = 4, LORA_ROWS = 8, BYTE_TILES = 2 };
 #elif defined(__AVX2__)
-enum { MAX_ROWS = 6, GROUP = 1, MAX_PANELS = 2, QUANTIZED_ROWS = 4, BYTE_ROWS = 4, LORA_ROWS = 3 };
+enum { MAX_ROWS = 6, GROUP = 1, MAX_PANELS = 2, QUANTIZED_ROWS = 4, BYTE_ROWS = 4, LORA_ROWS = 3, BYTE_TILES = 2 };
 #else
-enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, BYTE_ROWS = 2, LORA_ROWS = 1 };
+enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, BYTE_ROWS = 2, LORA_ROWS = 1, BYTE_TILES = 1 };
 #endif
+
+/* How many rows take little more than one, for library.py: of dense weights, of quantized ones by rows of bytes,
+ * and by exact rows. It is a tile's rows; of bytes two tiles where vectors multiply them, since their weights then
+ * come from the cache: with AVX2 8 rows of bytes take 1.2 to 1.6 times as long as one, 4 exact ones 1.5, 8 exact 3. */
+const int64_t verify_rows[] = {MAX_ROWS, BYTE_TILES * BYTE_ROWS, QUANTIZED_ROWS};
 
 /* Without instructions that multiply b16, or read f16 while they multiply, it is faster to widen weights first
  * where so many rows need them. */

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL, Structure, byref
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from penstock.kernels.cpu.weight_memory import WeightMemory
 
 _log = logging.getLogger(__name__)
 LANES, MAX_HEAD_DIM = 16, 256  # as in kernels.c
+# Of rows by dense weights; by quantized ones, of rows that are rounded to bytes or exact.
+Product = Literal["dense", "bytes", "exact"]
+PRODUCTS: tuple[Product, ...] = get_args(Product)  # in the order of `verify_rows` in kernels.c
 _DESCRIPTION_BYTES = 1 << 14  # enough for the maximum number of threads
 _DTYPES = {
     torch.float32: ("f32", ()),
@@ -71,6 +75,8 @@ class CpuLibrary:
         self.num_threads = 1
         self._name = name
         self.group_lanes = ctypes.c_int64.in_dll(library, "group_lanes").value
+        rows = (ctypes.c_int64 * len(PRODUCTS)).in_dll(library, "verify_rows")
+        self._verify_rows: dict[Product, int] = dict(zip(PRODUCTS, rows, strict=True))
         self.memory = WeightMemory()
         library.pool_run.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
         library.pool_run.restype = library.pool_settle.restype = None
@@ -83,6 +89,10 @@ class CpuLibrary:
         that there are."""
         self.num_threads = int(self._library.pool_start(num_threads))
         return self.num_threads
+
+    def num_verify_rows(self, products: Collection[Product]) -> int:
+        """How many rows of a model with such products take little more time than one."""
+        return min(self._verify_rows[each] for each in products or PRODUCTS)
 
     def pack(self, weight: Tensor) -> Tensor:
         """weight [out_features, in_features] in the layout of `linear.inc.c`; one dimension."""

@@ -36,7 +36,13 @@ from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import constant, weight_bytes
 from penstock.engine.model_files.config_fields import ConfigFields, read_model_fields
-from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec, StepOutput
+from penstock.engine.models.language_model import (
+    NUM_VERIFY_ROWS,
+    LayerKV,
+    PagedKV,
+    StateSpec,
+    StepOutput,
+)
 from penstock.engine.models.registry import ARCHITECTURES
 from penstock.engine.models.through_transformers.cpu import CpuParts, OthersThanRowwise, use_kernels
 from penstock.engine.models.through_transformers.modules import (
@@ -674,6 +680,12 @@ class TransformersModel(nn.Module):
         if self._cpu is not None:
             return self._cpu.library.num_threads
         return torch.get_num_threads()
+
+    @property
+    def num_verify_rows(self) -> int:
+        if self._cpu is not None:
+            return self._cpu.library.num_verify_rows(self._cpu.products)
+        return NUM_VERIFY_ROWS[self.device.type]
 
 
 def _shared(

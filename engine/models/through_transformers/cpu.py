@@ -30,9 +30,14 @@ from penstock.engine.models.through_transformers.modules import (
 )
 from penstock.engine.parallel.ranks import ALONE, Ranks, SharedRanks
 from penstock.engine.program.cpu_backend import RankSums, pack_matrix
-from penstock.engine.program.cpu_matrices import PackedLinear, QuantizedLinear, StackedLinear
-from penstock.engine.program.operands import Operand, write_sum
-from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
+from penstock.engine.program.cpu_matrices import (
+    CpuMatrix,
+    PackedLinear,
+    QuantizedLinear,
+    StackedLinear,
+)
+from penstock.engine.program.operands import write_sum
+from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary, Product
 from penstock.kernels.cpu.program import CpuProgram
 from penstock.kernels.program import Buffer, Place
 
@@ -55,6 +60,7 @@ class CpuParts:
     def __init__(self, library: CpuLibrary, block_size: int) -> None:
         self.library, self.block_size = library, block_size
         self.program = CpuProgram(library)
+        self.products: set[Product] = set()  # with what was packed
         self.weight_bytes = 0
         self._attentions: list[tuple[int, Structure]] = []  # by layer, what names its cache
         self._capacity, self._pool = 0, 0
@@ -156,7 +162,7 @@ class Part:
         x: Buffer,
         out_size: int,
         write: Callable[[ctypes.c_int64], tuple[Structure, str] | Buffer],
-        linears: Sequence[Operand] = (),
+        linears: Sequence[CpuMatrix] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
@@ -193,7 +199,7 @@ class Part:
         return self.run(len(flat)).view(*x.shape[:-1], self._out_size)
 
 
-def _is_worth_sharing(linears: Sequence[Operand], num_rows: int) -> bool:
+def _is_worth_sharing(linears: Sequence[CpuMatrix], num_rows: int) -> bool:
     """Whether these products take one thread long enough to share them with the others."""
     seconds = 0.0
     for each in linears:
@@ -315,17 +321,18 @@ def can_attend(module: PagedAttention, block_size: int) -> bool:
     return is_right and block_size % 2 == 0 and not module.has_sinks
 
 
-def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, Operand]:
+def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, CpuMatrix]:
     """The matrices of linear layers; an embedding that is one of them is looked up there."""
     tables = {
         id(each.weight): each for each in modules.values() if isinstance(each, ModuleEmbedding)
     }
-    packed: dict[str, Operand] = {}
+    packed: dict[str, CpuMatrix] = {}
     for name, module in modules.items():
         if not isinstance(module, ModuleLinear) or module.in_features % 2:
             continue
         table = tables.get(id(module.weight))
         linear = pack_matrix(parts.library, module)
+        parts.products |= linear.products
         packed[name] = linear
         parts.weight_bytes += linear.num_bytes
         module.compute = _product(parts, linear)
@@ -335,7 +342,7 @@ def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, Operand]:
     return packed
 
 
-def _product(parts: CpuParts, linear: Operand) -> Part:
+def _product(parts: CpuParts, linear: CpuMatrix) -> Part:
     x = parts.program.buffer(f"inputs {linear.in_features}", linear.in_features)
 
     def write(num_rows: ctypes.c_int64) -> tuple[Structure, str] | Buffer:
@@ -429,7 +436,7 @@ class _Fused:
     """
 
     write: Callable[..., Structure]
-    linears: Sequence[Operand]
+    linears: Sequence[CpuMatrix]
     ranks: Ranks
     head_dim: int = 0
 
@@ -437,8 +444,8 @@ class _Fused:
 def _fuse_mlp(
     parts: CpuParts,
     parent: nn.Module,
-    first: Sequence[Operand],
-    last: Operand,
+    first: Sequence[CpuMatrix],
+    last: CpuMatrix,
     ranks: Ranks,
 ) -> _Fused | None:
     """Make a gated MLP one part, if the module is one."""
@@ -479,8 +486,8 @@ def _fuse_mlp(
 def _fuse_attention(
     parts: CpuParts,
     parent: nn.Module,
-    first: Sequence[Operand],
-    last: Operand,
+    first: Sequence[CpuMatrix],
+    last: CpuMatrix,
     ranks: Ranks,
     trial: _Trial,
 ) -> _Fused | None:
@@ -548,7 +555,7 @@ class _Layer:
     """A decoder layer as operations `first` to before `end` of a chain's program."""
 
     theirs: Callable[..., Any]
-    linears: Sequence[Operand]
+    linears: Sequence[CpuMatrix]
     head_dim: int
     first: int
     end: int

@@ -75,9 +75,9 @@ class Drafting:
     Args:
         config: its `speculation` is None: only requests with a prediction get drafts.
         num_tokens_left: how many tokens a sequence may still get.
-        num_verify_rows: tokens that a step computes in about the time of one.
 
     Attributes:
+        num_verify_rows: tokens that a step computes in about the time of one.
         drafted: the sequences that may get drafts, by seq_id.
     """
 
@@ -89,7 +89,7 @@ class Drafting:
         *,
         num_verify_rows: int,
     ) -> None:
-        self._num_verify_rows = num_verify_rows
+        self.num_verify_rows = num_verify_rows
         self.counters = DraftCounters()
         speculation = config.speculation
         self._is_for_all = speculation is not None
@@ -126,7 +126,7 @@ class Drafting:
         """Whether a sequence should get its next tokens only when those in flight are known, since
         there are drafts for what comes after them."""
         drafted = self.drafted.get(sequence.seq_id)
-        if drafted is None or len(self.drafted) >= self._num_verify_rows:
+        if drafted is None or len(self.drafted) >= self.num_verify_rows:
             return False
         if drafted.forced or drafted.pause > 0:
             return bool(drafted.forced)
@@ -147,7 +147,7 @@ class Drafting:
         if any(item.num_new_tokens > 1 for item in scheduled.values()):
             return
         number = len(scheduled)
-        num_rows = min(self._num_verify_rows, self._max_num_tokens) - number
+        num_rows = min(self.num_verify_rows, self._max_num_tokens) - number
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
             number -= 1

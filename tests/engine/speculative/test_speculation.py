@@ -24,8 +24,10 @@ from penstock.engine import (
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request
-from penstock.engine.runner.device import NUM_VERIFY_ROWS
 from penstock.engine.startup import build_core
+from penstock.kernels.cpu.isa import ISA_VARIABLE
+
+from ...support.isas import usable_isas
 
 NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
@@ -146,9 +148,7 @@ def changed(outputs: Outputs) -> dict[str, tuple[int, ...]]:
     [("bfloat16", FEATURES), pytest.param("float32", [{}], marks=pytest.mark.exhaustive)],
     ids=["changed", "plain"],
 )
-def test_tokens_are_the_same(
-    dtype: str, features: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-):
+def test_tokens_are_the_same(dtype: str, features: list[dict[str, Any]]):
     """Alone, together, in chunks, preempted by swap and by recomputation, with little memory."""
     plain = core_with(dtype, max_num_seqs=32)
     expected = run(plain, requests(features=features, logprobs=2))
@@ -164,9 +164,9 @@ def test_tokens_are_the_same(
         "recomputed": {**scarce, "preemption": "recompute"},
         "in flight": {"max_steps_in_flight": 2},
     }.items():
-        if kind not in ("alone", "together"):  # a draft has a row whatever the others do
-            monkeypatch.setitem(NUM_VERIFY_ROWS, "cpu", 100)
         core = core_with(dtype, speculative_config=NGRAM, **settings)
+        if kind not in ("alone", "together"):  # a draft has a row whatever the others do
+            core.scheduler.drafting.num_verify_rows = 100
         asked = requests(predictions, features=features, logprobs=2)
         found = run(core, asked, at_once=kind != "alone")
         wrong = [key for key, value in expected.items() if found[key] != value]
@@ -181,7 +181,34 @@ def test_tokens_are_the_same(
         if kind in ("swapped", "recomputed"):
             assert core.scheduler.counters.num_preemptions > 0
         core.close()
-        monkeypatch.undo()
+
+
+# Rows that take about the time of one: of dense weights, and by int8 ones of bytes and exact.
+VERIFY_ROWS = {"avx512": (8, 8, 8), "avx2": (6, 8, 4), "portable": (2, 2, 2)}
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+def test_drafts_fit_the_rows_that_a_kernel_computes_at_once(isa: str, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"quantization": "int8"},
+        {"quantization": "int8", "quantize_activations": False},
+    )
+    for kind, most in zip(kinds, VERIFY_ROWS[isa], strict=True):
+        core = core_with("float32", model=ModelConfig(**kind), speculative_config=NGRAM)
+        assert core.scheduler.drafting.num_verify_rows == most, kind
+        prompt = (*range(300, 320),) * 3
+        for number in range(2):
+            params = SamplingParams(max_tokens=30, ignore_eos=True, logit_bias={320: 100.0})
+            core.add(
+                Request(request_id=f"{number}", prompt_token_ids=prompt, sampling_params=params)
+            )
+        sizes = []
+        while core.has_work():
+            sizes.append(sum(1 + output.num_draft_tokens for output in core.step()))
+        assert max(sizes) == most, kind
+        core.close()
 
 
 def test_ends_and_limits_are_the_same():
