@@ -33,15 +33,36 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `compilations` has compiled, by its arguments: the sources stay as they are."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture
-def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that notes when it compiles, a line each in this file, and is quick about it."""
+def compilations(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that notes when it compiles, a line each in this file, and is quick about it: what
+    it has compiled before it copies."""
     notes, compiler = tmp_path / "notes", tmp_path / "noting-cc"
     notes.touch()
     command = shlex.join(find_compiler())
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] || echo x >> {notes}\n'
-        f'unset CC\nexec {command} "$@" -O0\n'  # Zig asks the one that CC names about the system
+        f"""#!/bin/sh
+unset CC  # Zig asks the one that it names about the system
+[ "$1" = --version ] && exec {command} "$@"
+echo x >> {notes}
+key= is_output= output=
+for each; do
+    if [ "$is_output" ]; then output=$each; else key="$key $each"; fi
+    is_output=; [ "$each" = -o ] && is_output=1
+done
+known={compiled}/$(echo "$key" | cksum | tr ' ' -)
+if [ ! -e "$known" ]; then
+    {command} "$@" -O0 || exit
+    cp "$output" "$known.$$" && mv "$known.$$" "$known"
+fi
+cp "$known" "$output"
+"""
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("CC", str(compiler))
