@@ -491,7 +491,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         retention: how its blocks are kept after it ends.
         tenant: the waiting queue is fair among tenants.
         weight: the tenant's share of service relative to others'; from 0.001 to 1000.
-        wants_queue_position: report its position while it waits.
+        wants_queue_position: report its position while it waits, and then how much of its prompt
+            is left to compute.
         adapter: whose updates its tokens get; None: the base model's only.
         prediction_token_ids: what the output may be; a right guess costs less time.
         pooling: it asks for a vector or a score instead of output; `max_tokens` is 0 then.
@@ -576,7 +577,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         notice: the branch was preempted, or resumed.
         queue_position: how many requests are served before this one; only while it waits, and if
             it asked.
-        num_tokens_ahead: the prompt tokens of those requests.
+        num_tokens_ahead: the prompt tokens of those requests; without a position, its own that are
+            not computed yet, if it asked.
         error: with `FinishReason.ERROR`, what went wrong.
         is_refused: the request is invalid, and nothing of it ran.
         param: the invalid parameter.

@@ -32,6 +32,11 @@
  * @property {Problem} [error]
  */
 /** @typedef {{ position: number, estimatedWaitMs: number }} QueuePlace */
+/** How many tokens of its prompt are computed. @typedef {{ numComputed: number, numTokens: number }} Prefill */
+/**
+ * A token of the answer, and those that were likely in its place.
+ * @typedef {{ token: string, logprob: number, bytes: number[], top_logprobs: { token: string, logprob: number }[] }} Token
+ */
 
 /**
  * A thought, or a tool call with its arguments as JSON.
@@ -69,7 +74,7 @@ export class AnswerError extends Error {
 }
 
 /**
- * Events: `started`, `delta` (detail: the new text), `block` (detail: a Block that has changed), `queue` (detail: QueuePlace), `pause` (detail:
+ * Events: `started`, `delta` (detail: the new text), `block` (detail: a Block that has changed), `queue` (detail: QueuePlace), `prefill` (detail: Prefill), `pause` (detail:
  * true when the server has paused it for lack of memory, false when it continues), `end` (detail:
  * Outcome).
  *
@@ -81,6 +86,7 @@ export class Answer extends EventTarget {
   /** @type {string | null} */ responseId;
   text = "";
   /** Its thoughts and tool calls. @type {Block[]} */ blocks = [];
+  /** The tokens of its text, where log-probabilities were asked for. @type {Token[]} */ tokens = [];
   /** All that it consists of, as the API has it, once it has ended. @type {any[]} */ items = [];
   /** The last event seen; a resumed stream continues after it. */
   lastSequenceNumber = -1;
@@ -137,13 +143,18 @@ export class Answer extends EventTarget {
       this.lastSequenceNumber = event.sequence_number;
     }
     if (event.penstock?.resumable === false) this.isResumable = false;
-    if (event.type === "response.output_text.delta") this.#grow(event.delta);
+    if (event.type === "response.output_text.delta") {
+      this.tokens.push(...(event.logprobs ?? []));
+      this.#grow(event.delta);
+    }
     else if (event.type === "response.created") this.#start(event.response.id);
     else if (BLOCK_DELTAS.has(event.type)) this.#fill(event.item_id, event.delta);
     else if (event.type === "response.output_item.added") this.#take(event.item, false);
     else if (event.type === "response.output_item.done") this.#take(event.item, true);
     else if (event.type === "penstock.queue") {
       this.#tell("queue", { position: event.position, estimatedWaitMs: event.estimated_wait_ms });
+    } else if (event.type === "penstock.prefill") {
+      this.#tell("prefill", { numComputed: event.computed_tokens, numTokens: event.prompt_tokens });
     } else if (event.type === "penstock.preempted" || event.type === "penstock.resumed") {
       this.#tell("pause", event.type === "penstock.preempted");
     } else if (TERMINAL.has(event.type)) this.settle(event.response);
@@ -153,6 +164,7 @@ export class Answer extends EventTarget {
   settle(/** @type {any} */ response) {
     let text = "";
     this.items = response.output ?? [];
+    if (this.items.some((item) => item.type === "message")) this.tokens = this.items.flatMap(tokensOf);
     for (const item of this.items) {
       this.#take(item, true);
       text += textOf({ output: [item] });
@@ -256,6 +268,11 @@ export function blockOf(/** @type {any} */ item, isDone = true, textBefore = 0) 
   }
   if (type !== "function_call" && type !== "custom_tool_call") return null;
   return { kind: "call", id, callId, name, text: item.arguments ?? item.input ?? "", textBefore, isDone };
+}
+
+/** The tokens of a message's text, where log-probabilities were asked for. @returns {Token[]} */
+export function tokensOf(/** @type {any} */ { content }) {
+  return (content ?? []).flatMap((/** @type {any} */ part) => part.logprobs ?? []);
 }
 
 /** The text of a Response's messages; its other items have none to show. */

@@ -8,13 +8,14 @@ import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
 import { keepDraft, NOTHING } from "./drafts.js";
-import { liveText, queueText } from "./figures.js";
+import { liveText, prefillText, QueueEstimate, queueText, restartText } from "./figures.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { conversationOf, newStore, titleOf } from "./page-state.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
 import { tell } from "./question-dialog.js";
 import { quietly } from "./quietly.js";
 import { Settings } from "./settings.js";
+import { mountSettings } from "./settings-dialog.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
 import { html } from "./vendor/htm-preact.js";
@@ -40,7 +41,6 @@ const MAX_TITLED = 4_000;
 const SILENT_MS = 1_500;
 const ASK_INTERVAL_MS = 500;
 const BROKEN = "Not connected; your answer will go on.";
-const RESTARTING = "The model is restarting; your answer will go on.";
 
 const page = {
   connection: byId("connection"),
@@ -67,8 +67,8 @@ const page = {
 };
 
 const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
-const settings = new Settings(() => { refresh(); keepChoices(); });
 const store = newStore();
+const settings = new Settings(store, () => { refresh(); keepChoices(); });
 const list = new ConversationList(client.conversations, store, suggestTitle);
 const sidebar = new Sidebar(store, {
   newChat: () => showNewChat(),
@@ -300,6 +300,7 @@ async function catchUp() {
 // ---- the answer under way ------------------------------------------------------------------
 
 /** @type {import("./answer.js").Answer | null} */ let followed = null;
+/** Where it is shown. @type {import("./transcript.js").TurnView | undefined} */ let followedView;
 const hasKeys = matchMedia("(hover: hover)"); // as in the style sheet
 /** Whether its silence is due to an engine that is being restarted. */
 let isRestarting = false;
@@ -312,25 +313,39 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   sayLive(answer ? "Answering…" : "");
   if (!answer) return;
   const { id } = composer;
+  const view = pane.views.at(-1);
+  followedView = view;
+  const estimate = new QueueEstimate();
   let nextAt = 0;
   let isPaused = false;
   let heardAt = performance.now();
   const say = (/** @type {string} */ text) => { if (followed === answer) sayLive(text); };
   const hear = () => {
     heardAt = performance.now();
-    if (isRestarting && followed === answer) showRestart(false);
+    if (isRestarting && followed === answer) endRestart();
   };
-  for (const name of ["started", "delta", "queue", "pause"]) answer.addEventListener(name, hear);
+  for (const name of ["started", "delta", "queue", "prefill", "pause", "block"]) answer.addEventListener(name, hear);
   void askAfterEngine(answer, () => performance.now() - heardAt > SILENT_MS && !isPaused);
   // The server has the message: a copy that was kept of it is not needed any more.
   answer.addEventListener("started", () => { if (id === composer.id) composer.keep(); });
+  for (const name of ["delta", "block"]) answer.addEventListener(name, () => view?.showStatus(""));
   answer.addEventListener("delta", () => {
     const now = performance.now();
     if (now < nextAt || isPaused) return;
     nextAt = now + LIVE_INTERVAL_MS;
     say(liveText(answer));
   });
-  answer.addEventListener("queue", (event) => say(queueText(/** @type {CustomEvent} */ (event).detail)));
+  answer.addEventListener("queue", (event) => {
+    const { detail } = /** @type {CustomEvent} */ (event);
+    const text = queueText(detail, estimate.note(detail));
+    say(text);
+    view?.showStatus(text);
+  });
+  answer.addEventListener("prefill", (event) => {
+    const { detail } = /** @type {CustomEvent} */ (event);
+    say(prefillText(detail));
+    view?.showStatus(prefillText(detail), detail.numComputed / detail.numTokens);
+  });
   answer.addEventListener("pause", (event) => {
     isPaused = /** @type {CustomEvent<boolean>} */ (event).detail;
     say(isPaused ? "Paused: the server is short of memory and will go on." : liveText(answer));
@@ -356,15 +371,28 @@ async function askAfterEngine(
   while (followed === answer && !answer.isEnded) {
     await new Promise((resolve) => setTimeout(resolve, ASK_INTERVAL_MS));
     if (followed !== answer || answer.isEnded || client.state !== "open" || !isSilent()) continue;
-    const hasEngine = await client.hasEngine();
-    if (followed === answer && isSilent() && hasEngine === isRestarting) showRestart(!hasEngine);
+    const { isUp, waitMs } = await client.engineState();
+    if (followed !== answer || !isSilent()) continue;
+    if (!isUp) showRestart(waitMs);
+    else if (isRestarting) endRestart();
   }
 }
 
-function showRestart(/** @type {boolean} */ isNow) {
-  isRestarting = isNow;
-  sayLive(isNow ? RESTARTING : "Answering…");
-  if (isNow) announce(RESTARTING);
+/** Says in the answer when an engine is expected that is being restarted. */
+function showRestart(/** @type {number | null} */ waitMs) {
+  const isNew = !isRestarting;
+  isRestarting = true;
+  const text = restartText(waitMs);
+  sayLive(text);
+  followedView?.showStatus(text);
+  if (isNew) announce(text); // not again whenever a second has gone
+  if (isNew) refresh();
+}
+
+function endRestart() {
+  isRestarting = false;
+  followedView?.showStatus("");
+  sayLive("Answering…");
   refresh();
 }
 
@@ -475,7 +503,6 @@ function listenToPage() {
     if (button && block) useCode(/** @type {HTMLElement} */ (button), block);
   });
   byId("open-settings").addEventListener("click", () => settings.open());
-  byId("settings-key").addEventListener("click", () => { settings.close(); openKeyDialog(); });
   page.toLatest.addEventListener("click", () => { scroll.follow(); composer.focus(); });
   page.bannerAction.addEventListener("click", () => {
     if (client.state === "unauthorized") askForKey();
@@ -488,33 +515,30 @@ function listenToPage() {
   document.addEventListener("visibilitychange", () => { if (!document.hidden) void catchUp(); });
 }
 
-/** Saves all conversations as a file, and makes those of one again. */
-function listenForFiles() {
-  const note = byId("chats-note");
-  const chooser = /** @type {HTMLInputElement} */ (byId("chats-file"));
-  const told = async (/** @type {() => Promise<string>} */ work) => {
-    note.textContent = "One moment…";
-    try {
-      note.textContent = await work();
-    } catch (error) {
-      if (!(error instanceof PenstockError || error instanceof NotConversations)) throw error;
-      note.textContent = error.message;
-    }
-  };
-  byId("chats-save").addEventListener("click", () => void told(async () => {
+/** Saves all conversations as a file. @returns {Promise<string>} what became of it */
+function saveChats() {
+  return told(async () => {
     saveFile("penstock-chats.json", await allAsJson(client.conversations), "application/json");
     return "Saved.";
-  }));
-  byId("chats-load").addEventListener("click", () => chooser.click());
-  chooser.addEventListener("change", () => {
-    const file = chooser.files?.[0];
-    chooser.value = "";
-    if (file) void told(async () => {
-      const { length } = await fromJson(client.conversations, await file.text());
-      void list.refresh();
-      return length === 1 ? "One chat was loaded." : `${length} chats were loaded.`;
-    });
   });
+}
+
+/** Makes the conversations of a file again. @returns {Promise<string>} what became of it */
+function loadChats(/** @type {File} */ file) {
+  return told(async () => {
+    const { length } = await fromJson(client.conversations, await file.text());
+    void list.refresh();
+    return length === 1 ? "One chat was loaded." : `${length} chats were loaded.`;
+  });
+}
+
+async function told(/** @type {() => Promise<string>} */ work) {
+  try {
+    return await work();
+  } catch (error) {
+    if (!(error instanceof PenstockError || error instanceof NotConversations)) throw error;
+    return error.message;
+  }
 }
 
 /** Does with a block of code what its button says. */
@@ -545,8 +569,8 @@ function addSuggestions() {
 
 store.mount(byId("controls"), ["choices", "context"], ({ choices, context }) => html`
   <${Controls} choices=${choices} context=${context} set=${(/** @type {string} */ name, /** @type {string} */ value) => settings.set(name, value)} />`);
+mountSettings(store, settings, { enterKey: openKeyDialog, saveChats, loadChats });
 addSuggestions();
-listenForFiles();
 listenToPane();
 listenToPage();
 listenForKey((key) => client.setApiKey(key));

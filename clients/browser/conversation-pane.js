@@ -7,14 +7,16 @@
  * interfering.
  */
 
-import { blockOf } from "./answer.js";
+import { blockOf, textOf, tokensOf } from "./answer.js";
+import { showVersions } from "./branch-comparison.js";
 import { stepBefore, stepBeside } from "./branches.js";
 import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept } from "./endings.js";
+import { cacheText } from "./figures.js";
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { grouped, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { grouped, hasSameStart, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, responseOf, runningOf, titleFrom, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -62,7 +64,8 @@ export class ConversationPane extends EventTarget {
       void this.#branch(view, [userItem({ text, attachments: messageOf(asked(view)).attachments })]);
     },
     switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
-    usage: (/** @type {TurnView} */ view) => usageOf(this.#around.client, view.turnIds.at(-1)),
+    compare: (/** @type {TurnView} */ view) => void this.#compareBranches(view),
+    usage: (/** @type {TurnView} */ view) => this.#usageOf(view),
     mayAsk: () => this.#around.mayAsk(),
   };
 
@@ -112,7 +115,7 @@ export class ConversationPane extends EventTarget {
     }
     this.#followRunning(path.at(-1));
     if (!this.answer && this.numTokens === 0) {
-      void usageOf(this.#around.client, path.at(-1)?.turn).then((usage) => { if (epoch === this.#epoch) this.#count(usage); });
+      void responseOf(this.#around.client, path.at(-1)?.turn).then((response) => { if (epoch === this.#epoch) this.#count(response?.usage ?? null); });
     }
     this.#changed();
     const view = this.views.at(-1);
@@ -137,7 +140,10 @@ export class ConversationPane extends EventTarget {
       for (const item of outputOf(turn)) {
         const block = blockOf(item);
         if (block) view.showBlock(block);
-        else view.show(messageText(item));
+        else {
+          view.show(messageText(item));
+          view.keepTokens(tokensOf(item));
+        }
       }
     }
     const { status, incomplete_details: details } = group[group.length - 1];
@@ -465,6 +471,40 @@ export class ConversationPane extends EventTarget {
       await this.refresh();
       this.#moved();
     });
+  }
+
+  /** Shows the branches that begin where `view` does beside each other. */
+  async #compareBranches(/** @type {TurnView} */ view) {
+    const { client } = this.#around;
+    const { siblings, index } = placeOf(this.#tree, view);
+    const versions = await Promise.all(siblings.map(async ({ turn }, place) => {
+      const response = await responseOf(client, turn);
+      const isShown = place === index;
+      const question = await client.inputItems(turn, { limit: 1 }).then(({ data }) => (data[0]?.content ? messageText(data[0]) : ""), () => "");
+      const num = response?.usage?.output_tokens ?? null;
+      return {
+        question,
+        answer: isShown ? view.text : response ? textOf(response) : "",
+        figures: num === null ? "" : num === 1 ? "1 token" : `${num.toLocaleString()} tokens`,
+        isShown,
+        use: () => { if (this.#around.mayAsk()) void this.#switch(view, place - index); },
+      };
+    }));
+    showVersions(versions);
+  }
+
+  /** What a turn took, and why not more of its prompt was in the cache. */
+  async #usageOf(/** @type {TurnView} */ view) {
+    const { client } = this.#around;
+    const response = await responseOf(client, view.turnIds.at(-1));
+    if (!response?.usage) return null;
+    const before = await responseOf(client, response.previous_response_id ?? this.#parentOf(view.turnIds.at(-1)));
+    const known = before?.usage ? { usage: before.usage, isSame: hasSameStart(before, response) } : null;
+    return { usage: response.usage, cache: cacheText(response.usage, known) };
+  }
+
+  #parentOf(/** @type {string | undefined} */ turnId) {
+    return this.#tree?.data.find(({ turn }) => turn === turnId)?.parent ?? null;
   }
 
   async #whileBusy(/** @type {() => Promise<void>} */ work) {

@@ -9,6 +9,9 @@ import { make } from "./dom.js";
 /** @typedef {import("./answer.js").Usage} Usage */
 /** @typedef {[before: string, number: string, after: string]} Figure */
 
+/** Tokens at the end of a turn that may be computed again: a block of KV, and what the template puts around an answer. */
+const CACHE_SLACK = 64;
+
 /** Tokens per second between the first and the last piece; null when there is nothing to measure. */
 function rateOf(/** @type {Answer} */ answer, /** @type {number} */ numTokens) {
   const { firstDeltaAt, lastDeltaAt } = answer;
@@ -54,10 +57,57 @@ export function liveText(/** @type {Answer} */ answer) {
   return rate ? `≈ ${rate} tokens/s` : "Answering…";
 }
 
-export function queueText(/** @type {import("./answer.js").QueuePlace} */ { position, estimatedWaitMs }) {
+/** How long a request will wait: by how fast its queue has moved, or, before that, as the server says. */
+export class QueueEstimate {
+  /** @type {{ position: number, at: number } | null} */ #first = null;
+
+  /** Milliseconds until there is nobody before it; null: nothing is known. */
+  note(/** @type {import("./answer.js").QueuePlace} */ { position, estimatedWaitMs }, now = performance.now()) {
+    this.#first ??= { position, at: now };
+    const numMoved = this.#first.position - position;
+    if (numMoved > 0 && now > this.#first.at) return position * (now - this.#first.at) / numMoved;
+    return estimatedWaitMs > 0 ? estimatedWaitMs : null;
+  }
+}
+
+export function queueText(/** @type {import("./answer.js").QueuePlace} */ { position }, /** @type {number | null} */ waitMs) {
   const before = position === 1 ? "1 request is" : `${position} requests are`;
-  const wait = estimatedWaitMs > 0 ? `, about ${decimals(estimatedWaitMs / 1000, 10)} s to go` : "";
-  return position > 0 ? `Waiting: ${before} before this one${wait}` : `Waiting: next in line${wait}`;
+  const wait = waitMs === null || position === 0 ? "" : `, ${waitText(waitMs)} to go`;
+  return position > 0 ? `Waiting: ${before} before this one${wait}` : "Waiting: next in line";
+}
+
+/** As exact as such an estimate is. */
+function waitText(/** @type {number} */ waitMs) {
+  const seconds = waitMs / 1000;
+  if (seconds < 5) return "a few seconds";
+  const step = seconds < 20 ? 5 : seconds < 90 ? 10 : 60;
+  const rounded = step * Math.ceil(seconds / step);
+  return rounded < 120 ? `about ${rounded} s` : `about ${rounded / 60} min`;
+}
+
+export function prefillText(/** @type {import("./answer.js").Prefill} */ { numComputed, numTokens }) {
+  return `Reading the prompt: ${numComputed.toLocaleString()} of ${numTokens.toLocaleString()} tokens`;
+}
+
+/** `waitMs`: until an engine is expected; null: not known. */
+export function restartText(/** @type {number | null} */ waitMs) {
+  const when = waitMs === null ? "" : waitMs > 1_000 ? `, in about ${Math.ceil(waitMs / 1000)} s` : ", any moment now";
+  return `The model is restarting; your answer will go on${when}.`;
+}
+
+/**
+ * Why not more of a prompt was in the cache, where it can be told; empty: all was, but for its end.
+ * @param {Usage} usage
+ * @param {{ usage: Usage, isSame: boolean } | null} before  the turn before, and whether model, system prompt and tools are the same
+ */
+export function cacheText({ input_tokens, input_tokens_details }, before) {
+  const cached = input_tokens_details?.cached_tokens ?? 0;
+  if (before && !before.isSame) return "not more, as model, system prompt or tools differ from the turn before";
+  const known = before ? Math.min(input_tokens, before.usage.input_tokens + before.usage.output_tokens) : 0;
+  if (!before) return cached === 0 ? "none, as this is the first message of the chat" : "";
+  // The end of a turn is in a block that was not full, and so is not kept.
+  if (cached >= known - CACHE_SLACK) return cached < input_tokens ? `the other ${(input_tokens - cached).toLocaleString()} are new` : "";
+  return "not more, as what was known of this chat has made room for others";
 }
 
 /** A number with as many decimals as are of interest: fewer from `large` on. */

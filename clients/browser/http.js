@@ -2,7 +2,7 @@
  * Plain requests to a penstock server, and what it says when it refuses one.
  */
 
-/** @typedef {{ message: string, code: string | null, param?: string | null }} Problem */
+/** @typedef {{ message: string, code: string | null, param?: string | null, penstock?: Record<string, any> }} Problem */
 
 const REQUEST_TIMEOUT_MS = 30_000;
 
@@ -17,6 +17,8 @@ export class PenstockError extends Error {
     this.name = "PenstockError";
     this.code = problem.code;
     this.param = problem.param ?? null;
+    /** What only penstock says of it. @type {Record<string, any>} */
+    this.details = problem.penstock ?? {};
     this.status = status;
     /** How long the server asks to wait before a next try. @type {number | null} */
     this.retryAfterMs = retryAfterMs;

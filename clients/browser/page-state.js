@@ -2,6 +2,7 @@
  * The state of the chat page, and how it begins.
  */
 
+import { NO_SETTINGS } from "./settings.js";
 import { Store } from "./store.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
@@ -31,6 +32,7 @@ import { Store } from "./store.js";
  * @property {ReadonlySet<string>} hidden  ids of those that are about to be deleted
  * @property {{ models: readonly string[], model: string, think: string, tools: string }} choices  what is asked for next
  * @property {{ used: number, limit: number } | null} context  tokens of the open conversation, where known
+ * @property {typeof NO_SETTINGS} settings
  * @property {Conversation | null} undoable  the one among them that can still be taken back
  */
 
@@ -47,6 +49,7 @@ export function newStore() {
     undoable: null,
     choices: { models: [], model: "", think: "", tools: "" },
     context: null,
+    settings: NO_SETTINGS,
   }));
 }
 

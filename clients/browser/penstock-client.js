@@ -53,7 +53,7 @@ export { isSendableKey, PenstockError } from "./http.js";
 const MAX_STEER_TRIES = 12;
 const PROBE_TIMEOUT_MS = 10_000;
 const STABLE_CONNECTION_MS = 5_000;
-const NOTICES = ["queue", "preempted", "resumed"];
+const NOTICES = ["queue", "prefill", "preempted", "resumed"];
 const NOT_RESUMABLE = {
   message: "The connection broke, and the server could not store this answer, so it cannot be resumed.",
   code: "not_resumable",
@@ -238,13 +238,22 @@ export class PenstockClient extends EventTarget {
 
   /** Whether the server has an engine at the moment; true as well if the server cannot be asked. */
   async hasEngine() {
+    return (await this.engineState()).isUp;
+  }
+
+  /**
+   * The same, and in how many milliseconds an engine that is restarted is expected, where the server
+   * knows how long that takes.
+   * @returns {Promise<{ isUp: boolean, waitMs: number | null }>}
+   */
+  async engineState() {
     try {
       await this.#http.request("GET", "health");
     } catch (error) {
       if (!(error instanceof PenstockError)) throw error;
-      return error.status !== 503;
+      return { isUp: error.status !== 503, waitMs: error.details.estimated_wait_ms ?? null };
     }
-    return true;
+    return { isUp: true, waitMs: null };
   }
 
   /**

@@ -45,8 +45,10 @@ function nameAppleKeys() {
   for (const node of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[title*='(Alt+']"))) {
     node.title = node.title.replace("(Alt+", "(Control+Option+");
   }
-  for (const node of document.querySelectorAll(".keys kbd")) {
-    if (node.textContent === "Alt") node.textContent = "Control+Option";
-    if (node.textContent === "Ctrl") node.textContent = "⌘";
-  }
+}
+
+/** What is written on a key that others call `Alt` or `Ctrl`. */
+export function keyName(/** @type {string} */ key) {
+  if (!isApple) return key;
+  return { Alt: "Control+Option", Ctrl: "⌘" }[key] ?? key;
 }

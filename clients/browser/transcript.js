@@ -10,6 +10,7 @@ import { attachmentElement } from "./attachments.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
 import { Colours, setFormula } from "./markdown-extras.js";
+import { TokenView } from "./token-view.js";
 import { attachmentsOf, messageText } from "./turns.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
@@ -22,7 +23,8 @@ import { attachmentsOf, messageText } from "./turns.js";
  * @property {(view: TurnView) => void} regenerate
  * @property {(view: TurnView, text: string) => void} edit
  * @property {(view: TurnView, step: number) => void} switchBranch
- * @property {(view: TurnView) => Promise<Usage | null>} usage
+ * @property {(view: TurnView) => void} compare  its branches, beside each other
+ * @property {(view: TurnView) => Promise<{ usage: Usage, cache: string } | null>} usage  and why not more of it was cached
  * @property {() => boolean} mayAsk  whether a message can be sent; if not, the reader is told why
  */
 
@@ -54,6 +56,11 @@ export class TurnView {
   #tools = make("div", "tools");
   #branches = make("span", "branches");
   #stats = make("p", "stats");
+  /** What is known of an answer that is waited for. */
+  #status = make("div", "status");
+  /** @type {import("./answer.js").Token[]} */ #tokens = [];
+  /** @type {HTMLButtonElement} */ #tokensButton;
+  /** @type {TokenView | null} */ #tokenView = null;
   /** The text behind the newest blocks, and how much comes before it. */
   #markdown;
   #partStart = 0;
@@ -73,7 +80,11 @@ export class TurnView {
     this.#wishes = wishes;
     this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#foot);
     this.#markdown = this.#newPart();
-    this.#stats.hidden = true;
+    this.#stats.hidden = this.#status.hidden = true;
+    this.#tokensButton = button({ label: "Tokens and their probabilities", picture: "tokens", run: () => this.#toggleTokens() });
+    this.#tokensButton.setAttribute("aria-pressed", "false");
+    this.#tokensButton.hidden = true;
+    this.#article.prepend(this.#status);
     this.#foot.append(this.#notes, this.#tools, this.#stats);
     this.#section.append(...this.items.map((item) => this.#itemElement(item)));
     parent.append(this.#section);
@@ -104,6 +115,27 @@ export class TurnView {
     this.#blocks.show(block);
   }
 
+  /**
+   * Says what is known of an answer that is waited for; empty: nothing.
+   * @param {string} text
+   * @param {number | null} [share]  how much of it is done
+   */
+  showStatus(text, share = null) {
+    this.#status.hidden = !text;
+    if (this.#status.firstChild?.textContent !== text || !text) this.#status.replaceChildren(...(text ? [make("span", "", text)] : []));
+    if (share === null) return;
+    const bar = /** @type {HTMLProgressElement} */ (make("progress"));
+    bar.value = share;
+    bar.setAttribute("aria-label", text);
+    this.#status.append(bar);
+  }
+
+  /** Takes tokens of its text, which the reader can look at. */
+  keepTokens(/** @type {import("./answer.js").Token[]} */ tokens) {
+    this.#tokens = [...this.#tokens, ...tokens];
+    this.#tokensButton.hidden = this.#tokens.length === 0;
+  }
+
   showResult(/** @type {string} */ callId, /** @type {string} */ output) {
     this.#blocks.showResult(callId, output);
   }
@@ -117,6 +149,7 @@ export class TurnView {
     this.#foot.hidden = true; // it would move with every line
     this.#notes.replaceChildren();
     this.noteText = "";
+    if (this.#tokenView) this.#toggleTokens();
     let taken = 0;
     for (const block of answer.blocks) {
       this.#take(answer.text.slice(taken, block.textBefore));
@@ -131,6 +164,8 @@ export class TurnView {
   /** Ends the answer. */
   finish(/** @type {Answer} */ answer, /** @type {Usage | null} */ usage) {
     this.#flush();
+    this.showStatus("");
+    this.keepTokens(answer.tokens);
     this.#article.classList.remove("is-waiting", "is-streaming");
     this.#article.setAttribute("aria-busy", "false");
     this.#foot.hidden = false;
@@ -182,10 +217,11 @@ export class TurnView {
       if (index + by < 0 || index + by >= count) delete node.dataset.asks, node.disabled = true;
       return node;
     };
+    const beside = button({ label: "Versions beside each other", picture: "columns", run: () => this.#wishes.compare(this) });
     const place = make("span", "place", `${index + 1}/${count}`);
     place.setAttribute("aria-label", `version ${index + 1} of ${count}`);
     place.setAttribute("role", "img");
-    this.#branches.replaceChildren(step(-1, "Previous version", "left"), place, step(1, "Next version", "right"));
+    this.#branches.replaceChildren(step(-1, "Previous version", "left"), place, step(1, "Next version", "right"), beside);
   }
 
   /** Lets the user edit the question in place. */
@@ -261,6 +297,7 @@ export class TurnView {
       button({ label: "Copy answer", picture: "copy", run: () => this.copy() }),
       button({ label: "Regenerate", picture: "again", asks: true, run: () => this.#wishes.regenerate(this) }),
       button({ label: "Figures", picture: "figures", run: () => void this.#toggleStats() }),
+      this.#tokensButton,
       this.#branches,
     );
   }
@@ -272,9 +309,20 @@ export class TurnView {
       this.#stats.replaceChildren();
       return;
     }
-    this.#usage ??= await this.#wishes.usage(this);
+    const found = await this.#wishes.usage(this);
+    this.#usage ??= found?.usage ?? null;
     this.#showStats([...this.#times, ...(this.#usage ? countsOf(this.#usage) : [])]);
-    this.#stats.append(make("span", "counts"));
+    this.#stats.append(make("span", "counts", found?.cache));
+  }
+
+  /** Tokens in place of the text, and back. */
+  #toggleTokens() {
+    const isShown = this.#tokenView === null;
+    this.#tokensButton.setAttribute("aria-pressed", String(isShown));
+    this.#article.classList.toggle("shows-tokens", isShown);
+    this.#tokenView?.node.remove();
+    this.#tokenView = isShown ? new TokenView(this.#tokens) : null;
+    if (this.#tokenView) this.#foot.before(this.#tokenView.node);
   }
 
   #showStats(/** @type {import("./figures.js").Figure[]} */ figures) {

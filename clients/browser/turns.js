@@ -118,10 +118,15 @@ export function titleFrom(/** @type {string} */ text) {
   return Array.from(start).slice(0, MAX_TITLE_CHARACTERS).join(""); // no character in halves
 }
 
-/** What a turn took, as far as the server has it. */
-export async function usageOf(
-  /** @type {import("./penstock-client.js").PenstockClient} */ client, /** @type {string | undefined} */ turnId,
+/** A turn's response, as far as the server has it. @returns {Promise<any>} */
+export async function responseOf(
+  /** @type {import("./penstock-client.js").PenstockClient} */ client, /** @type {string | undefined | null} */ turnId,
 ) {
   if (!turnId?.startsWith("resp_")) return null;
-  return client.response(turnId).then((response) => response.usage, () => null);
+  return client.response(turnId).catch(() => null);
+}
+
+/** Whether two responses were asked for with the same beginning of their prompts. */
+export function hasSameStart(/** @type {any} */ one, /** @type {any} */ other) {
+  return ["model", "instructions", "tools"].every((name) => JSON.stringify(one[name]) === JSON.stringify(other[name]));
 }

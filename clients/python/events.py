@@ -150,6 +150,15 @@ class Queued(TypedDict):
     estimated_wait_ms: int
 
 
+class Prefilled(TypedDict):
+    """Only if requested with `penstock={"events": ["prefill"]}`."""
+
+    type: Literal["penstock.prefill"]
+    response_id: str
+    computed_tokens: int
+    prompt_tokens: int
+
+
 class Parked(TypedDict):
     """Only if requested with `penstock={"events": ["preempted", "resumed"]}`."""
 
@@ -174,5 +183,6 @@ ResponseEvent: TypeAlias = (
     | ToolOutput
     | ResponseEnded
     | Queued
+    | Prefilled
     | Parked
 )

@@ -31,7 +31,7 @@ Extensions = TypedDict(
     {
         "speculation": bool,
         "continue": bool,  # this and `events`: of responses
-        "events": Sequence[Literal["queue", "preempted", "resumed"]],
+        "events": Sequence[Literal["queue", "prefill", "preempted", "resumed"]],
     },
     total=False,
 )

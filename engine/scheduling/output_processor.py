@@ -236,6 +236,13 @@ def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
     )
 
 
+def _num_left(sequence: Sequence) -> int:
+    """Prompt tokens still to be scheduled before the first output, if the client wants to know."""
+    if not sequence.request.wants_queue_position or sequence.num_output_tokens:
+        return 0
+    return max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
+
+
 def failure(live: LiveRequest, *, index: int, is_last: bool) -> RequestOutput:
     """The last output of a sequence for which the model gave no valid logits, or no vector."""
     error = "the model's logits are not a distribution (NaN, or every token is masked)"
@@ -301,11 +308,16 @@ class OutputProcessor:
                 outputs += self._end(sequence, reason, prompt_logprobs)
             elif item.seq_id in result.vectors:
                 outputs.append(self._pooled(sequence, result.vectors[item.seq_id]))
-            elif prompt_logprobs:  # the prompt is not fully computed yet
-                request_id = sequence.request.request_id
-                outputs.append(
-                    RequestOutput(request_id=request_id, prompt_logprobs=prompt_logprobs)
-                )
+            else:  # the prompt is not fully computed yet
+                num_left = _num_left(sequence)
+                if prompt_logprobs or num_left:
+                    outputs.append(
+                        RequestOutput(
+                            request_id=sequence.request.request_id,
+                            prompt_logprobs=prompt_logprobs,
+                            num_tokens_ahead=num_left,
+                        )
+                    )
         return outputs
 
     def finish(

@@ -88,6 +88,7 @@ class EnginePool:
         self._has_info = asyncio.Event()
         self._is_started = self._is_draining = False
         self._lost_at_s = time.monotonic()  # or there was no link yet
+        self._longest_absence_s: float | None = None  # of those that have ended
         self._leaving: set[asyncio.Task[None]] = set()  # links that close
         self._moving: set[asyncio.Task[None]] = set()  # KV
         for index, address in enumerate(addresses):
@@ -103,6 +104,14 @@ class EnginePool:
     def is_lost(self) -> bool:
         """Whether there was an engine and there is none now."""
         return self.info is None and any(link.num_connections for link in self.links)
+
+    @property
+    def back_in_s(self) -> float | None:
+        """Seconds until there is an engine again, if that takes as long as the longest time before
+        did; 0 if it takes longer. None: there is one, or there was none yet."""
+        if self.info is not None or self._longest_absence_s is None:
+            return None
+        return max(0.0, self._lost_at_s + self._longest_absence_s - time.monotonic())
 
     @property
     def stats(self) -> EngineStats:
@@ -300,7 +309,11 @@ class EnginePool:
     # -- told by the links ------------------------------------------------------------------
 
     def engine_found(self, link: EngineLink, *, is_same: bool) -> None:
+        was_absent = self.info is None
         self._refresh()
+        if was_absent and self.info is not None and not is_same:
+            absence_s = time.monotonic() - self._lost_at_s
+            self._longest_absence_s = max(self._longest_absence_s or 0.0, absence_s)
         if link not in self._usable:
             text = "engine %s gets no requests: its model, weights, types or block size differ"
             _LOG.warning(text, link.name)

@@ -324,7 +324,8 @@ class Replay:
         token_ids = output.token_ids[num_known:]
         num_cached = 0 if self._has_tokens else output.num_cached_tokens
         has_news = token_ids or prompt_logprobs or num_cached or output.finish_reason
-        if not has_news and output.notice is None and output.queue_position is None:
+        is_told = output.notice is not None or output.queue_position is not None
+        if not (has_news or is_told or output.num_tokens_ahead):
             return None
         return msgspec.structs.replace(
             output,

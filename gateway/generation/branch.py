@@ -30,6 +30,8 @@ class Delta(msgspec.Struct, gc=False):
         notice: an event of the branch before this text.
         queue_position: for a waiting request that asked for it: how many are served before it.
         estimated_wait_ms: with `queue_position`, the wait; 0 while nothing has been measured.
+        num_prefilled: for a request that asked for its position, and whose prompt takes several
+            steps: how many of its tokens are computed.
         pieces: of items, where thoughts or tool calls are looked for; then `text` is empty, or it
             continues the newest item, a message, and there are no pieces.
     """
@@ -41,7 +43,15 @@ class Delta(msgspec.Struct, gc=False):
     notice: Notice | None = None
     queue_position: int | None = None
     estimated_wait_ms: int = 0
+    num_prefilled: int | None = None
     pieces: Sequence[Piece] = ()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it has news beside the output."""
+        return not (self.notice is None and self.queue_position is None) or (
+            self.num_prefilled is not None
+        )
 
     @property
     def parts(self) -> Sequence[Piece]:

@@ -362,6 +362,9 @@ class Generation:
             wait_s = self._reservation.wait_s(output.num_tokens_ahead)
             delta.estimated_wait_ms = round(wait_s * 1e3)
             return delta
+        if output.num_tokens_ahead:
+            delta.num_prefilled = max(0, self._num_prompt_tokens - output.num_tokens_ahead)
+            return delta
         if delta.text or delta.pieces or delta.logprobs or delta.finish_reason or delta.notice:
             return delta
         return None

@@ -84,7 +84,7 @@ class DeltaWriter:
         """Log the deltas since the last call."""
         text = ""
         for delta in deltas:
-            if delta.notice is not None or delta.queue_position is not None:
+            if delta.is_told:
                 self._log(text)
                 text = ""
                 self._notify(delta)
@@ -104,7 +104,7 @@ class DeltaWriter:
         """Log the deltas of a summary as one entry. Its thoughts are not shown."""
         self._writing = said.generation
         for delta in deltas:
-            if delta.notice is not None or delta.queue_position is not None:
+            if delta.is_told:
                 self._notify(delta)
             for piece in delta.parts:
                 if piece.kind == MESSAGE:
@@ -161,6 +161,11 @@ class DeltaWriter:
         if delta.queue_position is not None:
             wait_ms = delta.estimated_wait_ms
             self._run.notify("queue", position=delta.queue_position, estimated_wait_ms=wait_ms)
+        if delta.num_prefilled is not None:
+            num_tokens = len(self._generation.request.prompt_token_ids)
+            self._run.notify(
+                "prefill", computed_tokens=delta.num_prefilled, prompt_tokens=num_tokens
+            )
 
     def _log(self, text: str) -> None:
         """Log text of the newest item, if there is any, or if the item begins."""

@@ -55,7 +55,7 @@ class ResponseExtensions(Extensions):
 
     continues: bool = Field(default=False, alias="continue")
     events: Annotated[
-        list[Literal["preempted", "resumed", "queue"]],
+        list[Literal["preempted", "resumed", "queue", "prefill"]],
         Field(max_length=_MAX_EVENTS, fail_fast=True),
     ] = Field(default_factory=list)
 
@@ -266,7 +266,7 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def wants_queue_position(self) -> bool:
-        return "queue" in self.penstock.events
+        return bool({"queue", "prefill"} & set(self.penstock.events))
 
     @property
     def generates(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -41,13 +42,17 @@ class Status:
 
     @operation("GET /health", "Check whether the engine is up.", "Status", needs_key=False)
     async def health(self, _: Request) -> Response:
-        """200 once there was an engine, unless it is lost. A server whose disk or Redis is not well
+        """200 once there was an engine, unless it is lost: then `penstock.estimated_wait_ms` says
+        when the next is expected, by how long that took before. A server whose disk or Redis is not well
         is healthy, because it serves what needs neither, and so is one with several engines of
         which one is left; the answer names what is wrong.
         """
         if self._engine.info is None:
             state = "the engine died" if self._engine.is_lost else "the engine is starting"
-            return refusal(503, code="engine_unavailable", message=state).response()
+            failure = refusal(503, code="engine_unavailable", message=state)
+            if (wait_s := self._engine.back_in_s) is not None:
+                failure = replace(failure, details={"estimated_wait_ms": round(wait_s * 1e3)})
+            return failure.response()
         if (trouble := self._trouble()) is not None:
             about = dict(zip(("state", "message"), trouble, strict=True))
             return json_response({"status": "degraded", self._kind: about, **self._engines()})

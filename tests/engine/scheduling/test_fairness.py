@@ -295,6 +295,25 @@ def test_positions_go_to_those_who_asked_four_times_a_second() -> None:
     assert "asks" in stack.ended
 
 
+def test_who_asks_is_told_what_is_left_of_its_prompt() -> None:
+    """After each step but the last that computes a part of it; the others are told nothing."""
+    stack = Stack(config=SchedulerConfig(max_num_batched_tokens=8), num_blocks=64)
+    stack.add("asks", [3] * 30, max_tokens=2, wants_queue_position=True)
+    stack.add("silent", [2] * 30, max_tokens=2, arrival=1.0)
+    heard = [
+        (output.request_id, output.num_tokens_ahead)
+        for _ in range(20)
+        for output in stack.step()
+        if output.num_tokens_ahead and output.queue_position is None
+    ]
+    left = [num for request_id, num in heard if request_id == "asks"]
+    assert left == sorted(left, reverse=True)
+    assert left
+    assert all(0 < num < 30 for num in left)
+    assert len(left) == len(heard)
+    assert {"asks", "silent"} <= set(stack.ended)
+
+
 def test_the_queue_tells_how_fast_it_drains() -> None:
     stack = Stack(config=SchedulerConfig(max_num_seqs=1), num_blocks=64)
     assert stack.scheduler.queue_tokens_per_s == 0.0

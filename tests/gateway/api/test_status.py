@@ -189,6 +189,8 @@ async def test_engine_death_and_return(serve: Serve) -> None:
         assert (await served.http.get("/ready")).status_code == 200
         await served.engine.die()
         await answers(served, "/health", 503)
+        lost = (await served.http.get("/health")).json()["error"]
+        assert lost["penstock"]["estimated_wait_ms"] >= 0  # as long as the first one took at most
         assert (await served.http.post("/ping")).status_code == 503
         assert (await served.http.get("/live")).status_code == 200
         ready = await served.http.get("/ready")

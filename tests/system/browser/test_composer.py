@@ -73,3 +73,55 @@ async def test_choices_are_kept_with_the_conversation(page: Page, demo_server: S
     await page.keyboard.press("Alt+n")
     await page.evaluate(f"location.hash = '#{first}'")
     await expect(model).to_have_value("demo-adapter")
+
+
+@pytest.mark.exhaustive
+async def test_presets_and_all_of_sampling(page: Page, demo_server: Served) -> None:
+    """A preset has the system prompt and the sampling, under a name, over a reload; what is chosen is
+    sent, and what is out of range is not."""
+    sent: list[str] = []
+    page.on("websocket", lambda socket: socket.on("framesent", lambda text: sent.append(text)))
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
+    await page.get_by_role("button", name="Settings").click()
+    preset = page.get_by_label("Preset", exact=True)
+    await expect(preset).to_have_value("")  # the limit of this test is its own
+    values = {
+        "Top k": "40", "Frequency penalty": "0.5", "Presence penalty": "-0.25",
+        "Repetition penalty": "1.1", "Seed": "7", "Temperature": "0.7",
+    }  # fmt: skip
+    for label, value in values.items():
+        await page.get_by_label(label).fill(value)
+    await page.get_by_label("Stop at").fill("END\nSTOP\n")
+    await page.get_by_label("System prompt").fill("Be brief.")
+    await page.get_by_role("button", name="Save as preset…").click()
+    name = page.get_by_label("Name of the preset")
+    await expect(name).to_be_focused()
+    await name.fill("Mine")
+    await page.keyboard.press("Enter")
+    await expect(preset).to_have_value("Mine")
+    await preset.select_option("Exact")
+    await expect(page.get_by_label("Temperature")).to_have_value("0")
+    for label in ("Top k", "System prompt", "Stop at"):
+        await expect(page.get_by_label(label)).to_have_value("")
+    await page.get_by_role("button", name="Done").click()
+    await page.reload()
+    await connected(page)
+    await page.get_by_role("button", name="Settings").click()
+    await expect(preset).to_have_value("Exact")
+    await preset.select_option("Mine")
+    for label, value in values.items():
+        await expect(page.get_by_label(label)).to_have_value(value)
+    await page.get_by_role("button", name="Done").click()
+    await finished(await say(page, "Hello!"))
+    asked = next(body for each in sent[::-1] if "input" in (body := json.loads(each)))
+    wanted = {
+        "top_k": 40, "frequency_penalty": 0.5, "presence_penalty": -0.25, "temperature": 0.7,
+        "repetition_penalty": 1.1, "seed": 7, "stop": ["END", "STOP"], "instructions": "Be brief.",
+        "max_output_tokens": 5,
+    }  # fmt: skip
+    assert {name: asked.get(name) for name in wanted} == wanted
+    await page.get_by_role("button", name="Settings").click()
+    await page.get_by_role("button", name="Delete preset").click()
+    await expect(preset.locator("option", has_text="Mine")).to_have_count(0)
+    await expect(preset).to_have_value("")
+    await expect(page.get_by_label("Top k")).to_have_value("40")

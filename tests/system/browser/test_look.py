@@ -160,7 +160,7 @@ async def test_settings_stand_beside_what_they_are(page: Page, demo_server: Serv
           return [left - label.left, width, text.getBoundingClientRect().left - right];
         })"""
     )
-    assert len(places) == 5
+    assert len(places) == 6
     for indent, width, gap in places:
         assert (indent, width) == (0, 16)
         assert 0 < gap < 16
