@@ -121,7 +121,8 @@ async def test_when_an_engine_is_back(page: Page, tmp_path: Path) -> None:
             await expect(status).to_have_text(
                 re.compile("your answer will go on, (in about [0-9]+ s|any moment now)[.]$")
             )
-            health = httpx.get(f"{served.base_url}/health", timeout=END_S)
+            async with httpx.AsyncClient(timeout=END_S) as client:
+                health = await client.get(f"{served.base_url}/health")
             assert health.status_code == 503
             assert health.json()["error"]["penstock"]["estimated_wait_ms"] >= 0
         await finished(turn)
