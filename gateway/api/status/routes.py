@@ -43,9 +43,9 @@ class Status:
     @operation("GET /health", "Check whether the engine is up.", "Status", needs_key=False)
     async def health(self, _: Request) -> Response:
         """200 once there was an engine, unless it is lost: then `penstock.estimated_wait_ms` says
-        when the next is expected, by how long that took before. A server whose disk or Redis is not well
-        is healthy, because it serves what needs neither, and so is one with several engines of
-        which one is left; the answer names what is wrong.
+        when the next is expected, by how long that took before. A server whose disk or Redis is not
+        well is healthy, because it serves what needs neither, and so is one with several engines
+        of which one is left; the answer names what is wrong.
         """
         if self._engine.info is None:
             state = "the engine died" if self._engine.is_lost else "the engine is starting"

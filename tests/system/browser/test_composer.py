@@ -77,8 +77,8 @@ async def test_choices_are_kept_with_the_conversation(page: Page, demo_server: S
 
 @pytest.mark.exhaustive
 async def test_presets_and_all_of_sampling(page: Page, demo_server: Served) -> None:
-    """A preset has the system prompt and the sampling, under a name, over a reload; what is chosen is
-    sent, and what is out of range is not."""
+    """A preset has the system prompt and the sampling, under a name, over a reload; what is chosen
+    is sent."""
     sent: list[str] = []
     page.on("websocket", lambda socket: socket.on("framesent", lambda text: sent.append(text)))
     await open_page(page, demo_server.base_url, max_output_tokens=5)
