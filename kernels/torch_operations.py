@@ -37,6 +37,8 @@ class TorchStep:
     Attributes:
         token_ids: int64 [num_tokens]
         rotary: of each kind of rotary positions, cosines and sines by `rotary_store_kv`.
+        feature_rows, features: int64 [num_features] and [num_features, size], of the rows that
+            have these in place of their embeddings; None: none has.
         is_invariant: a row's bits do not depend on the other rows.
     """
 
@@ -45,6 +47,8 @@ class TorchStep:
     positions: Tensor
     rotary: tuple[tuple[Tensor, Tensor], ...] = ()
     is_invariant: bool = False
+    feature_rows: Tensor | None = None
+    features: Tensor | None = None
 
 
 # Of a program whose records do not look at it.
@@ -128,6 +132,12 @@ def embed(step: TorchStep, weight: Any) -> Tensor:
     """weight: a table (`Embedding.look_up`)."""
     found: Tensor = weight.look_up(step.token_ids)
     return found
+
+
+@operation()
+def place_features(step: TorchStep, y: Tensor) -> None:
+    if step.features is not None:
+        y[step.feature_rows] = step.features
 
 
 # -- adapters ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class AdaptedModel:
     Attributes:
         rows: of each step, for all layers but the head.
         sampled_rows: for the head.
-        root: as in `WeightNames`.
+        roots: with what the names of those but the head may begin; the first is that of `layers`.
     """
 
     layers: Mapping[str, AdaptedLayer]  # by name; the embedding's is TABLE, the output head's HEAD
@@ -84,7 +84,7 @@ class AdaptedModel:
     sampled_rows: StepRows
     dtype: torch.dtype
     device: torch.device
-    root: str
+    roots: tuple[str, ...]
 
 
 HEAD, TABLE = "lm_head", "embed_tokens"
@@ -171,5 +171,5 @@ def attach_lora_slots(
         sampled_rows=sampled_rows,
         dtype=model.dtype,
         device=model.device,
-        root=names.root,
+        roots=(names.root, *(root for root, _ in names.others)),
     )

@@ -135,7 +135,7 @@ class AdapterSlots:
         if content_digest(path) != adapter.digest:
             raise ModelLoadError(f"{path} has changed since the adapter got its name")
         matrices = read_matrices(
-            path, config, self._modules, self._model.dtype, root=self._model.root
+            path, config, self._modules, self._model.dtype, roots=self._model.roots
         )
         memory = WeightMemory()
         packed = {
@@ -242,14 +242,14 @@ def read_matrices(
     modules: Mapping[str, ModuleShape],
     dtype: torch.dtype,
     *,
-    root: str = "",
+    roots: Sequence[str],
 ) -> dict[str, LoraWeights]:
     """A and B of the modules that the adapter changes, with their scales.
 
     Args:
         modules: the base model's, by their names in its checkpoint.
-        root: with what the names of those but the head begin; those of an adapter that was made
-            for the model without its head do not.
+        roots: as in `AdaptedModel`. In an adapter that was made for the model without its head no
+            name begins with one.
 
     Raises:
         ModelLoadError: names the tensor that is missing, damaged, or of a module that cannot have
@@ -258,9 +258,13 @@ def read_matrices(
     file = path / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            whole = {name: name for name in modules}
-            if not any(name.startswith(f"{_PREFIX}{root}") for name in tensors.keys()):  # noqa: SIM118
-                whole = {name.removeprefix(root): name for name in modules}
+            keys = list(tensors.keys())
+            starts = (each for each in roots if any(k.startswith(_PREFIX + each) for k in keys))
+            root, start = roots[0], next(starts, "")
+            whole = {
+                start + name.removeprefix(root) if name.startswith(root) else name: name
+                for name in modules
+            }
             shapes = {name: modules[each] for name, each in whole.items()}
             found = _Matrices(file, tensors, config, shapes, dtype).read()
             return {whole[name]: each for name, each in found.items()}

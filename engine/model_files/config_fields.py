@@ -50,6 +50,14 @@ class ConfigFields:
             self._values, path=self.path, within=self._prefix[:-1], names={**self._names, **names}
         )
 
+    def completed(self, defaults: Mapping[str, Any], whole: Mapping[str, Any]) -> ConfigFields:
+        """The same with defaults for what is absent, and other values of the fields `whole`."""
+        given = {name: each for name, each in self._values.items() if each is not None}
+        nulls = dict.fromkeys(self._values.keys() - given.keys() - defaults.keys())
+        return ConfigFields(
+            {**defaults, **nulls, **given, **whole}, path=self.path, within=self._prefix[:-1]
+        )
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 

@@ -64,7 +64,7 @@ class CpuModel:
         )
         backend = CpuBackend(library, self._meeting, decoder.expected_bytes)
         self._writer = writer = DecoderWriter(decoder, backend)
-        self.weight_bytes = writer.num_bytes
+        self.weight_bytes = writer.num_bytes + decoder.num_tower_bytes
         self.num_verify_rows = library.num_verify_rows(backend.products)
         self._head: CpuHead | NoHead = NoHead(self.dtype)
         if writer.head is not None:
@@ -75,7 +75,7 @@ class CpuModel:
         self._recorded_for: tuple[int, tuple[object, ...]] = (0, ())
         # The last step's context, the tensors it points to, and its output.
         self._context: ForwardContext | None = None
-        self._given: tuple[Tensor, ...] = ()
+        self._given: tuple[object, ...] = ()
         self._output: StepOutput | None = None
         self._is_shared = False
 
@@ -146,7 +146,12 @@ class CpuModel:
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
         step.rope_stride = cosines[0].numel()
         step.rotary_rows = rows.data_ptr()
-        self._given = (input_ids, cosines, sines, rows)  # keeps the memory alive
+        images = context.images
+        step.num_features = 0
+        if images is not None and images.rows is not None and images.features is not None:
+            step.num_features = len(images.rows)
+            step.feature_rows, step.features = images.rows.data_ptr(), images.features.data_ptr()
+        self._given = (input_ids, cosines, sines, rows, images)  # keeps the memory alive
 
     def _is_worth_sharing(self, num_tokens: int) -> bool:
         """Whether reading and multiplying the weights takes one thread long enough to wake the

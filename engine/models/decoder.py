@@ -23,7 +23,7 @@ from penstock.engine.layers.norm import HeadNorm, LayerNorm, Norm, RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.lora.layer_adapters import LayerAdapters
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.language_model import LayerKV, PagedKV, StateSpec
+from penstock.engine.models.language_model import ImageEncoder, LayerKV, PagedKV, StateSpec
 from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.parallel.shard import Shard
 from penstock.kernels import int8_cache
@@ -169,10 +169,12 @@ class Decoder(nn.Module):
         head_adapters: what adapters add to the logits of sampled rows.
         ranks: that have the other parts of its tables.
         whole_config: of the model of which this may be a part.
+        num_tower_bytes: size of what encodes images.
         is_invariant: a token's results do not depend on the batch, to the bit.
     """
 
     is_invariant = has_adapters = False
+    num_tower_bytes = 0
     head_adapters: LayerAdapters | None = None
     ranks: Ranks = ALONE
 
@@ -181,7 +183,7 @@ class Decoder(nn.Module):
         self.config = self.whole_config = config
         self.vocab_size, self.context_len = config.vocab_size, config.context_len
         self.quantization = "none"
-        self.images = None
+        self.images: ImageEncoder | None = None
         self.feature_layers: tuple[int, ...] = ()
         self._kv_dtype: torch.dtype | None = None
         if config.has_embedding or (config.has_head and config.is_tied):
@@ -284,7 +286,7 @@ class Decoder(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Size of all weights, as they are held."""
-        return weight_bytes(self)
+        return weight_bytes(self) + self.num_tower_bytes
 
     @property
     def dtype(self) -> torch.dtype:

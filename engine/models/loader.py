@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.engine.config import DType, EngineConfig, ModelConfig, Quantization
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.layers.experts import ExpertMatrices, Router
-from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant
+from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant, weight_bytes
 from penstock.engine.layers.norm import HeadNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.model_files.config_fields import read_model_fields
@@ -112,11 +112,26 @@ def load_model(
             load_decoder, config, path, device, defers_experts=defers_experts, ranks=ranks
         )
         try:
-            return load()
+            model = load()
         except LostCodesError as error:
             _log.warning("kept codes of %s were lost or damaged: they are chosen again", error)
-            return load()
+            model = load()
+        if read_model_config(path)[0].takes_images:
+            _take_images(model, path, device)
+        return model
     return _load_through_transformers(config, path, device, ranks)
+
+
+def _take_images(model: Decoder, path: Path, device: torch.device) -> None:
+    """Read what encodes images.
+
+    Raises:
+        ModelLoadError: a tensor is missing or does not fit; the image processor cannot be read.
+    """
+    from penstock.engine.models.through_transformers.backend import read_towers
+
+    model.images = images = read_towers(path, open_checkpoint(path), model.dtype, device)
+    model.num_tower_bytes = images.weight_bytes
 
 
 def load_decoder(
@@ -163,6 +178,8 @@ def load_decoder(
                     plain, path, torch.device("cpu"), only=range(number, number + 1)
                 ),
             )  # fmt: skip
+    if architecture.takes_images and ranks.size > 1:
+        raise ConfigError("a model with images cannot be shared among ranks")
     ranks.open(dtype, device)
     with torch.device("meta"):
         model = Decoder(own_config).to(dtype)
@@ -191,8 +208,14 @@ def load_decoder(
     if checkpoint is not None:
         ignored = {f"{names('lm_head')[0]}.weight"} if decoder_config.is_tied else set()
         ignored |= {"score.weight"} if architecture.is_headless else set()
+        own = (names.root, f"{names.head}.") if architecture.takes_images else ("",)
         checkpoint.check_all_read(
-            lambda name: name in ignored or is_ignorable(name) or name.startswith(absent)
+            lambda name: (
+                name in ignored
+                or is_ignorable(name)
+                or name.startswith(absent)
+                or not name.startswith(own)  # `read_towers` reads the others
+            )
         )
     for name in model.absent_matrices():
         for module_name in names(name):
@@ -273,6 +296,10 @@ def build_without_weights(
         model = Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
     if has_weights:
         _read_first_matrix(model, decoder_config, architecture, path)
+    if architecture.takes_images:
+        from penstock.engine.models.through_transformers.backend import build_towers
+
+        model.num_tower_bytes = weight_bytes(build_towers(path, model.dtype)[0])
     return model
 
 

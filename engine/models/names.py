@@ -32,6 +32,7 @@ class WeightNames:
         root: before all names but the head's.
         layers: before a layer's number.
         head: of the output head, without the root.
+        others: root and head of older checkpoints.
         modules: other names than Llama's: of the decoder's modules, without root and layer, the
             checkpoint's. No name: the checkpoint has no such module, a norm, whose weights are 1.
         alternatives: a layer's modules → the checkpoint's, where its first layer has not the usual
@@ -44,6 +45,7 @@ class WeightNames:
     root: str = "model."
     layers: str = "layers"
     head: str = _HEAD
+    others: tuple[tuple[str, str], ...] = ()
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     alternatives: Mapping[str, str] = field(default_factory=dict)
     is_by_head: bool = False
@@ -69,6 +71,9 @@ class WeightNames:
 
     def found_in(self, checkpoint: Checkpoint) -> WeightNames:
         """The names in this checkpoint: some lack a part of the root, as the bare model's do."""
+        for root, head in self.others:
+            if f"{root}embed_tokens.weight" in checkpoint:
+                return replace(self, root=root, head=head, others=()).found_in(checkpoint)
         short = replace(self, root=self.root.partition(".")[2])
         has_root, lacks_root = (
             f"{each('embed_tokens')[0]}.weight" in checkpoint for each in (self, short)

@@ -20,6 +20,11 @@ from penstock.engine.models.families import (
     phi,
     post_norm,
 )
+from penstock.engine.models.families.with_images import (
+    WITH_IMAGES,
+    text_architecture,
+    text_fields,
+)
 from penstock.engine.models.names import LLAMA_NAMES, WeightNames
 from penstock.engine.speculative.device.eagle3_head import EAGLE3_ARCHITECTURES
 
@@ -34,12 +39,14 @@ class Architecture:
         is_headless: it makes vectors or scores; the embedding takes the place of an output head,
             which is never used.
         has_transposed_experts: their tensors are as gpt-oss's.
+        takes_images: it is within a model that encodes some.
     """
 
     read_config: Callable[[ConfigFields], DecoderConfig]
     names: WeightNames = LLAMA_NAMES
     is_headless: bool = False
     has_transposed_experts: bool = False
+    takes_images: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -118,7 +125,11 @@ def is_native(config: ModelConfig, path: Path) -> bool:
     """
     if config.model_impl != "auto":
         return config.model_impl == "native"
-    names = read_model_fields(path).texts("architectures")
+    fields = read_model_fields(path)
+    names = fields.texts("architectures")
+    if set(names) & WITH_IMAGES.keys():
+        is_known = bool(text_architecture(fields)) and config.load_format != "dummy"
+        return is_known and missing_option(config, path) is None
     ours = {*ARCHITECTURES, *EAGLE3_ARCHITECTURES}  # a head is refused by its name
     if names and not any(each in ours or _family_of(each) for each in names):
         return False
@@ -130,6 +141,7 @@ def missing_option(config: ModelConfig, path: Path) -> UnsupportedOptionError | 
     None: it does not, or nobody has to say why."""
     fields = read_model_fields(path)
     is_family = any(each in ARCHITECTURES for each in fields.texts("architectures"))
+    is_family = is_family or bool(text_architecture(fields))
     if config.model_impl != "auto" or not is_family or not (path / "config.json").is_file():
         return None
     try:
@@ -172,6 +184,12 @@ def read_model_config(
         if name in ARCHITECTURES:
             architecture = ARCHITECTURES[name]
             return architecture, architecture.read_config(fields).within(max_model_len)
+        if name in WITH_IMAGES and (family := text_architecture(fields)):
+            architecture = replace(
+                ARCHITECTURES[family], names=WITH_IMAGES[name], takes_images=True
+            )
+            config = architecture.read_config(text_fields(fields)).within(max_model_len)
+            return architecture, config
         if family := _family_of(name):
             architecture = replace(ARCHITECTURES[family], is_headless=True)
             config = architecture.read_config(fields).within(max_model_len)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.layers.linear import weight_bytes
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import NUM_VERIFY_ROWS, StepOutput
 from penstock.engine.models.writer import DecoderWriter
@@ -39,7 +38,7 @@ class TorchModel:
     ) -> None:
         self.decoder, config = decoder, decoder.config
         self.state_spec, self.needs_prompt_lens = decoder.state_spec, decoder.needs_prompt_lens
-        self.weight_bytes = weight_bytes(decoder)
+        self.weight_bytes = decoder.weight_bytes
         self.num_threads = torch.get_num_threads()
         self.num_verify_rows = NUM_VERIFY_ROWS[decoder.device.type]
         self.can_be_captured = not decoder.has_adapters
@@ -91,7 +90,10 @@ class TorchModel:
         """What the program reads of a step."""
         positions, lens = context.positions, context.prompt_lens
         rotary = tuple(each(positions, lens, self._dtype) for each in self.decoder.rotaries)
+        images = context.images
         return TorchStep(
+            feature_rows=None if images is None else images.rows,
+            features=None if images is None else images.features,
             token_ids=input_ids,
             layout=context.layout,
             positions=positions,

@@ -174,6 +174,7 @@ class _Embedding:
         self._adapters = embedding.adapters
         self._scale = config.embedding_scale
         self._factor = torch.tensor(self._scale).to(decoder.dtype).item()
+        self._has_images = decoder.images is not None
         self._positions = decoder.embed_positions if config.has_position_table else None
         self._norm = decoder.embed_norm if config.has_embedding_norm else None
 
@@ -190,6 +191,8 @@ class _Embedding:
             write_sum(self._sums, program, x, x.size)
         if self._adapters is not None:
             self._adapters.write_lookup(program, x)
+        if self._has_images:
+            program.add("place_features", y=x, size=x.size)
         if self._scale != 1.0:
             program.add("scale_add", y=y, x=x, factor=self._factor, size=x.size)
             x, y = y, x

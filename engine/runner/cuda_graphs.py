@@ -142,7 +142,8 @@ class GraphedModel:
 
     def _replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
         """Hidden states; None: no graph has this step."""
-        if context.kv_pool.data_ptr() != self._kv_pool.data_ptr():
+        has_features = context.images is not None and context.images.rows is not None
+        if has_features or context.kv_pool.data_ptr() != self._kv_pool.data_ptr():
             return None
         for graphs in self._graphs:
             hidden = graphs.replay(input_ids, context)

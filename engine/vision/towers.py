@@ -99,7 +99,7 @@ class VisionEncoder:
                 if isinstance(each, PreTrainedModel):
                     each.set_attn_implementation("sdpa")
             self._within._modules[name] = tower
-        self._dtype, self._device = config.dtype, next(within.parameters()).device
+        self._dtype, self._device = config.dtype, next(self._within.parameters()).device
         self._set_up = threading.local()
 
     @property

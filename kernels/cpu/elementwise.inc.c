@@ -354,4 +354,14 @@ static void NAME(gather_rows_item)(const void *args, long item) {
     }
 }
 
+static void NAME(place_features_item)(const void *args, long i) {
+    const struct place_features_args *a = args;
+    DTYPE *y = (DTYPE *)a->y + a->step->feature_rows[i] * a->size;
+    memcpy(y, (const DTYPE *)a->step->features + i * a->size, a->size * sizeof(DTYPE));
+}
+
+struct job NAME(place_features)(const void *args) {
+    return (struct job){NAME(place_features_item), args, ((const struct place_features_args *)args)->step->num_features, 0};
+}
+
 struct job NAME(gather_rows)(const void *args) { return (struct job){NAME(gather_rows_item), args, 1, 0}; }

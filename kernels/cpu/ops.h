@@ -18,6 +18,9 @@ struct step {
     const int64_t *rotary_rows;         /* [num_tokens], rows of these; positions, but with dynamic ropes */
     int64_t rope_stride;                /* from the table of one kind of rotary positions to the next */
     const int64_t *sampled_tokens;      /* [num_sampled], or null: the first num_sampled tokens */
+    int64_t num_features;
+    const int64_t *feature_rows; /* [num_features] */
+    const void *features;        /* [num_features, hidden size] */
 };
 
 /* y[rows, out] = x[rows, in] · packed weight (+ bias) (+ residual, after rounding the product) */
@@ -123,6 +126,13 @@ struct embed_args {
     const struct step *step;
     int64_t size, vocab_size, is_packed;
     int64_t first_id, num_ids; /* of the rows that there are; others are zero; num_ids 0: all are there */
+};
+
+/* y[feature_rows[i], size] = features[i]; other rows of y stay */
+struct place_features_args {
+    void *y;
+    const struct step *step;
+    int64_t size;
 };
 
 /* y = x / sqrt(mean(x²) + eps) · (weight + offset), row by row */

@@ -60,6 +60,7 @@ from penstock.engine.vision.towers import (
     is_with_images,
     towers,
 )
+from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.token_masks import TokenMasks
 
@@ -451,6 +452,59 @@ def _context_len(config: PreTrainedConfig) -> int | None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --- what encodes images, beside a native language model ---
+
+_WITHIN = "model"  # the module that has the towers
+
+
+def build_towers(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The model in directory `path` on the meta device without its language model, and the tensors
+    of that by name.
+
+    Raises:
+        ModelLoadError: it cannot be built.
+    """
+    fields = read_model_fields(path)
+    try:
+        config = _read_config(path, fields, trust_remote_code=False)
+        model = _build(config, dtype, trust_remote_code=False)
+    except _UnsupportedError as error:
+        raise fields.error("architectures", str(error)) from error
+    kept = towers(model, _WITHIN)
+    within = model.get_submodule(_WITHIN)
+    own = {f"{_WITHIN}.{name}." for name, each in within.named_children() if each in kept}
+    own |= {f"{_WITHIN}.{name}" for name, _ in within.named_parameters(recurse=False)}
+    absent = {
+        name: each for name, each in model.state_dict().items() if not name.startswith(tuple(own))
+    }
+    for parent in (model, within):
+        for name, each in list(parent.named_children()):
+            if each not in (within, *kept):
+                setattr(parent, name, nn.Identity())
+    model.all_tied_weights_keys = {}
+    return model, absent
+
+
+def read_towers(
+    path: Path, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> VisionEncoder:
+    """
+    Raises:
+        ModelLoadError: names the tensor that is missing or does not fit; the image processor
+            cannot be read.
+    """
+    from penstock.engine.models.through_transformers.weights import read_weights
+
+    model, absent = build_towers(path, dtype)
+
+    def set_matrix(*_: object) -> None:
+        raise AssertionError("its layers are the library's")
+
+    like = torch.empty(0, dtype=dtype, device=device)
+    read_weights(checkpoint, model, set_matrix, like, absent=absent)
+    return VisionEncoder(model.to(device), _WITHIN, path)  # type: ignore[arg-type]
 
 
 # --- the model as it runs ---

@@ -7,6 +7,7 @@ import hashlib
 import io
 import threading
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,40 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from penstock.engine import LLM, SamplingParams
 from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from penstock.engine.lora.files import find_adapter
+from penstock.engine.models import backends
+from penstock.engine.models.cpu_model import CpuModel
+from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.pooling.settings import PoolingParams
 from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
+from tests.support.peft_models import read_adapted, write_adapter
 from tests.support.tiers import tiered
 
 from .vision_models import IMAGE_TEXT, KINDS, picture, save_model
 
 NUM_NEW = 48
+NATIVE = ("llava", "llava_next", "idefics3", "smolvlm")  # whose language model is
 Part = str | bytes  # text, or an image's file
 # With a beginning in common; of one image, of several, and of none.
 PROMPTS: list[list[Part]] = [
@@ -51,8 +64,8 @@ PROMPTS: list[list[Part]] = [
 class Model:
     """A checkpoint, and what `transformers` says about it."""
 
-    def __init__(self, kind: str, path: Path) -> None:
-        self.reference: Any = save_model(kind, path)
+    def __init__(self, kind: str, path: Path, **text_fields: Any) -> None:
+        self.reference: Any = save_model(kind, path, **text_fields)
         self.kind, self.path = kind, path
         self.tokenizer = Tokenizer.from_directory(path)
         found = read_image_tokens(path)
@@ -125,7 +138,13 @@ class Model:
         return found.hidden_states[-1]  # type: ignore[no-any-return]
 
     def core(
-        self, *, num_blocks: int, preemption: Any = "swap", max_num_seqs: int = 8, **cache: Any
+        self,
+        *,
+        num_blocks: int,
+        preemption: Any = "swap",
+        max_num_seqs: int = 8,
+        lora: LoraConfig | None = None,
+        **cache: Any,
     ) -> EngineCore:
         core, _ = build_core(
             EngineConfig(
@@ -139,6 +158,7 @@ class Model:
                     max_num_batched_tokens=24, max_num_seqs=max_num_seqs, preemption=preemption
                 ),
                 device=DeviceConfig(device="cpu", num_threads=1),
+                lora=lora or LoraConfig(),
             )
         )
         return core
@@ -173,6 +193,7 @@ def test_tokens_equal_generate(kind: str, tmp_path: Path) -> None:
     assert len({tuple(each) for each in expected}) == len(PROMPTS)
     longest = max(len(model.request(parts, "").prompt_token_ids) for parts in PROMPTS)
     core = model.core(num_blocks=-(-(longest + NUM_NEW) // 8) + 2)
+    assert isinstance(core._executor._runner._model, CpuModel) == (kind in NATIVE)  # type: ignore[attr-defined]
     for _ in range(2):
         requests = [
             model.request(parts, str(number), arrival_s=float(number))
@@ -182,6 +203,57 @@ def test_tokens_equal_generate(kind: str, tmp_path: Path) -> None:
         assert [tokens_of(found[str(number)]) for number in range(len(PROMPTS))] == expected
     assert core.scheduler.counters.num_preemptions > 0
     assert core.images.num_encoded == 4  # of which one is in two prompts
+
+
+TEXTS: dict[str, dict[str, Any]] = {
+    "mistral": {"model_type": "mistral", "sliding_window": 9},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("text", TEXTS)
+def test_other_language_models_within(text: str, tmp_path: Path) -> None:
+    model = Model("llava", tmp_path, **TEXTS[text])
+    core = model.core(num_blocks=100)
+    assert isinstance(core._executor._runner._model, CpuModel)  # type: ignore[attr-defined]
+    for parts in PROMPTS[:2]:
+        found = run(core, model.request(parts, "a"))
+        assert tokens_of(found["a"]) == model.expected(parts)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "in_torch"), [*product(("llava", "idefics3"), (False, True))])
+def test_adapters_of_the_language_model(
+    kind: str, in_torch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside each other and the base model; one of the tower is refused by its tensor."""
+    if in_torch:
+        monkeypatch.setattr(backends, "load_library", lambda _: None)
+    model, auto = Model(kind, tmp_path / "model"), AutoModelForImageTextToText
+    text = r".*(language|text)_model\..*(q_proj|o_proj|up_proj|embed_tokens)"
+    write_adapter(model.path, tmp_path / "a", 1, auto=auto, target_modules=text)
+    write_adapter(model.path, tmp_path / "b", 2, auto=auto, target_modules=rf"{text}|lm_head")
+    core = model.core(num_blocks=100, lora=LoraConfig(enable_lora=True))
+    assert isinstance(core._executor._runner._model, TorchModel if in_torch else CpuModel)  # type: ignore[attr-defined]
+    expected, requests = {}, []
+    for name in ("base", "a", "b"):
+        adapter = None if name == "base" else find_adapter(name, str(tmp_path / name))
+        if adapter is not None:
+            core.preparation.load(core.adapters.need(adapter))
+            model.reference = read_adapted(model.path, tmp_path / name, auto)
+        for number, parts in enumerate(PROMPTS[:2]):
+            requests.append(model.request(parts, f"{name} {number}", adapter=adapter))
+            expected[f"{name} {number}"] = model.expected(parts)
+    found = run(core, *requests)
+    assert {name: tokens_of(each) for name, each in found.items()} == expected
+    assert len(set(map(tuple, expected.values()))) == len(expected)
+    write_adapter(model.path, tmp_path / "tower", 3, auto=auto, target_modules=["out_proj"])
+    tower = find_adapter("tower", str(tmp_path / "tower"))
+    with pytest.raises(InvalidRequestError, match=r"vision.*where this model takes no adapter"):
+        core.preparation.load(core.adapters.need(tower))
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -72,7 +72,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def config_of(kind: str, token_ids: dict[str, int]) -> Any:
+def config_of(kind: str, token_ids: dict[str, int], **text_fields: Any) -> Any:
     if kind.startswith("qwen2"):
         vision: dict[str, Any] = {
             "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
@@ -119,7 +119,7 @@ def config_of(kind: str, token_ids: dict[str, int]) -> Any:
         del vision["projection_dim"]
         given["scale_factor"] = 2
     return CONFIG_MAPPING[kind](
-        text_config={"model_type": "llama", **_TEXT},
+        text_config={"model_type": "llama", **_TEXT, **text_fields},
         vision_config=vision,
         tie_word_embeddings=False,
         **given,
@@ -143,12 +143,18 @@ def image_processor(kind: str) -> Any:
     return CLIPImageProcessorPil(**square)
 
 
-def save_model(kind: str, path: Path) -> PreTrainedModel:
-    """A random model in directory `path`, as `transformers` reads it back, in fp32."""
+def save_model(kind: str, path: Path, **text_fields: Any) -> PreTrainedModel:
+    """A random model in directory `path`, as `transformers` reads it back, in fp32.
+
+    Args:
+        text_fields: of a language model that is not Gemma's or Qwen2-VL's.
+    """
     words = tokenizer()
     ids = {text: words.convert_tokens_to_ids(text) for text in SPECIAL}
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config_of(kind, ids), dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(
+        config_of(kind, ids, **text_fields), dtype=torch.float32
+    )
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms of one and biases of zero would hide mistakes
             parameter.data += 0.1 * torch.randn_like(parameter)

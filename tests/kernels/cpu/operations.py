@@ -284,6 +284,13 @@ def gather_rows(library: CpuLibrary, x: Tensor, rows: Tensor) -> Tensor:
     return y
 
 
+def place_features(library: CpuLibrary, x: Tensor, rows: Tensor, features: Tensor) -> Tensor:
+    y = x.clone()
+    step = library.structure("step", num_features=len(rows), feature_rows=rows, features=features)
+    library.run("place_features", y=y, step=step, size=x.shape[1])
+    return y
+
+
 def rope_store(
     library: CpuLibrary,
     qkv: Tensor,

@@ -221,6 +221,9 @@ def test_embed(library, is_packed):
 def test_gather_rows(library, rows):
     x, index = random(9, 34, dtype=library.dtype), torch.tensor(rows, dtype=torch.int64)
     assert torch.equal(operations.gather_rows(library, x, index), x[index])
+    features = random(len(rows), 34, seed=1, dtype=library.dtype)
+    placed = operations.place_features(library, x, index, features)
+    assert torch.equal(placed, x.index_copy(0, index, features))
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 80])
