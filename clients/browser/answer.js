@@ -137,7 +137,8 @@ export class Answer extends EventTarget {
 
   /** Processes one server event of this answer; ignores one that it has had already. */
   feed(/** @type {any} */ event) {
-    if (this.isEnded) return;
+    // What became of steers is told by the end, too; after it they may be those of the answer before.
+    if (this.isEnded || event.type.startsWith("response.steer.")) return;
     if (typeof event.sequence_number === "number") {
       if (event.sequence_number <= this.lastSequenceNumber) return;
       this.lastSequenceNumber = event.sequence_number;

@@ -13,13 +13,14 @@ from typing import Any, Generic, Self, cast
 
 from .errors import ConnectionLostError, PenstockError, raise_if_failed
 from .events import ResponseEvent
-from .objects import Response
+from .objects import Response, Steer
 from .operation import AsyncRunner, R, Resource, SyncRunner, operation
 from .output_format import OutputFormat
+from .parameters import Messages
 from .retries import RetryPolicy
 from .sources import Event, Source
 from .steps import Locked, Sleep, Steps, T
-from .track import TERMINAL
+from .track import TERMINAL, successor_of
 
 _THOUGHT_DELTAS = ("response.reasoning_text.delta", "response.reasoning_summary_text.delta")
 
@@ -27,16 +28,17 @@ _NOT_RESUMABLE = "the server could not store this response, so its stream cannot
 
 
 class EventStream(Resource[R], Generic[R]):
-    """The events of one response, each once and in order; the last is the terminal one.
+    """The events of one response, each once and in order; the last is the terminal one. After a
+    response that was steered come those of its successor, from its `response.created` on.
 
     Iterating raises `PenstockError` if the stream cannot be continued. Leaving it (`close`, the end
     of a `with`) does not stop the answer: a stored response runs on for the server's
     `--disconnect-grace-s`.
 
     Attributes:
-        text: all text that was read.
+        text: all text that was read, of the response under way.
         reasoning: the same of thoughts.
-        response: from the terminal event; None before.
+        response: from the last terminal event; None before.
         on_wait: called with every failure that will be retried, and the seconds until then.
     """
 
@@ -96,6 +98,17 @@ class EventStream(Resource[R], Generic[R]):
             yield Locked(self._reading, self._learn_id())
         if not track.is_ended and not (yield from self._source.cancel()):
             self._is_closed = True
+
+    @operation
+    def steer(self, input: str | Messages) -> Steps[Steer]:  # noqa: A002 (OpenAI's name)
+        """Have the response under way end for this input, which its successor answers: see
+        `Responses.steer`."""
+        track = self._source.track
+        if track.response_id is None:
+            yield Locked(self._reading, self._learn_id())
+        assert track.response_id is not None
+        told: Steer = yield from self._source.server.steer(track.response_id, input)
+        return told
 
     def begin(self) -> Steps[Self]:
         """Send the request now, not with the first read."""
@@ -161,6 +174,9 @@ class EventStream(Resource[R], Generic[R]):
             self.text += event["delta"]
         elif event["type"] in _THOUGHT_DELTAS:
             self.reasoning += event["delta"]
+        elif (successor := successor_of(event)) is not None:
+            self.text = self.reasoning = ""
+            yield from self._source.succeed(successor)
         elif event["type"] in TERMINAL:
             self.response = event["response"]
             yield from self._source.close()

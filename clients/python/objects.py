@@ -148,6 +148,18 @@ class Response(TypedDict):
     output_parsed: NotRequired[Any]
 
 
+class Steer(TypedDict):
+    """Input for a response that runs, and what became of it: `committed` (the successor has it),
+    `pending` (the next request that continues the response gets it) or `failed`."""
+
+    id: str
+    object: Literal["response.steer"]
+    previous_response_id: str
+    status: Literal["accepted", "committed", "pending", "failed"]
+    successor_id: NotRequired[str]
+    error: NotRequired[ErrorInfo]
+
+
 class Deleted(TypedDict):
     id: str
     object: str

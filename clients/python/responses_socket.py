@@ -27,7 +27,7 @@ from .parameters import Messages, ToolResponseParams, body_of
 from .server import Server, error_of, json_text
 from .sources import Event, leaves_a_turn, parse_event
 from .steps import Close, Locked, Send, Steps, read_text
-from .track import Track
+from .track import Track, successor_of
 
 
 class ResponsesSocket(Resource[R], Generic[R]):
@@ -101,6 +101,7 @@ class ResponsesSocket(Resource[R], Generic[R]):
 
 # The server's limits (`PROTOCOL.md`).
 MAX_LANES = 32
+_LATE = ("response.steer.pending", "response.steer.failed")  # after the terminal event
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -116,7 +117,7 @@ class Link:
         self.generation = 0  # number of connections so far
         self.is_closed = False
         self.num_received = 0
-        self._server = server
+        self.server = server
         self._socket: Any = None
         self._lanes: dict[str, LaneSource] = {}
 
@@ -142,7 +143,7 @@ class Link:
         if self.is_closed:
             raise ConnectionLostError("the socket was closed")
         if self._socket is None:
-            self._socket = yield from self._server.dial()
+            self._socket = yield from self.server.dial()
             self.generation += 1
             for other in list(self._lanes.values()):
                 if other is not lane and other.is_under_way:
@@ -224,6 +225,7 @@ class LaneSource:
         self.generation = 0  # of the connection on which it was requested; 0: none
         self.is_abandoned = False
         self._link = link
+        self.server = link.server
         self.name = ""  # none yet
         self._body = body
         self._ready: deque[Event | PenstockError] = deque()
@@ -264,6 +266,8 @@ class LaneSource:
 
     def take(self, event: Event) -> None:
         """Process an event of this lane."""
+        if event["type"] in _LATE and event["sequence_number"] != self.track.last_number + 1:
+            return  # of the response that had this lane before
         if event["type"] == "error":
             if self.track.response_id is None:
                 self._link.free(self)
@@ -283,7 +287,9 @@ class LaneSource:
             return
         if is_new and not self.is_abandoned:
             self._ready.append(event)
-        if self.track.is_ended:
+        if is_new and (successor := successor_of(event)) is not None:
+            self.track = Track(successor)  # the server goes on with it on this lane
+        elif self.track.is_ended:
             self._link.free(self)
 
     def open(self) -> Steps[None]:
@@ -303,6 +309,10 @@ class LaneSource:
 
     def give_up(self) -> Steps[None]:
         """Does nothing: the link handles its connection, which others share."""
+        yield from ()
+
+    def succeed(self, response_id: str) -> Steps[None]:  # noqa: ARG002 (it was told before)
+        """Does nothing: the lane has gone on already."""
         yield from ()
 
     def close(self) -> Steps[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
@@ -77,6 +78,12 @@ class Server:
             body=None if body is None else json_text(body).encode(),
             is_repeatable=is_repeatable,
         )
+
+    def steer(self, response_id: str, value: object) -> Steps[Any]:
+        """See `Responses.steer`."""
+        request = self.request("POST", f"/responses/{response_id}/steer", body={"input": value})
+        key = {"Idempotency-Key": secrets.token_hex(16)}
+        return (yield from self.call(replace(request, headers={**request.headers, **key})))
 
     def call(self, request: Request) -> Steps[Any]:
         """The answer's JSON object, with retries.

@@ -32,6 +32,7 @@ class Source(Protocol):
     """
 
     track: Track
+    server: Server
     is_repeatable: bool
     is_kept: bool
 
@@ -55,6 +56,10 @@ class Source(Protocol):
         """Give up this connection: `is_open` is then false, unless another reader shares it."""
         ...
 
+    def succeed(self, response_id: str) -> Steps[None]:
+        """Go on with the successor of the response, which has ended."""
+        ...
+
     def close(self) -> Steps[None]:
         """Stop reading for good."""
         ...
@@ -75,7 +80,7 @@ class SseSource:
         self.track = track
         self.is_repeatable = body is None or not leaves_a_turn(body)
         self.is_kept = body is None or body.get("store", True)
-        self._server = server
+        self.server = self._server = server
         self._body = body
         self._stream: Any = None
         self._parser = SseParser()
@@ -120,6 +125,10 @@ class SseSource:
         stream, self._stream = self._stream, None
         if stream is not None:
             yield Close(stream)
+
+    def succeed(self, response_id: str) -> Steps[None]:
+        self.track = Track(response_id)
+        yield from self.give_up()
 
     def close(self) -> Steps[None]:
         yield from self.give_up()

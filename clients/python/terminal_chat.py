@@ -42,12 +42,14 @@ from .retries import RetryPolicy
 from .terminal_screen import Screen, Timing, clean
 from .terminal_tools import local_tools
 from .tools import Tool
+from .track import successor_of
 from .transcript import Transcript, Turn
 
 with contextlib.suppress(ImportError):  # line editing and history for `input`, if available
     import readline  # noqa: F401
 
 HELP = """\
+TEXT           while an answer comes: interrupts it, and is answered
 /stop          stop the answer under way (also Ctrl-C)
 /retry         answer the last question again
 /resume        continue an answer after all reconnection attempts failed
@@ -163,6 +165,7 @@ class TerminalChat:
         self._images: tuple[str, ...] = ()  # data URLs, for the next question
         self._stream: EventStream[AsyncRunner] | None = None
         self._text = ""  # of the current answer, even if its connection was lost
+        self._steered: list[str] = []  # messages that the current answer was interrupted by
         self._num_failed = 0
         self._is_interactive = screen.is_styled and sys.stdin.isatty()
         self._messages = _Input(is_interactive=self._is_interactive)
@@ -266,7 +269,7 @@ class TerminalChat:
 
     def _ask(self, question: str, *, after: Turn | None) -> None:
         self._asked = (question, after, self._images)
-        self._images, self._stream, self._text = (), None, ""
+        self._images, self._stream, self._text, self._steered = (), None, "", []
         self._take_turn()
 
     def _resume(self) -> None:
@@ -298,9 +301,29 @@ class TerminalChat:
 
     def _wait(self, turn: Future[None]) -> None:
         while self._is_interactive and not turn.done():
-            if self._messages.poll(_POLL_S) == "/stop":
+            line = self._messages.poll(_POLL_S)
+            if line == "/stop":
                 self._stop()
+            elif line:
+                self._steer(line)
         turn.result()
+
+    def _steer(self, message: str) -> None:
+        """Interrupts the answer under way; if it has just ended, the message is the next one."""
+        if self._stream is None:
+            self._messages.keep(message)
+            return
+        self._steered.append(message)
+        self._loop.start(self._send_steer(self._stream, message))
+
+    async def _send_steer(self, stream: EventStream[AsyncRunner], message: str) -> None:
+        try:
+            await stream.steer(message)
+        except PenstockError as error:
+            self._steered.remove(message)
+            self._messages.keep(message)
+            if not (isinstance(error, RefusedError) and error.status == 409):
+                self._answer.note(f"[not interrupted: {error}]")
 
     def _stop(self) -> None:
         if self._stream is not None:
@@ -387,8 +410,21 @@ class TerminalChat:
             self._tell(f"{event['name']} {arguments} → {_on_one_line(event['output'])}")
         elif event["type"] == "penstock.queue":
             self._answer.note(f"[waiting: {event['position']} before this one]")
+        elif event["type"] in ("response.incomplete", "response.completed"):
+            if successor_of(event) is not None:
+                self._go_on(event["response"])
         elif event["type"] in _NOTICES:
             self._answer.note(_NOTICES[event["type"]])
+
+    def _go_on(self, response: Response) -> None:
+        """The answer was interrupted, and what comes answers the messages that did."""
+        self._tell("interrupted")
+        if self._asked is None:
+            return
+        question, after, _ = self._asked
+        self._transcript.add(question, self._text, response_id=response["id"], parent=after)
+        self._asked = ("\n".join(self._steered), self._transcript.head, ())
+        self._text, self._steered = "", []
 
     def _conclude(self, stream: EventStream[AsyncRunner], timing: Timing) -> None:
         response = stream.response
@@ -496,18 +532,24 @@ class _Input:
             return None
 
     def poll(self, timeout_s: float) -> str | None:
-        """Check for input during an answer: returns "/stop" if that was typed, else None; other
-        lines are kept for `read`."""
+        """Check for input during an answer: returns "/stop" if that was typed, or a message; other
+        commands, and messages of which there may be more lines, are kept for `read`."""
         try:
             if not select.select([sys.stdin], [], [], timeout_s)[0]:
                 return None
             line = os.read(sys.stdin.fileno(), 65_536).decode(errors="replace")
         except OSError:  # the terminal was closed
             return None
-        if line.strip() == "/stop":
-            return "/stop"
+        said = line.strip()
+        is_whole = not (said.startswith(("/", _QUOTES)) or said.endswith("\\")) and not self._ahead
+        if said == "/stop" or is_whole:
+            return said
         self._ahead += line.splitlines()
         return None
+
+    def keep(self, message: str) -> None:
+        """A message that `read` returns next."""
+        self._ahead += message.splitlines()
 
     def _message(self, first: str) -> str:
         lines = [first]

@@ -10,6 +10,14 @@ from .errors import ProtocolError
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
 
+def successor_of(event: Mapping[str, Any]) -> str | None:
+    """The response that goes on after the one that this event ends, if that was steered."""
+    if event["type"] not in TERMINAL:
+        return None
+    steers = (event["response"].get("penstock") or {}).get("steers", ())
+    return next((each["successor_id"] for each in steers if "successor_id" in each), None)
+
+
 class Track:
     """The position in one response's events.
 

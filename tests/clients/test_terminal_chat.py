@@ -198,6 +198,19 @@ def test_stopping_an_answer_and_going_on(terminal: Terminal, stop: str) -> None:
     assert terminal.leave(CTRL_C) == 0
 
 
+def test_a_message_interrupts_the_answer(terminal: Terminal) -> None:
+    terminal.say(ENDLESS)
+    terminal.read_until("\x1b[2K")  # the answer is being drawn
+    terminal.press(f"{TOLD}\n")
+    terminal.read_until("interrupted")
+    terminal.read_until("\x1b[2K")
+    terminal.press(CTRL_C)
+    assert "stopped · " in terminal.read_until(" tokens\x1b[0m")
+    terminal.say("/branch")
+    assert f"*  2  {TOLD}" in COLOURS.sub("", terminal.read_until(TOLD))
+    assert terminal.leave(CTRL_C) == 0
+
+
 def test_a_connection_that_is_lost_in_the_middle(demo_server: Served) -> None:
     with CuttingProxy(demo_server.base_url, None) as proxy, Terminal(proxy.url) as terminal:
         terminal.say(LONG)

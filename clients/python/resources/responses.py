@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Unpack
 
 from ..event_stream import EventStream
-from ..objects import Deleted, ItemPage, Response
+from ..objects import Deleted, ItemPage, Response, Steer
 from ..operation import R, Resource, operation
 from ..output_format import OutputFormat, OutputType
 from ..parameters import Messages, ResponseParams, ToolResponseParams, body_of
@@ -126,6 +126,18 @@ class Responses(Resource[R], Generic[R]):
             self._server.request("POST", f"/responses/{response_id}/cancel")
         )
         return answer
+
+    @operation
+    def steer(self, response_id: str, input: str | Messages) -> Steps[Steer]:  # noqa: A002
+        """Have a response that runs end for this input (a text, or messages of the user), which its
+        successor answers. It is sent until the server has said what became of it, and takes effect
+        once.
+
+        Raises:
+            RefusedError: nothing was taken; `code` says why: `response_already_completed`, ….
+        """
+        told: Steer = yield from self._server.steer(response_id, input)
+        return told
 
     @operation
     def delete(self, response_id: str) -> Steps[Deleted]:
