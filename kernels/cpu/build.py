@@ -1,9 +1,12 @@
-"""Compiles the C sources at first use, into a cache shared by processes and later starts.
+"""The compiled kernels: a wheel's, else compiled at first use into a cache that processes share.
 
-A library's file is named by a digest of its inputs: sources, flags, compiler and CPU instructions.
-It is written to a temporary file and then renamed, with a digest of its own bytes, so that no
-process ever loads an incomplete file, which would crash it. A library runs as this user, so it is
-loaded only if nobody else but root can have written it.
+A wheel has a library for each dtype, with all sets of instructions in it (`compile_shipped`), so
+nothing is compiled where it is installed.
+
+In the cache, a library's file is named by a digest of its inputs: sources, flags, compiler and CPU
+instructions. It is written to a temporary file and then renamed, with a digest of its own bytes, so
+that no process ever loads an incomplete file, which would crash it. A library runs as this user, so
+it is loaded only if nobody else but root can have written it.
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ from penstock.kernels.cache_folder import (
     private_folder,
     unfinished,
 )
-from penstock.kernels.cpu.isa import Isa
+from penstock.kernels.cpu.isa import Isa, best_shipped, shipped_isas
 
 _SOURCES = Path(__file__).parent
 _COMPILED = ("kernels.c", "pool.c", "ranks.c")
 _SYSTEM_COMPILERS = ["cc", "gcc", "clang"]
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
-_TIMEOUT_S = 120.0
+_TIMEOUT_S, _SHIPPED_TIMEOUT_S = 120.0, 900.0
+# Unlike others, Zig compiles for this CPU by default; only what `Isa` names may be used.
+_ZIG = ("-m", "ziglang", "cc", "-mcpu=baseline")
+# What every distribution has had since 2014.
+_SHIPPED_TARGET = "{machine}-linux-gnu.2.17"
 
 
 class BuildError(Exception):
@@ -44,7 +51,8 @@ def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
         BuildError: with the reason in one line.
     """
     compiler = find_compiler()
-    flags = (*_FLAGS, *isa.flags, *(f"-D{define}" for define in defines))
+    own = _for_zig(isa.flags) if compiler[1:] == _ZIG else isa.flags
+    flags = (*_FLAGS, *own, *(f"-D{define}" for define in defines))
     try:
         cache = private_folder(cache_dir())
     except NoCacheError as error:
@@ -53,6 +61,67 @@ def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
     if not _is_intact(path):
         _compile(compiler, flags, path)
     return path
+
+
+def shipped_library(isa: Isa, dtype: str) -> tuple[Path, str] | None:
+    """The library that was installed, and the variant in it for these instructions.
+
+    Args:
+        dtype: its name in C.
+    """
+    path = _SOURCES / _shipped_name(dtype)
+    variant = best_shipped(isa)
+    return (path, variant) if variant and path.is_file() else None
+
+
+def compile_shipped(folder: Path, machine: str, dtype: str, defines: tuple[str, ...]) -> Path:
+    """Compile a library for a wheel with the `ziglang` package, whatever this machine is.
+
+    The same bytes every time: nothing in them is of this machine, this folder or this hour.
+
+    Args:
+        folder: for the file, and others on the way to it.
+        machine: one of those that `shipped_isas` knows.
+        dtype: its name in C.
+        defines: the -D definitions for this dtype.
+
+    Returns:
+        the library's file.
+
+    Raises:
+        BuildError: with the reason in one line.
+    """
+    zig = (sys.executable, *_ZIG, "-target", _SHIPPED_TARGET.format(machine=machine))
+    common = (*_FLAGS, "-g0", f"-ffile-prefix-map={_SOURCES}=.")
+    objects = []
+
+    def compile_source(name: str, source: str, *flags: str) -> None:
+        objects.append(str(folder / f"{name}-{dtype}-{machine}.o"))
+        own = [flag for flag in common if flag != "-shared"]
+        _run(
+            zig,
+            [*own, *_for_zig(flags), "-c", str(_SOURCES / source), "-o", objects[-1]],
+            folder,
+            _SHIPPED_TIMEOUT_S,
+        )
+
+    for variant, isa in shipped_isas(machine).items():
+        named = [f"-D{define}" for define in (*defines, f"VARIANT={variant}")]
+        compile_source(variant, "kernels.c", *isa.flags, *named)
+    for source in _COMPILED[1:]:
+        compile_source(source, source)
+    path = folder / _shipped_name(dtype)
+    _run(
+        zig,
+        [*common, "-s", "-Wl,--build-id=none", "-o", str(path), *objects, "-lm"],
+        folder,
+        _SHIPPED_TIMEOUT_S,
+    )
+    return path
+
+
+def _shipped_name(dtype: str) -> str:
+    return f"kernels-{dtype}.so"
 
 
 def read_source(name: str) -> str:
@@ -75,9 +144,16 @@ def find_compiler() -> tuple[str, ...]:
         if found:
             return (found, *chosen[1:])
     if not chosen and importlib.util.find_spec("ziglang"):
-        # Unlike others, Zig compiles for this CPU by default; only what `Isa` names may be used.
-        return (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
+        return (sys.executable, *_ZIG)
     raise BuildError(f"no C compiler ({', '.join(names)}) on the PATH")
+
+
+def _for_zig(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Zig knows no -march with features."""
+    march = [flag for flag in flags if flag.startswith("-march=")]
+    features = "".join(f"+{name}" for flag in march for name in flag.split("+")[1:])
+    rest = (flag for flag in flags if flag not in march)
+    return (*rest, *((f"-mcpu=baseline{features}",) if features else ()))
 
 
 def _digest_of_inputs(compiler: tuple[str, ...], flags: tuple[str, ...], cache: Path) -> str:
@@ -120,7 +196,12 @@ def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> N
         raise BuildError(f"{path.parent} cannot be written: {error}") from error
 
 
-def _run(compiler: tuple[str, ...], arguments: list[str], cache: Path) -> str:
+def _run(
+    compiler: tuple[str, ...],
+    arguments: list[str],
+    cache: Path,
+    timeout_s: float = _TIMEOUT_S,
+) -> str:
     # Zig caches the C library it built for this system, by default in the user's home, which may
     # not be writable.
     environment = {"ZIG_GLOBAL_CACHE_DIR": str(cache / "zig"), **os.environ}
@@ -130,7 +211,7 @@ def _run(compiler: tuple[str, ...], arguments: list[str], cache: Path) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_S,
+            timeout=timeout_s,
             check=True,
         )
     except subprocess.CalledProcessError as error:

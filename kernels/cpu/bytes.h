@@ -34,6 +34,11 @@ INLINE ivec round_to_int(vec x) {
     union iparts to;
     for (int i = 0; i < NUM_PARTS; i++) to.part[i] = (ivec_part)_mm256_cvtps_epi32((__m256)from.part[i]);
     return to.all;
+#elif defined(__aarch64__)
+    union parts from = {x};
+    union iparts to;
+    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = (ivec_part)vcvtnq_s32_f32((float32x4_t)from.part[i]);
+    return to.all;
 #else
     ivec to;
     for (int lane = 0; lane < LANES; lane++) to[lane] = (int32_t)__builtin_lrintf(x[lane]);
@@ -122,14 +127,20 @@ INLINE vec_part float_of_ints(uvec_part x) {
 #endif
 }
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 /* sum + Σ x[4i + j] · w[4i + j] over j in lane i, bytes of x unsigned, those of w signed. Exact modulo
  * 2^32. */
 INLINE uvec_part dot_quads(uvec_part sum, uvec_part x, uvec_part w) {
 #if defined(__AVX512VNNI__)
     return (uvec_part)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
-#else
+#elif defined(__AVXVNNI__)
     return (uvec_part)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (uvec_part)vusdotq_s32((int32x4_t)sum, (uint8x16_t)x, (int8x16_t)w);
+#else /* both signed: x - 128, and 128 times the sum of w */
+    const int32x4_t sum_of_w = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), (int8x16_t)w);
+    const int8x16_t less = (int8x16_t)(x ^ 0x80808080);
+    return (uvec_part)vdotq_s32((int32x4_t)sum, less, (int8x16_t)w) + ((uvec_part)sum_of_w << 7);
 #endif
 }
 

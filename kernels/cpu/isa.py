@@ -9,16 +9,47 @@ from pathlib import Path
 
 ISA_VARIABLE = "PENSTOCK_CPU_ISA"
 _CPUINFO = Path("/proc/cpuinfo")
+_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # as others than Linux call them
 
-# Best first: the CPU features required, and the compiler flags that enable them.
+# For each machine, best first: the CPU features required; all have `portable`.
 _NEEDS = {
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
-    "avx2": ("avx2", "fma", "f16c"),
-    "portable": (),
+    "x86_64": {
+        "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
+        "avx2": ("avx2", "fma", "f16c"),
+    },
+    "aarch64": {"neon": ("dotprod",)},
 }
 # Used if present.
-_EXTRAS = {"avx512": ("avx512_bf16", "avx512_vnni"), "avx2": ("avx_vnni",)}
-ISAS = tuple(_NEEDS)
+_EXTRAS = {
+    "avx512": ("avx512_bf16", "avx512_vnni"),
+    "avx2": ("avx_vnni",),
+    "neon": ("bf16", "i8mm"),
+}
+# What a wheel has compiled kernels for, best first: processors have these extras together, or none.
+_SHIPPED = {
+    "x86_64": {
+        "avx512_bf16": ("avx512", ("avx512_bf16", "avx512_vnni")),
+        "avx512_vnni": ("avx512", ("avx512_vnni",)),
+        "avx512": ("avx512", ()),
+        "avx2_vnni": ("avx2", ("avx_vnni",)),
+        "avx2": ("avx2", ()),
+        "portable": ("portable", ()),
+    },
+    "aarch64": {
+        "neon_bf16": ("neon", ("bf16", "i8mm")),
+        "neon": ("neon", ()),
+        "portable": ("portable", ()),
+    },
+}
+# Where Linux's names in /proc/cpuinfo, or torch's, are not those of the compiler's flags.
+_ALIASES = {
+    "asimddp": "dotprod",
+    "avx512_f": "avx512f",
+    "avx512_bw": "avx512bw",
+    "avx512_vl": "avx512vl",
+    "avx512_dq": "avx512dq",
+    "fma3": "fma",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +57,24 @@ class Isa:
     """A set of instructions.
 
     Attributes:
-        flags: for the compiler.
+        flags: for GCC and Clang.
     """
 
     name: str
     flags: tuple[str, ...]
+
+
+def this_machine() -> str:
+    """`x86_64`, `aarch64`, or another name of Python's for this processor's family."""
+    machine = platform.machine()
+    return _MACHINES.get(machine, machine)
+
+
+def usable_isas() -> tuple[str, ...]:
+    """The names of those that this CPU can run, best first."""
+    features = _cpu_features()
+    needs = _NEEDS.get(this_machine(), {})
+    return (*(name for name, needed in needs.items() if features.issuperset(needed)), "portable")
 
 
 def select_isa() -> Isa:
@@ -39,19 +83,61 @@ def select_isa() -> Isa:
     Raises:
         ValueError: the variable names none, or one that this CPU does not have.
     """
-    features = _cpu_features()
-    usable = [name for name, needs in _NEEDS.items() if features.issuperset(needs)]
+    usable = usable_isas()
     name = os.environ.get(ISA_VARIABLE) or usable[0]
     if name not in usable:
         raise ValueError(f"{ISA_VARIABLE}={name}: this CPU can run {', '.join(usable)}")
+    features = _cpu_features()
     extras = [extra for extra in _EXTRAS.get(name, ()) if extra in features]
-    return Isa(name, tuple(f"-m{item.replace('_', '')}" for item in (*_NEEDS[name], *extras)))
+    return _isa(this_machine(), name, extras)
+
+
+def shipped_isas(machine: str) -> dict[str, Isa]:
+    """The variants that the library in a wheel for this machine has, by name, best first."""
+    return {
+        variant: _isa(machine, name, extras)
+        for variant, (name, extras) in _SHIPPED.get(machine, {}).items()
+    }
+
+
+def best_shipped(isa: Isa) -> str | None:
+    """The variant of a shipped library for this CPU's set of instructions."""
+    for variant, shipped in shipped_isas(this_machine()).items():
+        if shipped.name == isa.name and _features_of(shipped) <= _features_of(isa):
+            return variant
+    return None
+
+
+def _isa(machine: str, name: str, extras: list[str] | tuple[str, ...]) -> Isa:
+    features = (*_NEEDS.get(machine, {}).get(name, ()), *extras)
+    if machine == "aarch64" and features:  # these have one flag for all
+        return Isa(name, (f"-march=armv8.2-a+{'+'.join(features)}",))
+    return Isa(name, tuple(f"-m{feature.replace('_', '')}" for feature in features))
+
+
+def _features_of(isa: Isa) -> set[str]:
+    return set("+".join(isa.flags).split("+"))
 
 
 def _cpu_features() -> frozenset[str]:
-    if platform.machine() not in ("x86_64", "AMD64") or not _CPUINFO.exists():
-        return frozenset()
-    for line in _CPUINFO.read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+    return frozenset(_ALIASES.get(name, name) for name in _features_by_system() or _by_torch())
+
+
+def _features_by_system() -> list[str]:
+    """Empty on another system than Linux, and where an emulator shows the host's processor."""
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return []
+    name_of_list = {"x86_64": "flags", "aarch64": "Features"}.get(this_machine())
+    for line in lines:
+        name, _, features = line.partition(":")
+        if name.strip() == name_of_list:
+            return features.split()
+    return []
+
+
+def _by_torch() -> list[str]:
+    import torch  # not needed to build a wheel
+
+    return [name for name, has in torch.cpu.get_capabilities().items() if has is True]

@@ -1,4 +1,5 @@
-/* All CPU kernels as one translation unit, for one dtype: -DDTYPE=f32, f16 or b16. */
+/* All CPU kernels as one translation unit, for one dtype: -DDTYPE=f32, f16 or b16. With -DVARIANT=name the names
+ * of operations end in it: a library that is shipped has several, one for each set of instructions. */
 #include "candidates.h"
 #include "bytes.h"
 #include "ops.h"
@@ -14,20 +15,15 @@
  * attention up to MAX_PANELS panels with half as many rows. */
 #if defined(__AVX512F__)
 enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4, QUANTIZED_ROWS = 8, BYTE_ROWS = 4, LORA_ROWS = 8, BYTE_TILES = 2 };
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__) /* 16 registers of 8 lanes, 32 of 4 */
 enum { MAX_ROWS = 6, GROUP = 1, MAX_PANELS = 2, QUANTIZED_ROWS = 4, BYTE_ROWS = 4, LORA_ROWS = 3, BYTE_TILES = 2 };
 #else
 enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, BYTE_ROWS = 2, LORA_ROWS = 1, BYTE_TILES = 1 };
 #endif
 
-/* How many rows take little more than one, for library.py: of dense weights, of quantized ones by rows of bytes,
- * and by exact rows. It is a tile's rows; of bytes two tiles where vectors multiply them, since their weights then
- * come from the cache: with AVX2 8 rows of bytes take 1.2 to 1.6 times as long as one, 4 exact ones 1.5, 8 exact 3. */
-const int64_t verify_rows[] = {MAX_ROWS, BYTE_TILES * BYTE_ROWS, QUANTIZED_ROWS};
-
 /* Without instructions that multiply b16, or read f16 while they multiply, it is faster to widen weights first
  * where so many rows need them. */
-#if !defined(__AVX512F__)
+#if !defined(__AVX512F__) && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define WIDENS
 enum { WIDE_ROWS = 24 };
 #endif
@@ -56,6 +52,9 @@ enum { PAIR = 1 };
 INLINE vec_part dot_pairs(vec_part sum, uvec_part x, uvec_part w) {
 #if defined(__AVX512BF16__)
     return (vec_part)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    const bfloat16x8_t of_x = vreinterpretq_bf16_u32((uint32x4_t)x);
+    return (vec_part)vbfdotq_f32((float32x4_t)sum, of_x, vreinterpretq_bf16_u32((uint32x4_t)w));
 #else
     sum += (vec_part)(x << 16) * (vec_part)(w << 16);
     return sum + (vec_part)(x & 0xffff0000) * (vec_part)(w & 0xffff0000);
@@ -140,7 +139,11 @@ INLINE long num_attention_items(
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
+#ifdef VARIANT
+#define NAME(name) JOIN(JOIN(name, DTYPE), VARIANT)
+#else
 #define NAME(name) JOIN(name, DTYPE)
+#endif
 #define LOAD(p) JOIN(load, DTYPE)(p)
 #define LOAD_PART(p) JOIN(load_part, DTYPE)(p)
 #define STORE(p, x) JOIN(store, DTYPE)(p, x)
@@ -151,6 +154,11 @@ INLINE long num_attention_items(
 #define ROUND_PART(x) JOIN(round_part, DTYPE)(x)
 
 #define IS_f32 1
+
+/* How many rows take little more than one, for library.py: of dense weights, of quantized ones by rows of bytes,
+ * and by exact rows. It is a tile's rows; of bytes two tiles where vectors multiply them, since their weights then
+ * come from the cache: with AVX2 8 rows of bytes take 1.2 to 1.6 times as long as one, 4 exact ones 1.5, 8 exact 3. */
+const int64_t NAME(verify_rows)[] = {MAX_ROWS, BYTE_TILES * BYTE_ROWS, QUANTIZED_ROWS};
 
 #include "products.inc.c"
 #include "bytes.inc.c"

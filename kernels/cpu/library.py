@@ -12,7 +12,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.build import BuildError, build_library, read_source
+from penstock.kernels.cpu.build import (
+    BuildError,
+    build_library,
+    read_source,
+    shipped_library,
+)
 from penstock.kernels.cpu.isa import select_isa
 from penstock.kernels.cpu.structures import Argument, Call, plain, read_structures
 from penstock.kernels.cpu.weight_memory import WeightMemory
@@ -23,7 +28,8 @@ LANES, MAX_HEAD_DIM = 16, 256  # as in kernels.c
 Product = Literal["dense", "bytes", "exact"]
 PRODUCTS: tuple[Product, ...] = get_args(Product)  # in the order of `verify_rows` in kernels.c
 _DESCRIPTION_BYTES = 1 << 14  # enough for the maximum number of threads
-_DTYPES = {
+# The dtypes' names in C, and what their kernels are compiled with besides.
+_DTYPES: dict[torch.dtype, tuple[str, tuple[str, ...]]] = {
     torch.float32: ("f32", ()),
     torch.float16: ("f16", ()),
     torch.bfloat16: ("b16", ("DTYPE_PAIRS",)),
@@ -57,6 +63,7 @@ class CpuLibrary:
     Args:
         library: compiled for that dtype.
         name: of the dtype in C.
+        variant: of the library's kernels, where it was shipped with several.
 
     Attributes:
         num_threads: used by kernels, including the caller's.
@@ -65,7 +72,9 @@ class CpuLibrary:
         run_calls: `pool_run` of `pool.h`.
     """
 
-    def __init__(self, library: CDLL, dtype: torch.dtype, name: str, isa: str) -> None:
+    def __init__(
+        self, library: CDLL, dtype: torch.dtype, name: str, isa: str, variant: str | None = None
+    ) -> None:
         self.dtype = dtype
         self.isa = isa
         self.run_calls = library.pool_run
@@ -73,9 +82,10 @@ class CpuLibrary:
         self._structures = read_structures(read_source("ops.h"))
         self._plans: dict[str, int | None] = {}  # addresses of functions that were looked up
         self.num_threads = 1
-        self._name = name
-        self.group_lanes = ctypes.c_int64.in_dll(library, "group_lanes").value
-        rows = (ctypes.c_int64 * len(PRODUCTS)).in_dll(library, "verify_rows")
+        self._suffix = f"_{variant}" if variant else ""
+        self._name = name + self._suffix
+        self.group_lanes = ctypes.c_int64.in_dll(library, f"group_lanes_{self._name}").value
+        rows = (ctypes.c_int64 * len(PRODUCTS)).in_dll(library, f"verify_rows_{self._name}")
         self._verify_rows: dict[Product, int] = dict(zip(PRODUCTS, rows, strict=True))
         self.memory = WeightMemory()
         library.pool_run.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
@@ -129,7 +139,7 @@ class CpuLibrary:
 
     def call(self, operation: str, args: Structure, dtype: torch.dtype | None = None) -> Call:
         """The call of an operation; args: its structure, to be kept by the caller."""
-        name = self._name if dtype is None else _DTYPES[dtype][0]
+        name = self._name if dtype is None else _DTYPES[dtype][0] + self._suffix
         function = f"{operation}_{name}"
         if function not in self._plans:
             self._plans[function] = ctypes.cast(self._library[function], ctypes.c_void_p).value
@@ -180,6 +190,9 @@ def load_library(dtype: torch.dtype) -> CpuLibrary | None:
     try:
         isa = select_isa()
         name, defines = _DTYPES[dtype]
+        shipped = shipped_library(isa, name)
+        if shipped:
+            return CpuLibrary(CDLL(str(shipped[0])), dtype, name, isa.name, shipped[1])
         library = CDLL(str(build_library(isa, (f"DTYPE={name}", *defines))))
     except (BuildError, OSError, ValueError) as error:
         _log.warning("no CPU kernels, torch computes instead, slower: %s", error)

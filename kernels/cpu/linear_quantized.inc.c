@@ -20,7 +20,7 @@
  */
 
 enum { GROUP_LANES = GROUP * LANES };
-const int64_t group_lanes = GROUP_LANES; /* for library.py */
+const int64_t NAME(group_lanes) = GROUP_LANES; /* for library.py */
 
 INLINE long k_per_line(long code_bits) { return 32 / code_bits; }
 

@@ -15,6 +15,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -125,6 +127,8 @@ INLINE vec_part widen_part_b16(hvec_part bits) {
 INLINE hvec_part narrow_part_b16(vec_part x) {
 #if defined(__AVX512BF16__)
     return (hvec_part)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (hvec_part)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x));
 #else
     const uvec_part bits = (uvec_part)x, is_nan = (uvec_part)(x != x);
     const uvec_part rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -152,6 +156,8 @@ INLINE vec_part widen_part_f16(hvec_part bits) {
     return (vec_part)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__AVX2__)
     return (vec_part)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+    return (vec_part)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)bits));
 #else
     /* Shift exponent and mantissa into place; the product moves the bias and mends subnormals. */
     uvec_part wide = __builtin_convertvector(bits, uvec_part);
@@ -168,6 +174,8 @@ INLINE hvec_part narrow_part_f16(vec_part x) {
     return (hvec_part)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
     return (hvec_part)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    return (hvec_part)vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x));
 #else
     uvec_part bits = (uvec_part)x, sign = (bits >> 16) & 0x8000;
     uvec_part magnitude = bits & 0x7fffffff;

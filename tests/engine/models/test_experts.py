@@ -23,8 +23,8 @@ from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.program import cpu_experts
 from penstock.engine.weights.formats.packing import FP4
+from penstock.kernels.cpu.isa import usable_isas
 
-from ...support.isas import usable_isas
 from ...support.tiers import tiered
 from ..quantized_models import BLOCK_SIZE, load, logits, relative_error
 from ..weights import quantized_checkpoints as made

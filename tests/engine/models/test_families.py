@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.model_families import FAMILIES, OF_EVERY_SWITCH, SIX, tiny_config
-from tests.support.isas import usable_isas
 from tests.support.tiers import tiered
 
 from penstock.engine.config import DeviceConfig, EngineConfig, ModelConfig
@@ -22,6 +21,7 @@ from penstock.engine.models.families.llama import read_llama_config
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.registry import ARCHITECTURES, Architecture, read_model_config
 from penstock.engine.startup import build_core
+from penstock.kernels.cpu.isa import usable_isas
 
 NUM_TOKENS = 45
 CHUNKS = [16, 1, 13, *[1] * 15]

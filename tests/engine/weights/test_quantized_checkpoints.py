@@ -17,11 +17,10 @@ from penstock.engine import ModelLoadError
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.linear import Linear
 from penstock.engine.models.loader import load_model
-from penstock.kernels.cpu.isa import ISA_VARIABLE
+from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 from penstock.kernels.gpu.quantized import pack_codes
 from penstock.kernels.quantized_codes import QuantizedCodes
 
-from ...support.isas import usable_isas
 from ...support.tiers import tiered
 from ..quantized_models import linears, load, logits, relative_error
 from . import quantized_checkpoints as made

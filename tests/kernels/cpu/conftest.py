@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.isas import usable_isas
 
-from penstock.kernels.cpu.isa import ISA_VARIABLE
+from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
