@@ -12,7 +12,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # as others than Linux call them
 
 # For each machine, best first: the CPU features required; all have `portable`.
-_NEEDS = {
+_NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
         "avx2": ("avx2", "fma", "f16c"),

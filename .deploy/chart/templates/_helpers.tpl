@@ -1,0 +1,4 @@
+{{- define "penstock.labels" -}}
+app.kubernetes.io/name: penstock
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
