@@ -1,9 +1,16 @@
-"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for admins."""
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for admins.
+
+Each call leaves a line of the logger `penstock.audit`, refused ones too: who did what, and how it
+ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import uuid
+from collections.abc import Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +29,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.served_model import ServedModel
 
+_AUDIT = logging.getLogger("penstock.audit")
 _NUM_READING = 2  # adapters at once, of which each takes a thread
 _TRIAL_S = 30.0  # all places may be taken; then the adapter is read when it is first used
 
@@ -54,15 +62,18 @@ class Adapters:
     )
     async def load(self, request: Request) -> Response:
         """The engine has read it when this returns, so what is wrong with it is in the answer."""
-        _check_admin(request)
-        asked = parse_fields(LoadAdapter, await read_json(request, max_bytes=self._max_body_bytes))
-        self._check_name(asked)
-        async with self._reading:
-            adapter = await self._find(asked)
-        async with self._lock:
+        with _audited(request, "load_lora_adapter") as what:
+            asked = parse_fields(
+                LoadAdapter, await read_json(request, max_bytes=self._max_body_bytes)
+            )
+            what.update(lora_name=asked.lora_name, lora_path=asked.lora_path)
             self._check_name(asked)
-            await self._try(adapter)
-            await self._registry.load(adapter)
+            async with self._reading:
+                adapter = await self._find(asked)
+            async with self._lock:
+                self._check_name(asked)
+                await self._try(adapter)
+                await self._registry.load(adapter)
         return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     @operation(
@@ -72,17 +83,19 @@ class Adapters:
         statuses=(403, 404, 503),
     )
     async def unload(self, request: Request) -> Response:
-        _check_admin(request)
-        asked = parse_fields(
-            UnloadAdapter, await read_json(request, max_bytes=self._max_body_bytes)
-        )
-        async with self._lock:
-            await self._registry.require(asked.lora_name, ANYBODY)
-            if asked.lora_name in self._model.names:
-                raise _refused("lora_name", f"{asked.lora_name!r} is the base model")
-            if self._registry.known(asked.lora_name) is None:  # though any name is the base model's
-                raise self._model.not_found(asked.lora_name, tuple(self._registry.of(ANYBODY)))
-            await self._registry.unload(asked.lora_name)
+        with _audited(request, "unload_lora_adapter") as what:
+            asked = parse_fields(
+                UnloadAdapter, await read_json(request, max_bytes=self._max_body_bytes)
+            )
+            what.update(lora_name=asked.lora_name)
+            async with self._lock:
+                await self._registry.require(asked.lora_name, ANYBODY)
+                if asked.lora_name in self._model.names:
+                    raise _refused("lora_name", f"{asked.lora_name!r} is the base model")
+                # Though any name is the base model's.
+                if self._registry.known(asked.lora_name) is None:
+                    raise self._model.not_found(asked.lora_name, tuple(self._registry.of(ANYBODY)))
+                await self._registry.unload(asked.lora_name)
         return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     def _check_name(self, asked: LoadAdapter) -> None:
@@ -132,6 +145,35 @@ class Adapters:
             return
         finally:
             self._engine.abort(stream)
+
+
+@contextlib.contextmanager
+def _audited(request: Request, action: str) -> Iterator[dict[str, str]]:
+    """Leave a line about an administrative call when it ends; into the dict goes what it is about.
+
+    Raises:
+        RequestRefusedError: the caller is no admin.
+    """
+    what: dict[str, str] = {}
+    outcome = "done"
+    try:
+        _check_admin(request)
+        yield what
+    except BaseException as error:
+        outcome = getattr(error, "code", None) or type(error).__name__
+        raise
+    finally:
+        caller = caller_of(request.scope)
+        fields = {"action": action, "key_id": caller.key_id, **what, "outcome": outcome}
+        _AUDIT.info(
+            "%s by key %r of tenant %r: %s: %s",
+            action,
+            caller.key_id,
+            caller.tenant,
+            ", ".join(map(repr, what.values())) or "-",
+            outcome,
+            extra=fields,
+        )
 
 
 def _check_admin(request: Request) -> None:

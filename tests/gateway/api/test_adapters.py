@@ -210,6 +210,33 @@ async def test_any_name_is_no_way_to_an_adapter_of_others(
         assert [each and each.name for each in used[-3:]] == [None, "given", "mine"]
 
 
+async def test_each_administrative_call_is_in_the_audit_log(
+    serve: Serve, adapter_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(KEYS)
+    stranger = {"Authorization": "Bearer of-two"}
+    caplog.set_level("INFO", "penstock.audit")
+    async with serve(enable_lora=True, api_keys=("of-admin",), api_keys_file=str(file)) as served:
+        await load(served.http, "mine", adapter_path)
+        await load(served.http, "mine", adapter_path)
+        await unload(served.http, "mine")
+        body = {"lora_name": "x", "lora_path": "/x\nforged"}
+        await served.http.post("/v1/load_lora_adapter", json=body, headers=stranger)
+        await served.http.post("/v1/load_lora_adapter", json=body)
+    lines = [vars(line) for line in caplog.records if line.name == "penstock.audit"]
+    assert [(line["action"], line.get("lora_name"), line["outcome"]) for line in lines] == [
+        ("load_lora_adapter", "mine", "done"),
+        ("load_lora_adapter", "mine", "invalid_value"),
+        ("unload_lora_adapter", "mine", "done"),
+        ("load_lora_adapter", None, "permission_denied"),
+        ("load_lora_adapter", "x", "invalid_value"),
+    ]
+    assert lines[0]["lora_path"] == str(adapter_path)
+    assert len({line["key_id"] for line in lines}) == 2
+    assert all("\n" not in line["message"] and "of-admin" not in str(line) for line in lines)
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [
