@@ -25,9 +25,7 @@ from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
-from penstock.kernels.cpu.isa import ISA_VARIABLE
-
-from ...support.isas import usable_isas
+from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 
 NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
