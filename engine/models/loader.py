@@ -179,7 +179,9 @@ def load_decoder(
                 ),
             )  # fmt: skip
     if architecture.takes_images and ranks.size > 1:
-        raise ConfigError("a model with images cannot be shared among ranks")
+        raise ConfigError(
+            f"{ranks.size} ranks cannot share this model: a model with images has to be whole"
+        )
     ranks.open(dtype, device)
     with torch.device("meta"):
         model = Decoder(own_config).to(dtype)

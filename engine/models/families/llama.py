@@ -17,31 +17,29 @@ from penstock.engine.models.decoder_config import (
 
 def read_llama_config(fields: ConfigFields) -> DecoderConfig:
     """`LlamaForCausalLM`: one switch each for the biases of attention and of the MLP."""
-    has_attention_bias = fields.boolean("attention_bias", False)
-    return read_decoder_config(
-        fields,
-        ConfigDefaults(
-            has_qkv_bias=has_attention_bias,
-            has_output_bias=has_attention_bias,
-            has_mlp_bias=fields.boolean("mlp_bias", False),
-        ),
-    )
+    return _read_llama(fields)
 
 
 def read_arcee_config(fields: ConfigFields) -> DecoderConfig:
     """`ArceeForCausalLM`: Llama with squared ReLU and no gate."""
+    config = _read_llama(fields, activation="relu2", norm_eps=1e-5)
+    return replace(config, is_gated=False)
+
+
+def _read_llama(
+    fields: ConfigFields, *, activation: str = "silu", norm_eps: float = 1e-6
+) -> DecoderConfig:
     has_attention_bias = fields.boolean("attention_bias", False)
-    config = read_decoder_config(
+    return read_decoder_config(
         fields,
         ConfigDefaults(
-            activation="relu2",
-            norm_eps=1e-5,
+            activation=activation,
+            norm_eps=norm_eps,
             has_qkv_bias=has_attention_bias,
             has_output_bias=has_attention_bias,
             has_mlp_bias=fields.boolean("mlp_bias", False),
         ),
     )
-    return replace(config, is_gated=False)
 
 
 def read_mistral_config(fields: ConfigFields) -> DecoderConfig:

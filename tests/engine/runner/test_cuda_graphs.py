@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.engine.config import ModelConfig, SchedulerConfig
-from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.attention import ForwardContext, StepImages
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.language_model import ImageEncoder
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.cuda_graphs import (
@@ -161,6 +163,29 @@ def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes
             assert maker.num_replays == before
         num_replayed += maker.num_replays > before
     assert num_replayed >= 7
+
+
+@pytest.mark.parametrize("sizes", [SIZES, GraphSizes(pieces=(16, 32))], ids=["full", "piecewise"])
+@torch.inference_mode()
+def test_features_of_images_are_no_part_of_graphs(decoder: Decoder, sizes: GraphSizes) -> None:
+    """A step with some runs as it is; one without is replayed."""
+    decoder.images = cast("ImageEncoder", object())
+    pool, maker, model = full_pool(decoder), RecordedGraphMaker(), TorchModel(decoder)
+    graphed = GraphedModel(model, pool, sizes, maker, max_blocks=MAX_BLOCKS)
+    each = step(random.Random(1), [(0, 9)])
+    features = torch.ones(2, decoder.config.hidden_size)
+    with_image = StepImages(rows=torch.tensor([3, 5]), features=features, offsets=None)
+    found = {}
+    for images in (None, with_image):
+        before = maker.num_replays
+        found[images is None] = graphed(
+            each.input_ids, replace(each.context(pool), images=images)
+        ).clone()
+        assert (maker.num_replays > before) == (images is None)
+        expected = model(each.input_ids, replace(each.context(pool.clone()), images=images))
+        torch.testing.assert_close(found[images is None], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[True][:3], found[False][:3])
+    assert not torch.isclose(found[True][3:], found[False][3:]).all(dim=1).any()
 
 
 @torch.inference_mode()

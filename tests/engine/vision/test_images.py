@@ -256,6 +256,12 @@ def test_adapters_of_the_language_model(
         core.preparation.load(core.adapters.need(tower))
 
 
+def test_ranks_cannot_share_a_native_one(llava: Model) -> None:
+    device = DeviceConfig(device="cpu", num_threads=1, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="a model with images has to be whole"):
+        build_core(EngineConfig(model=ModelConfig(model=str(llava.path)), device=device))
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_preempted_prompt_keeps_its_images(preemption: str, llava: Model) -> None:
     """In the middle of its images too, and by either way."""
