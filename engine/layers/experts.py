@@ -41,6 +41,8 @@ class ExpertsConfig:
 class Router(MatrixLayer):
     """A few rows whose products decide: always dense, and multiplied in float32."""
 
+    is_quantizable = False
+
     def __init__(self, out_features: int, in_features: int, *, has_bias: bool = False) -> None:
         super().__init__(out_features, in_features)
         self.bias = constant(torch.empty(out_features)) if has_bias else None

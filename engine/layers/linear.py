@@ -48,9 +48,12 @@ class MatrixLayer(nn.Module):
         adapters: what adapters add to its results.
         shard: which part of a matrix this one is; None: all of it.
         ranks: over which its results are summed.
+        is_quantizable: its numbers may become codes at load.
+        may_scale_columns: as in `quantize_rows`.
     """
 
-    is_invariant = False
+    is_invariant = may_scale_columns = False
+    is_quantizable = True
     adapters: LayerAdapters | None = None
     shard: Shard | None = None
     ranks: Ranks = ALONE
@@ -117,6 +120,8 @@ class MatrixLayer(nn.Module):
 
 class Linear(MatrixLayer):
     """One matrix product, or several fused ones whose outputs are concatenated."""
+
+    may_scale_columns = True
 
     def __init__(
         self, in_features: int, part_sizes: tuple[int, ...], *, has_bias: bool = False

@@ -21,6 +21,7 @@ from penstock.engine.layers.linear import Linear, MatrixLayer
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.names import WeightNames
+from penstock.engine.models.parameters import Parameters, declare
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import Alone
 from penstock.engine.program.torch_backend import TorchBackend, TorchMatrix, TorchMeeting
@@ -72,10 +73,10 @@ def calibrate(
         whole = Decoder(config)
     chosen = {
         source
-        for name, module in whole.named_modules()
-        if name.startswith("layers.") and isinstance(module, Linear)
-        and module.in_features <= _MAX_FEATURES
-        for source in names(name)
+        for each in declare(whole, names)
+        if each.name.startswith("layers.") and isinstance(each.module, Linear)
+        and each.module.in_features <= _MAX_FEATURES
+        for source in each.sources
         if quantize.kind(source) == "int4"
     }  # fmt: skip
     if kept is None or not chosen:
@@ -99,13 +100,13 @@ def _run(
     for number in range(config.num_layers):
         layer = load_layer(number)
         linears = {
-            name: module
-            for name, module in layer.named_modules()
-            if isinstance(module, Linear) and missing.intersection(names(name))
+            each.module: each
+            for each in declare(layer, names)
+            if isinstance(each.module, Linear) and missing.intersection(each.sources)
         }
-        moments = _second_moments(layer, linears.values(), sequences, states)
-        for name, module in linears.items():
-            _choose(module, names(name), moments[module], missing, kept, like)
+        moments = _second_moments(layer, linears, sequences, states)
+        for module, parameters in linears.items():
+            _choose(module, parameters, moments[module], missing, kept, like)
         now_s = time.monotonic()
         if now_s - reported_s > _REPORT_S:
             left_s = (now_s - began_s) / (number + 1) * (config.num_layers - number - 1)
@@ -119,16 +120,15 @@ def _run(
 
 def _choose(
     module: Linear,
-    sources: Sequence[str],
+    parameters: Parameters,
     moments: Tensor,
     missing: set[str],
     kept: ConvertedMatrices,
     like: Tensor,
 ) -> None:
     """The codes of the parts that are missing, which read the same, at once."""
-    sizes = module.part_sizes if len(sources) > 1 else (module.out_features,)
-    rows = torch.split(module.weight.data, list(sizes))
-    parts = {name: part for name, part in zip(sources, rows, strict=True) if name in missing}
+    rows = zip(parameters.sources, torch.split(module.weight.data, parameters.sizes), strict=True)
+    parts = {name: part for name, part in rows if name in missing}
     whole = quantize_rows(
         torch.cat(list(parts.values())), "int4", like.cpu(), moments, may_scale_columns=True
     )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.config import DType, EngineConfig, ModelConfig, Quantization
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.layers.experts import ExpertMatrices, Router
-from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant, weight_bytes
-from penstock.engine.layers.norm import HeadNorm
+from penstock.engine.layers.experts import ExpertMatrices
+from penstock.engine.layers.linear import Linear, MatrixLayer, constant, weight_bytes
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.model_files.config_fields import read_model_fields
 from penstock.engine.model_files.free_memory import free_cpu_bytes
@@ -25,19 +24,17 @@ from penstock.engine.model_files.users_files import in_users_words, named_as_use
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import (
     Decoder,
-    PositionTable,
     SelfAttention,
     rotary_embeddings,
 )
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.language_model import LoadedModel
 from penstock.engine.models.names import (
-    EACH_HEAD,
     LLAMA_NAMES,
     WeightNames,
     is_ignorable,
-    row_orders,
 )
+from penstock.engine.models.parameters import Parameters, declare
 from penstock.engine.models.registry import (
     Architecture,
     is_native,
@@ -57,7 +54,6 @@ from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import (
     CheckpointExperts,
     DummyExperts,
-    numbered,
     stack_experts,
 )
 from penstock.engine.weights.formats import (
@@ -65,16 +61,14 @@ from penstock.engine.weights.formats import (
     describe_format,
     format_of,
     open_checkpoint,
-    read_module,
 )
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, stack
 from penstock.engine.weights.quantization import LostCodesError, Quantizer, num_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.models.through_transformers.backend import TransformersModel
 
 _log = logging.getLogger(__name__)
-_Module = TypeVar("_Module", bound=nn.Module)
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -148,87 +142,110 @@ def load_decoder(
     Args:
         only: a stage that has these layers.
     """
-    architecture, decoder_config = read_model_config(
-        path, max_model_len=config.wanted_max_model_len
-    )
-    _check_stored(config, path, has_weights=True)
-    if only is None:
-        own_config = rank_config(decoder_config, ranks)
-    else:
-        own_config = replace(decoder_config, own_layers=only)
-    dtype = _resolve_dtype(config, decoder_config.dtype, path)
+    architecture, whole = read_model_config(path, max_model_len=config.wanted_max_model_len)
+    if config.load_format != "dummy":
+        check_format(path, has_weights=True)
+    own = rank_config(whole, ranks) if only is None else replace(whole, own_layers=only)
+    dtype = _resolve_dtype(config, whole.dtype, path)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
-    checkpoint, set_matrix, like = weights.checkpoint, weights.set_matrix, weights.like
-    names = architecture.names
-    if checkpoint is not None:
-        names = _with_fused_experts(architecture, checkpoint).found_in(checkpoint)
-    if decoder_config.is_tied:
-        (table,) = names("embed_tokens")
-        weights.quantize.aliases[table] = "lm_head"
-    if checkpoint is not None:
-        _check_layers(checkpoint, names, decoder_config)
-        if format_of(checkpoint) == "dense" and weights.quantize.wants_inputs:
-            plain = replace(
-                config, dtype="float32", quantization="none", quantization_override=(),
-                quantization_exclude=(),
-            )  # fmt: skip
-            calibrate(
-                path, decoder_config, names, weights.quantize, like,
-                lambda number: load_decoder(
-                    plain, path, torch.device("cpu"), only=range(number, number + 1)
-                ),
-            )  # fmt: skip
+    names = _names_in(weights.checkpoint, architecture, whole)
+    _name_tied_head(weights.quantize, names, whole)
+    if weights.wants_inputs:
+        _calibrate(config, path, whole, names, weights)
     if architecture.takes_images and ranks.size > 1:
         raise ConfigError(
             f"{ranks.size} ranks cannot share this model: a model with images has to be whole"
         )
     ranks.open(dtype, device)
     with torch.device("meta"):
-        model = Decoder(own_config).to(dtype)
-    split_over(model, decoder_config, ranks)
-    if checkpoint is None:
-        model = _allocate(model, path, device)
-        _fill_random(model, config.seed or 0)
-        for name, module in model.named_modules():
-            if isinstance(module, MatrixLayer) and not isinstance(module, ExpertMatrices):
-                sources = names(name)
-                parts = torch.split(module.weight.data, _sizes(module, sources))
-                set_matrix(module, sources, list(map(DenseMatrix, parts)))
+        model = Decoder(own).to(dtype)
+    split_over(model, whole, ranks)
+    parameters = declare(model, names, whole)
+    if weights.checkpoint is None:
+        _check_room(model, path, device)
+        weights.draw(parameters, config.seed or 0)
     else:
-        orders = partial(row_orders, names, decoder_config)
-        _fill_from(checkpoint, model, names, set_matrix, like, orders=orders)
-        for index, layer in zip(own_config.layer_numbers, model.own_layers, strict=True):
-            (prefix,) = names(f"layers.{index}.self_attn")
-            _read_kv_scales(checkpoint, prefix, layer.self_attn)
+        weights.read(parameters)
     is_transposed = architecture.has_transposed_experts
     for experts in _expert_readers(
-        model, weights, names, seed=config.seed or 0, is_transposed=is_transposed
+        parameters, weights, seed=config.seed or 0, is_transposed=is_transposed
     ):
         if not defers_experts or device.type != "cpu":
             experts.load()
-    absent = _absent_modules(model, names)
-    if checkpoint is not None:
-        ignored = {f"{names('lm_head')[0]}.weight"} if decoder_config.is_tied else set()
-        ignored |= {"score.weight"} if architecture.is_headless else set()
-        own = (names.root, f"{names.head}.") if architecture.takes_images else ("",)
-        checkpoint.check_all_read(
-            lambda name: (
-                name in ignored
-                or is_ignorable(name)
-                or name.startswith(absent)
-                or not name.startswith(own)  # `read_towers` reads the others
-            )
-        )
+    if weights.checkpoint is not None:
+        _check_all_read(weights.checkpoint, model, names, architecture)
     for name in model.absent_matrices():
         for module_name in names(name):
             weights.quantize.kind(module_name)  # whoever has it checks the patterns
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
     # Rotary frequencies and slopes follow from the config and stay float32.
-    model.rotaries = rotary_embeddings(decoder_config).to(device)
+    model.rotaries = rotary_embeddings(whole).to(device)
     for layer in model.own_layers:
         layer.self_attn.attention.place_alibi(device)
     return model.eval()
+
+
+def _names_in(
+    checkpoint: Checkpoint | None, architecture: Architecture, config: DecoderConfig
+) -> WeightNames:
+    """What a checkpoint calls the decoder's modules; None: one of random numbers.
+
+    Raises:
+        ModelLoadError: it has fewer layers than its config says.
+    """
+    if checkpoint is None:
+        return architecture.names
+    names = _with_fused_experts(architecture, checkpoint).found_in(checkpoint)
+    _check_layers(checkpoint, names, config)
+    return names
+
+
+def _name_tied_head(quantize: Quantizer, names: WeightNames, config: DecoderConfig) -> None:
+    if config.is_tied:
+        (table,) = names("embed_tokens")
+        quantize.aliases[table] = "lm_head"
+
+
+def _calibrate(
+    config: ModelConfig,
+    path: Path,
+    decoder_config: DecoderConfig,
+    names: WeightNames,
+    weights: _Weights,
+) -> None:
+    """Choose the codes of 4 bits by what the layers read, one layer after the other."""
+    plain = replace(
+        config, dtype="float32", quantization="none", quantization_override=(),
+        quantization_exclude=(),
+    )  # fmt: skip
+
+    def load_layer(number: int) -> Decoder:
+        only = range(number, number + 1)
+        return load_decoder(plain, path, torch.device("cpu"), only=only)
+
+    calibrate(path, decoder_config, names, weights.quantize, weights.like, load_layer)
+
+
+def _check_all_read(
+    checkpoint: Checkpoint, model: Decoder, names: WeightNames, architecture: Architecture
+) -> None:
+    """
+    Raises:
+        ModelLoadError: the checkpoint has tensors that are no rank's.
+    """
+    absent = _absent_modules(model, names)
+    ignored = {f"{names('lm_head')[0]}.weight"} if model.config.is_tied else set()
+    ignored |= {"score.weight"} if architecture.is_headless else set()
+    own = (names.root, f"{names.head}.") if architecture.takes_images else ("",)
+    checkpoint.check_all_read(
+        lambda name: (
+            name in ignored
+            or is_ignorable(name)
+            or name.startswith(absent)
+            or not name.startswith(own)  # `read_towers` reads the others
+        )
+    )
 
 
 def _absent_modules(model: Decoder, names: WeightNames) -> tuple[str, ...]:
@@ -251,14 +268,10 @@ def _load_through_transformers(
     model = _build_through_transformers(config, path, ranks, has_weights=True)
     ranks.open(model.dtype, device)
     weights = _Weights.of(config, path, torch.empty(0, dtype=model.dtype, device=device))
+    _check_room(model, path, device)
     if weights.checkpoint is None:
-        model = _allocate(model, path, device)
-        _fill_random(model, config.seed or 0)
-        for name, module in model.causal_lm.named_modules():
-            if isinstance(module, MatrixLayer):
-                weights.set_matrix(module, [name], [DenseMatrix(module.weight.data)])
+        weights.draw(declare(model.causal_lm, _own_name), config.seed or 0)
     else:
-        _check_room(model, path, device)
         _name_tied(weights.quantize, model)
         read_weights(
             weights.checkpoint,
@@ -293,7 +306,8 @@ def build_without_weights(
         return _build_through_transformers(config, path, has_weights=has_weights)
     most = config.wanted_max_model_len
     architecture, decoder_config = read_model_config(path, max_model_len=most)
-    _check_stored(config, path, has_weights=has_weights)
+    if config.load_format != "dummy":
+        check_format(path, has_weights=has_weights)
     with torch.device("meta"):
         model = Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
     if has_weights:
@@ -315,22 +329,19 @@ def parts_by_kind(
         model: of `build_without_weights`.
     """
     quantize = Quantizer(config.quantization, config.quantization_rules)
-    names: Callable[[str], tuple[str, ...]]
     if isinstance(model, Decoder):
-        names, modules = read_model_config(path)[0].names, model.named_modules()
-        if model.config.is_tied:
-            quantize.aliases[names("embed_tokens")[0]] = "lm_head"
+        names = read_model_config(path)[0].names
+        _name_tied_head(quantize, names, model.config)
+        parameters = declare(model, names)
     else:
-        names, modules = _own_name, model.causal_lm.named_modules()
         _name_tied(quantize, model)
-    for name, module in modules:
-        if not isinstance(module, MatrixLayer) or isinstance(module, Router):
-            continue
-        sources, count, is_held = names(name), 1, True
-        if isinstance(module, ExpertMatrices):
-            sources, count, is_held = numbered(sources, 0), module.num_experts, False
-        for source, size in zip(sources, _sizes(module, sources), strict=True):
-            yield count * size, module.in_features, quantize.kind(source), is_held
+        parameters = declare(model.causal_lm, _own_name)
+    for each in parameters:
+        if isinstance(module := each.module, MatrixLayer) and module.is_quantizable:
+            is_held = not isinstance(module, ExpertMatrices)
+            for sources in each.by_expert:
+                for source, size in zip(sources, each.sizes, strict=True):
+                    yield size, module.in_features, quantize.kind(source), is_held
 
 
 def _own_name(module: str) -> tuple[str, ...]:
@@ -347,26 +358,9 @@ def _read_first_matrix(
         ModelLoadError: as `load_decoder`.
     """
     checkpoint = open_checkpoint(path)
-    names = _with_fused_experts(architecture, checkpoint).found_in(checkpoint)
-    _check_layers(checkpoint, names, config)
-    orders = partial(row_orders, names, config)
-    found = ((name, each) for name, each in model.named_modules() if isinstance(each, Linear))
-    name, module = next(found)
-    _read_parts(checkpoint, module, names, name, orders(name))
-
-
-def _check_stored(config: ModelConfig, path: Path, *, has_weights: bool) -> None:
-    """Check that the weights are stored in a way that can be read. Loading a model and `penstock
-    models` both ask here, so that they say the same.
-
-    Args:
-        has_weights: their files must be there.
-
-    Raises:
-        ModelLoadError: they are not.
-    """
-    if config.load_format != "dummy":
-        check_format(path, has_weights=has_weights)
+    names = _names_in(checkpoint, architecture, config)
+    parameters = declare(model, names, config)
+    next(each for each in parameters if isinstance(each.module, Linear)).read_matrix(checkpoint)
 
 
 def _build_through_transformers(
@@ -387,7 +381,8 @@ def _build_through_transformers(
             raise
         raise ModelLoadError(f"{missing}; {error}") from error
     model = TransformersModel(inspected, max_model_len=config.wanted_max_model_len, ranks=ranks)
-    _check_stored(config, path, has_weights=has_weights)
+    if config.load_format != "dummy":
+        check_format(path, has_weights=has_weights)
     if missing is not None:
         reason = in_users_words(str(missing), config.model, path)
         _log.warning("runs through transformers, which is slower: %s", reason)
@@ -427,25 +422,64 @@ class _Weights:
         rounded_to = " + ".join(dict.fromkeys(kinds)) or "none"
         return cls(checkpoint, quantize, rounded_to, config.quantize_activations, like)
 
-    def set_matrix(
-        self, module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]
-    ) -> None:
-        """Give a module the matrix that is made of these parts, in the checkpoint's names."""
-        is_router = isinstance(module, Router)
-        if is_router:
-            matrix = stack(parts, self.like)
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether some codes are to be chosen by what the modules read."""
+        checkpoint = self.checkpoint
+        is_dense = checkpoint is not None and format_of(checkpoint) == "dense"
+        return is_dense and self.quantize.wants_inputs
+
+    def read(self, parameters: Sequence[Parameters]) -> None:
+        """Read all that is not read later.
+
+        Raises:
+            ModelLoadError: names a tensor that is missing, or has another shape or dtype.
+        """
+        checkpoint = self.checkpoint
+        assert checkpoint is not None
+        for each in parameters:
+            if isinstance(each.module, ExpertMatrices):
+                continue
+            if isinstance(each.module, MatrixLayer):
+                self.set_matrix(each, each.read_matrix(checkpoint))
+            for kind, parts in each.read_others(checkpoint):
+                each.module.register_parameter(kind, constant(concatenate(parts, self.like)))
+            if isinstance(each.module, SelfAttention):
+                _read_kv_scales(checkpoint, each.sources[0], each.module)
+
+    def draw(self, parameters: Sequence[Parameters], seed: int) -> None:
+        """Draw small normal numbers; norms are ones and biases zeros, as in a fresh model. Every
+        device gets the same. Experts are drawn later."""
+        for index, each in enumerate(parameters):
+            for kind, parameter in list(each.module.named_parameters(recurse=False)):
+                like, shape = self.like.to(parameter.dtype), tuple(parameter.shape)
+                if not isinstance(each.module, MatrixLayer) or kind != "weight":
+                    values = like.new_full(shape, 0.0 if kind == "bias" else 1.0)
+                    values = values if len(shape) < 2 else _draw(like, shape, seed, index)
+                    each.module.register_parameter(kind, constant(values))
+                elif not isinstance(each.module, ExpertMatrices):
+                    part_sizes, size = each.module.whole_shape
+                    whole = _draw(like, (sum(part_sizes), size), seed, index)
+                    self.set_matrix(each, list(map(DenseMatrix, torch.split(whole, each.sizes))))
+
+    def set_matrix(self, parameters: Parameters, parts: Sequence[Matrix]) -> None:
+        """Give a module the matrix that is made of these parts, of each source one."""
+        module, names = parameters.module, parameters.sources
+        assert isinstance(module, MatrixLayer)
+        if module.is_quantizable:
+            scales = module.may_scale_columns
+            matrix = self.quantize(names, parts, self.like, may_scale_columns=scales)
         else:
-            matrix = self.quantize(
-                names, parts, self.like, may_scale_columns=isinstance(module, Linear)
-            )
-        matrix = _share(module, matrix, names)
+            matrix = stack(parts, self.like)
+        if module.shard is not None:
+            matrix = module.shard.take(matrix, names[0])
         module.set_matrix(matrix, rounds_inputs=self.rounds_inputs, like=self.like)
 
     def describe(self) -> str:
         """How the weights are stored."""
-        if self.checkpoint is None:
-            return self.rounded_to
-        return _describe(self.checkpoint, self.rounded_to)
+        found = "dense" if self.checkpoint is None else describe_format(self.checkpoint)
+        kinds = ((found, "dense"), (self.rounded_to, "none"))
+        return " + ".join(each for each, empty in kinds if each != empty) or "none"
 
 
 def load_drafting_model(config: EngineConfig, target: LoadedModel) -> DraftingModel | None:
@@ -514,12 +548,8 @@ def _load_eagle3_head(name: str, target: LoadedModel) -> Eagle3Head:
 
 def _read_eagle3_head(checkpoint: Checkpoint, target: Decoder) -> Eagle3Head:
     head_config = read_eagle3_config(checkpoint.config, target.config)
-    like = torch.empty(0, dtype=target.dtype, device=target.device)
     with torch.device("meta"):
         head = Eagle3Head(head_config, target.config).to(target.dtype)
-
-    def set_matrix(module: MatrixLayer, _: Sequence[str], parts: Sequence[Matrix]) -> None:
-        module.set_matrix(stack(parts, like), like=like)
 
     table, has_table = head.embed_tokens, "embed_tokens.weight" in checkpoint
     if not has_table:
@@ -530,7 +560,9 @@ def _read_eagle3_head(checkpoint: Checkpoint, target: Decoder) -> Eagle3Head:
         del head.embed_tokens
     is_numbered = "layers.0.input_layernorm.weight" in checkpoint
     names = partial(eagle3_module_names, layer="layers.0" if is_numbered else "midlayer")
-    _fill_from(checkpoint, head, names, set_matrix, like)
+    like = torch.empty(0, dtype=target.dtype, device=target.device)
+    weights = _Weights(checkpoint, Quantizer(), "none", rounds_inputs=True, like=like)
+    weights.read(declare(head, names))
     if not has_table:  # in a module of its own: the target's loses it when it is packed
         table.weight, table.quantized = target.embed_tokens.weight, target.embed_tokens.quantized
         head.embed_tokens = table
@@ -574,13 +606,6 @@ def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttentio
         attention.attention.given_scales = (found[0], found[1])
 
 
-def _describe(checkpoint: Checkpoint, rounded_to: str) -> str:
-    """How the weights are stored; rounded_to: what the dense ones become."""
-    found = describe_format(checkpoint)
-    kinds = [each for each, empty in ((found, "dense"), (rounded_to, "none")) if each != empty]
-    return " + ".join(kinds) or "none"
-
-
 def _resolve_dtype(config: ModelConfig, own: str, path: Path) -> torch.dtype:
     """own: the checkpoint's dtype, as named in its config."""
     name = own.removeprefix("torch.") if config.dtype == "auto" else config.dtype
@@ -603,19 +628,6 @@ def _check_layers(checkpoint: Checkpoint, names: WeightNames, config: DecoderCon
             )
 
 
-def _allocate(model: _Module, path: Path, device: torch.device) -> _Module:
-    """A model without a checkpoint in memory, where nothing but the memory bounds its sizes.
-
-    Raises:
-        ModelLoadError: it has no room.
-    """
-    _check_room(model, path, device)
-    for module in model.modules():  # buffers have their numbers already
-        for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, constant(torch.empty_like(parameter, device=device)))
-    return model
-
-
 def _check_room(model: nn.Module, path: Path, device: torch.device) -> None:
     """
     Raises:
@@ -633,31 +645,34 @@ def _check_room(model: nn.Module, path: Path, device: torch.device) -> None:
 
 
 def _expert_readers(
-    model: Decoder, weights: _Weights, module_names: WeightNames, *, seed: int, is_transposed: bool
+    parameters: Sequence[Parameters], weights: _Weights, *, seed: int, is_transposed: bool
 ) -> Iterator[ExpertMatrices]:
     """The experts' matrices, each with a way to be read."""
     checkpoint, quantize, like = weights.checkpoint, weights.quantize, weights.like
 
     def set_matrix(module: ExpertMatrices, source: CheckpointExperts | DummyExperts) -> None:
+        shard = module.shard
         parts = [
-            _share(module, quantize(names, matrices, like), names)
+            matrix if shard is None else shard.take(matrix, names[0])
             for names, matrices in source.read()
+            for matrix in [quantize(names, matrices, like)]
         ]
         matrix, orders = stack_experts(parts, like)
         module.set_matrix(matrix, rounds_inputs=weights.rounds_inputs, like=like)
         module.orders = None if orders is None else orders.to(like.device)
 
     is_dense = checkpoint is None or format_of(checkpoint) == "dense"
-    for index, (name, module) in enumerate(model.named_modules()):
+    for index, each in enumerate(parameters):
+        name, module, names = each.name, each.module, each.sources
         if not isinstance(module, ExpertMatrices):
             continue
-        names, (part_sizes, size) = module_names(name), module.whole_shape
+        part_sizes, size = module.whole_shape
         source: CheckpointExperts | DummyExperts
         if checkpoint is None:
             shape = (sum(part_sizes), size)
             source = DummyExperts(
                 names, num_experts=module.num_experts, part_sizes=part_sizes,
-                draw=partial(_draw_matrix, like, shape, seed, index),
+                draw=partial(_draw, like, shape, seed, index),
                 quantize=partial(quantize, like=like),
             )  # fmt: skip
         else:
@@ -670,7 +685,7 @@ def _expert_readers(
                 bias = source.read_bias()
                 bias = bias if module.shard is None else module.shard.take_bias(bias)
                 module.bias = constant(concatenate([bias], like))
-        kinds = {quantize.kind(each) for own in source.names for each in own}
+        kinds = {quantize.kind(one) for own in source.names for one in own}
         if is_dense:
             module.expected_bytes = max(
                 num_bytes(kind, module.out_features, module.in_features, like.dtype)
@@ -696,145 +711,12 @@ def _with_fused_experts(architecture: Architecture, checkpoint: Checkpoint) -> W
     return architecture.names
 
 
-def _fill_random(model: nn.Module, seed: int) -> None:
-    """Small normal numbers; norms are ones and biases zeros, as in a fresh model.
-
-    Every device gets the same. A large matrix repeats its numbers: drawing billions takes minutes.
-    """
-    shared = {
-        f"{name}.weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, MatrixLayer) and module.shard and module.weight.numel()
-    }
-    for index, (name, parameter) in enumerate(list(model.named_parameters())):
-        if parameter.dim() < 2:
-            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        elif name in shared:  # the whole, of which `set_matrix` takes a share
-            part_sizes, size = shared[name].whole_shape
-            whole = parameter.new_empty(sum(part_sizes), size)
-            shared[name].weight = constant(_draw(whole, seed, index))
-        else:
-            _draw(parameter.data, seed, index)
-
-
-def _draw_matrix(like: Tensor, shape: tuple[int, int], seed: int, index: int) -> Tensor:
-    return _draw(like.new_empty(shape), seed, index)
-
-
-def _draw(values: Tensor, seed: int, index: int) -> Tensor:
-    """Fill a matrix with small normal numbers."""
+def _draw(like: Tensor, shape: tuple[int, ...], seed: int, index: int) -> Tensor:
+    """Small normal numbers. A large matrix repeats them: drawing billions takes minutes."""
+    values = like.new_empty(shape)
     generator = torch.Generator().manual_seed((seed << 16) + index)
     period = min(values.numel(), _NUM_DUMMY)
     numbers = torch.randn(period, generator=generator).mul(_DUMMY_STD).to(values)
     for part in torch.split(values.flatten(), period):
         part.copy_(numbers[: len(part)])
     return values
-
-
-def _no_orders(_: str) -> tuple[None, ...]:
-    return (None, None, None)
-
-
-def _fill_from(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    module_names: Callable[[str], tuple[str, ...]],
-    set_matrix: Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None],
-    like: Tensor,
-    *,
-    orders: Callable[[str], Sequence[Tensor | None]] = _no_orders,
-) -> None:
-    """Read the weights module by module, into tensors with the dtype and device of `like`.
-
-    Args:
-        orders: of the rows of a module's `module_names`.
-    """
-    for name, module in list(model.named_modules()):
-        prefixes = module_names(name)
-        if isinstance(module, ExpertMatrices):
-            continue
-        if isinstance(module, MatrixLayer):
-            parts = _read_parts(checkpoint, module, module_names, name, orders(name))
-            set_matrix(module, prefixes, parts)
-            if isinstance(module, Linear | Embedding | Router) and module.bias is not None:
-                biases = [
-                    bias if order is None else bias[order]
-                    for prefix, size, order in zip(
-                        prefixes, _sizes(module, prefixes), orders(name), strict=False
-                    )
-                    for bias in [checkpoint.read(f"{prefix}.bias", (size,))]
-                ]
-                shard = module.shard
-                own = biases if shard is None else [shard.take_bias(torch.cat(biases))]
-                module.bias = constant(concatenate(own, like))
-        else:
-            for kind, parameter in list(module.named_parameters(recurse=False)):
-                shard, shape = getattr(module, "shard", None), tuple(parameter.shape)
-                shape = shape if shard is None else shard.part_sizes
-                vector = _read_parameter(checkpoint, prefixes, kind, module, shape)
-                order = orders(name)[0] if prefixes else None
-                vector = vector if order is None else vector[order]
-                vector = vector if shard is None else shard.take_bias(vector)
-                module.register_parameter(kind, constant(concatenate([vector], like)))
-
-
-def _read_parts(
-    checkpoint: Checkpoint,
-    module: MatrixLayer,
-    module_names: Callable[[str], tuple[str, ...]],
-    name: str,
-    orders: Sequence[Tensor | None],
-) -> list[Matrix]:
-    """The matrices of which that of the module `name` is made, in the checkpoint's names."""
-    is_transposed = isinstance(module_names, WeightNames) and module_names.is_transposed
-    is_turned = is_transposed and isinstance(module, Linear)
-    prefixes, parts = module_names(name), []
-    for prefix, size, order in zip(prefixes, _sizes(module, prefixes), orders, strict=False):
-        shape = (size, module.whole_shape[1])
-        part = read_module(checkpoint, prefix, shape, is_transposed=is_turned)
-        parts.append(part if order is None else rows_of(part, order))
-    return parts
-
-
-def _sizes(module: MatrixLayer, prefixes: Sequence[str]) -> list[int]:
-    """How many rows of a module each of the checkpoint's modules has."""
-    part_sizes, _ = module.whole_shape
-    return [sum(part_sizes)] if len(prefixes) == 1 else list(part_sizes)
-
-
-def _share(module: MatrixLayer, matrix: Matrix, names: Sequence[str]) -> Matrix:
-    return matrix if module.shard is None else module.shard.take(matrix, names[0])
-
-
-def _read_parameter(
-    checkpoint: Checkpoint,
-    prefixes: Sequence[str],
-    kind: str,
-    module: nn.Module,
-    shape: tuple[int, ...],
-) -> Tensor:
-    """What is no matrix: `prefix.kind`; ones where there is no prefix."""
-    if not prefixes:
-        return torch.ones(shape)
-    (prefix,) = prefixes
-    if isinstance(module, HeadNorm):
-        num_heads = module.num_groups * shape[0] // len(module.weight)
-        return _read_head_norm(checkpoint, prefix, kind, num_heads, shape[0])
-    if isinstance(module, PositionTable):
-        name, first = f"{prefix}.{kind}", module.first_position
-        return checkpoint.read(name, (first + shape[0], shape[1]))[first:]
-    return checkpoint.read(f"{prefix}.{kind}", shape)
-
-
-def _read_head_norm(
-    checkpoint: Checkpoint, prefix: str, kind: str, num_heads: int, size: int
-) -> Tensor:
-    """The weights of each head: in a tensor for each, in one for all, or the same for all."""
-    head_dim = size // num_heads
-    if EACH_HEAD in prefix and f"{prefix}.{kind}" not in checkpoint:
-        names = [f"{prefix.replace(EACH_HEAD, str(head))}.{kind}" for head in range(num_heads)]
-        return torch.cat([checkpoint.read(name, (head_dim,)) for name in names])
-    name = f"{prefix}.{kind}"
-    if name in checkpoint and checkpoint.shape(name) == (head_dim,):
-        return checkpoint.read(name, (head_dim,)).repeat(num_heads)
-    return checkpoint.read(name, (num_heads, head_dim)).flatten()

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from penstock.engine.config import Quantization
 from penstock.engine.weights.formats.packing import unpack_nibbles
-from penstock.engine.weights.matrix import QuantizedMatrix
+from penstock.engine.weights.matrix import CODE_KINDS, QuantizedMatrix
 from penstock.kernels.cache_folder import NoCacheError, cache_dir, is_private, unfinished
 
 _log = logging.getLogger(__name__)
 _VERSION = 2  # of the numbers that quantizing gives; a change makes other folders
-_CODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 _MIN_VALUES = 1 << 16  # smaller matrices are quantized anew in milliseconds
 BYTES_VARIABLE = "PENSTOCK_CACHE_BYTES"
 _MAX_BYTES = 64 << 30
@@ -80,7 +79,8 @@ class ConvertedMatrices:
         except Exception as error:  # whatever a damaged file leads to
             _log.warning("%s is made again, as it cannot be read: %s", path, error)
             return None
-        dtypes = (_CODES[kind], torch.float32, torch.float32 if kind == "int4" else None)
+        expected = CODE_KINDS[kind]
+        dtypes = (expected.dtype, torch.float32, torch.float32 if expected.has_offsets else None)
         stored = (codes.dtype, scales.dtype, None if offsets is None else offsets.dtype)
         return found if codes.shape == shape and stored == dtypes else None
 

@@ -19,10 +19,17 @@ from penstock.engine.weights.calibrated_rounding import (
     shorten,
 )
 from penstock.engine.weights.converted import ConvertedMatrices
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, join, stack
+from penstock.engine.weights.matrix import (
+    BLOCK,
+    CODE_KINDS,
+    DenseMatrix,
+    Matrix,
+    QuantizedMatrix,
+    join,
+    stack,
+)
 from penstock.kernels.quantized_codes import BYTE
 
-BLOCK = 32  # columns of a scale; 64 would be faster in 8 bits, but int8 would lose 0.3 %
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
 _SMALL_COLUMN = 32.0  # times smaller than the median: its codes would be zeros beside the others
 # Modules that `int4` gives 8 bits: errors in values and logits cost the most for their bytes.
@@ -184,9 +191,9 @@ def num_bytes(kind: Quantization, out_features: int, in_features: int, dtype: to
     which kernels keep in half precision in a model of 16 bits, unless there is one for a row."""
     if kind == "none":
         return out_features * in_features * dtype.itemsize
-    bits, block = {"int8": (8, BLOCK), "int4": (4, BLOCK), "fp8": (8, in_features)}[kind]
-    num_scales = out_features * -(-in_features // block) * (2 if kind == "int4" else 1)
-    scale_bytes = 4 if kind == "fp8" else dtype.itemsize
+    bits, _, block, has_offsets = CODE_KINDS[kind]
+    num_scales = out_features * -(-in_features // (block or in_features)) * (1 + has_offsets)
+    scale_bytes = 4 if block is None else dtype.itemsize
     return out_features * in_features * bits // 8 + num_scales * scale_bytes
 
 

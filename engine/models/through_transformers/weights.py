@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,12 @@ from transformers.core_model_loading import (
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.layers.linear import MatrixLayer, constant
 from penstock.engine.models.names import is_ignorable
-from penstock.engine.models.through_transformers.modules import ModuleLinear, TensorShare
+from penstock.engine.models.parameters import Parameters, declare
+from penstock.engine.models.through_transformers.modules import TensorShare
 from penstock.engine.weights.checkpoint import Checkpoint
-from penstock.engine.weights.formats import FORMATS, format_of
-from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate
 
-SetMatrix = Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None]
+SetMatrix = Callable[[Parameters, Sequence[Matrix]], None]
 
 
 @dataclass(slots=True)
@@ -78,7 +77,6 @@ def read_weights(
     shares = _shares(modules)
     shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     shapes |= {name: shape for name, (shape, _) in shares.items()}
-    read_matrix = FORMATS[format_of(checkpoint)]
     done: set[str] = set()
 
     def assign(name: str, values: Tensor) -> None:
@@ -87,7 +85,8 @@ def read_weights(
         if name in shares:
             values = shares[name][1](values)
         if isinstance(target, MatrixLayer) and kind == "weight":
-            set_matrix(target, [module], [DenseMatrix(values)])
+            own = Parameters(name=module, module=target, sources=(module,), orders=(None,))
+            set_matrix(own, [DenseMatrix(values)])
         elif kind in target._buffers:
             target._buffers[kind] = values.to(wanted[name], copy=True)
         else:
@@ -95,22 +94,13 @@ def read_weights(
             target.register_parameter(kind, constant(whole))
         done.add(name)
 
-    for first, (rule, sources) in names.converted.items():
-        for name, values in _convert(checkpoint, model, first, rule, sources).items():
-            if name not in wanted or values.shape != shapes[name]:
-                expected = list(shapes[name]) if name in wanted else "no such tensor"
-                raise checkpoint.fault(
-                    sources[0][0], f"becomes {name} {list(values.shape)}, expected {expected}"
-                )
-            assign(name, values)
-    for name, module in modules.items():
-        if not isinstance(module, MatrixLayer) or f"{name}.weight" in done | tied.keys():
-            continue
-        prefix = names.modules.get(name, name)
-        is_transposed = isinstance(module, ModuleLinear) and module.is_transposed
-        read = read_transposed if is_transposed else read_matrix
-        set_matrix(module, [prefix], [read(checkpoint, prefix, _matrix_shape(module))])
-        done.add(f"{name}.weight")
+    for name, values in _converted(checkpoint, model, names, shapes):
+        assign(name, values)
+    for each in declare(model, lambda module: (names.modules.get(module, module),)):
+        weight = f"{each.name}.weight"
+        if isinstance(each.module, MatrixLayer) and weight not in done and weight not in tied:
+            set_matrix(each, each.read_matrix(checkpoint))
+            done.add(weight)
     for name in wanted:
         if name not in done and name not in tied:
             assign(name, checkpoint.read(names.tensors.get(name, name), shapes[name]))
@@ -134,15 +124,11 @@ def _shares(
         for kind, share in shares.items():
             found[f"{name}.{kind}"] = share.whole, share.of
         if isinstance(module, MatrixLayer) and module.shard is not None:
-            shape = _matrix_shape(module)
+            part_sizes, in_features = module.whole_shape
+            shape = sum(part_sizes), in_features
             found[f"{name}.weight"] = shape, lambda values: values
             found[f"{name}.bias"] = shape[:1], module.shard.take_bias
     return found
-
-
-def _matrix_shape(module: MatrixLayer) -> tuple[int, int]:
-    part_sizes, in_features = module.whole_shape
-    return sum(part_sizes), in_features
 
 
 def _find_names(checkpoint: Checkpoint, model: Any, absent: Mapping[str, Tensor]) -> _Names:
@@ -170,6 +156,27 @@ def _find_names(checkpoint: Checkpoint, model: Any, absent: Mapping[str, Tensor]
         if kind == old_kind:
             names.modules[module] = old_module
     return names
+
+
+def _converted(
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    names: _Names,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[str, Tensor]]:
+    """What the library makes of the checkpoint's tensors, and what each is.
+
+    Raises:
+        ModelLoadError: it is no tensor of the model, or has another shape.
+    """
+    for first, (rule, sources) in names.converted.items():
+        for name, values in _convert(checkpoint, model, first, rule, sources).items():
+            if values.shape != shapes.get(name):
+                expected = list(shapes.get(name, ())) or "no such tensor"
+                raise checkpoint.fault(
+                    sources[0][0], f"becomes {name} {list(values.shape)}, expected {expected}"
+                )
+            yield name, values
 
 
 def _convert(
