@@ -89,14 +89,12 @@ class Inspected:
     Attributes:
         model: its parameters are on the meta device, its buffers are not.
         base: the name of the module whose output is the hidden states.
-        siblings: names of linear layers that multiply the same input, one after the other.
         context_len: tokens of a sequence; None: the configuration does not say.
     """
 
     model: PreTrainedModel
     base: str
     layers: tuple[AttendingLayer, ...]
-    siblings: tuple[tuple[str, ...], ...]
     context_len: int | None
 
 
@@ -344,7 +342,7 @@ transformers.AttentionMaskInterface.register(_INSPECTED, _make_mask)
 @torch.inference_mode()
 def _inspect(model: PreTrainedModel) -> Inspected:
     context_len = _context_len(model.config.get_text_config(decoder=True))
-    layers, inputs, outputs = _run_on_meta(model, context_len)
+    layers, outputs = _run_on_meta(model, context_len)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(layers) < num_layers or len(layers) % num_layers:
         raise _UnsupportedError(
@@ -366,15 +364,14 @@ def _inspect(model: PreTrainedModel) -> Inspected:
         model=model,
         base=base,
         layers=layers,
-        siblings=_siblings(inputs),
         context_len=context_len,
     )
 
 
 def _run_on_meta(
     model: PreTrainedModel, context_len: int | None
-) -> tuple[tuple[AttendingLayer, ...], list[tuple[str, Tensor]], list[tuple[str, Any]]]:
-    """What attends; the inputs of linear layers, and the outputs of models within it, by name."""
+) -> tuple[tuple[AttendingLayer, ...], list[tuple[str, Any]]]:
+    """What attends; the outputs of models within it, by name."""
     shadow: Any = copy.deepcopy(model)
     shadow.to("meta")
     if hasattr(shadow, "set_experts_implementation"):
@@ -385,18 +382,12 @@ def _run_on_meta(
     for module in names:
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             config.penstock_inspection = inspection
-    inputs: list[tuple[str, Tensor]] = []
     outputs: list[tuple[str, Any]] = []
-
-    def note_input(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        inputs.append((names[module], given[0]))
 
     def note_output(module: nn.Module, _: object, output: Any) -> None:
         outputs.append((names[module], output))
 
     for module, name in names.items():
-        if type(module) is nn.Linear:
-            module.register_forward_pre_hook(note_input)
         if name and isinstance(module, PreTrainedModel):
             module.register_forward_hook(note_output)
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
@@ -412,21 +403,7 @@ def _run_on_meta(
         raise
     except Exception as error:
         raise _UnsupportedError(f"it cannot be inspected: {_first_line(error)}") from error
-    return tuple(inspection.layers), inputs, outputs
-
-
-def _siblings(inputs: list[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
-    """Runs of layers of the same parent with the same input; each layer is called once."""
-    runs: list[list[tuple[str, Tensor]]] = []
-    for name, x in inputs:
-        last = runs[-1][-1] if runs else ("", None)
-        if last[1] is x and last[0].rpartition(".")[0] == name.rpartition(".")[0]:
-            runs[-1].append((name, x))
-        else:
-            runs.append([(name, x)])
-    called = [name for name, _ in inputs]
-    names = (tuple(name for name, _ in run) for run in runs if len(run) > 1)
-    return tuple(run for run in names if all(called.count(name) == 1 for name in run))
+    return tuple(inspection.layers), outputs
 
 
 def _context_len(config: PreTrainedConfig) -> int | None:
@@ -546,8 +523,6 @@ class TransformersModel(nn.Module):
         self.absent: dict[str, Tensor] = {}
         if ranks.size > 1:
             layers, self.absent = _shared(inspected, ranks)
-        modules = dict(self.causal_lm.named_modules())
-        self._siblings = tuple(each for each in inspected.siblings if each[0] in modules)
         self._cpu: CpuParts | None = None
         self._attentions = [PagedAttention(found, index) for index, found in enumerate(layers)]
         is_bidirectional = has_bidirectional_images(self.causal_lm.config)
@@ -684,10 +659,8 @@ class TransformersModel(nn.Module):
             ConfigError: in deterministic mode, names an operation of torch's that depends on the
                 batch.
         """
-        # Layers that run together have the bits of layers that do not, but only as trials show.
-        self._cpu = use_kernels(
-            self.causal_lm, self._siblings, library, block_size, has_chain=not deterministic
-        )
+        # Layers that run together round as those that do not, which is more than may be promised.
+        self._cpu = use_kernels(self.causal_lm, library, block_size, has_chain=not deterministic)
         if not deterministic:
             return
         context = trial_step(self._attentions, self.dtype, block_size, (2, 1), self.device)
@@ -751,7 +724,7 @@ def _shared(
         raise ConfigError(f"{about}: a model with images has to be whole")
     try:
         absent = split_over(model, inspected.layers, ranks)
-        layers, _, _ = _run_on_meta(model, inspected.context_len)
+        layers, _ = _run_on_meta(model, inspected.context_len)
     except _UnsupportedError as error:
         raise ConfigError(
             f"{about}: {type(model).__name__} cannot be shared by the plan of transformers: {error}"

@@ -1,32 +1,42 @@
 """The layers of a `transformers` model as C operations on a CPU.
 
 All operations are one `Program`, of which each layer runs its part, from Python. Calls cost as much
-as the arithmetic of a small model, so several layers become one part where that is safe: layers
-that multiply the same input, as the inspection has seen; whole modules of attention or an MLP that
-compute what ours do, which random numbers tell, and not a name; and, where few rows are computed,
-runs of whole decoder layers.
+as the arithmetic of a small model, so several layers become one part where the code of a module is
+one that we know (`_MLPS`, `_ATTENTIONS`, `_LAYERS`, `_MODELS`), and so what it computes: modules of
+attention, MLPs, and, where few rows are computed, runs of whole decoder layers. Others run as the
+library has them, with our products, and norms and attention that we know.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import SiLUActivation
+from transformers.models.helium.modeling_helium import HeliumRMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.seed_oss import modeling_seed_oss as seed_oss
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2Attention
 
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.through_transformers.modules import (
-    CONTEXT,
     ModuleEmbedding,
     ModuleLinear,
     PagedAttention,
-    trial_step,
 )
 from penstock.engine.parallel.ranks import ALONE, Ranks, SharedRanks
 from penstock.engine.program.cpu_backend import RankSums, pack_matrix
@@ -44,10 +54,49 @@ from penstock.kernels.program import Buffer, Place
 # As in `cpu_model`. Threads are woken for less work, since they still spin after the last part.
 _READ_BYTES_PER_S, _PRODUCTS_PER_S = 20e9, 100e9
 _MIN_SHARED_S = 15e-6
-_SMALL = 0.1  # standard deviation of inputs beside which what a layer adds to them shows
 _MAX_CHAINED_ROWS = 64  # with more, waking the threads is little of a step's time
-_UNUSED = {CONTEXT, "cache_position", "position_ids"}  # arguments of layers, as the trial shows
-_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+_NEVER_CALLED = "eager_attention_forward"  # attention is ours
+
+
+@cache
+def _meaning(function: Callable[..., Any], depth: int = 3) -> tuple[object, ...]:
+    """What a function computes, to be compared: its code, with that of functions of the same file
+    that it calls, and which objects of other files it names."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType) or depth == 0:
+        return (id(function),)
+    code, known = function.__code__, function.__globals__
+    named = [known[name] for name in code.co_names if name in known and name != _NEVER_CALLED]
+    others = [
+        _meaning(each, depth - 1)
+        if isinstance(each, FunctionType) and each.__module__ == function.__module__
+        else id(each)
+        for each in named
+    ]
+    numbers = repr([each for each in code.co_consts if each != function.__doc__])
+    return code.co_code, code.co_names, code.co_varnames, numbers, function.__defaults__, *others
+
+
+def _meanings(*kinds: type[nn.Module]) -> list[tuple[object, ...]]:
+    return [_meaning(kind.forward) for kind in kinds]
+
+
+# What the library writes anew for each architecture, mostly with the same code.
+_NORMS = _meanings(llama.LlamaRMSNorm, Olmo2RMSNorm, HeliumRMSNorm)
+_MLPS = _meanings(llama.LlamaMLP, seed_oss.SeedOssMLP)
+_ATTENTIONS = _meanings(
+    llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention,
+    seed_oss.SeedOssAttention, SmolLM3Attention, Starcoder2Attention,
+)  # fmt: skip
+_NORMED_ATTENTIONS = _meanings(Qwen3Attention)  # queries and keys have norms
+_LAYERS = _meanings(llama.LlamaDecoderLayer)
+_MODELS = _meanings(llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model)
+
+
+def _is_one_of(module: nn.Module, meanings: Sequence[tuple[object, ...]]) -> bool:
+    return "forward" not in vars(module) and _meaning(type(module).forward) in meanings
 
 
 class CpuParts:
@@ -210,25 +259,6 @@ def _is_worth_sharing(linears: Sequence[CpuMatrix], num_rows: int) -> bool:
     return not linears
 
 
-class _Siblings:
-    """Products of the same input: the first layer that is called computes them all."""
-
-    def __init__(self, product: Part, sizes: Sequence[int]) -> None:
-        self._product, self._sizes = product, list(sizes)
-        self._x: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
-
-    def __call__(self, x: Tensor, *, number: int) -> Tensor:
-        """The product of layer `number`."""
-        if number == 0 or x is not self._x:
-            self._parts = torch.split(self._product(x), self._sizes, dim=-1)
-            self._x = x
-        y = self._parts[number].contiguous()
-        if number == len(self._sizes) - 1:
-            self._x, self._parts = None, ()
-        return y
-
-
 # Beside operations on each number, and views. Reductions are here whose one dimension is the last.
 _ROWWISE = {
     "arange", "cat", "copy_", "detach_", "dropout", "embedding", "empty_like", "layer_norm", "mean",
@@ -265,7 +295,6 @@ class OthersThanRowwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def use_kernels(
     model: nn.Module,
-    siblings: Sequence[Sequence[str]],
     library: CpuLibrary,
     block_size: int,
     *,
@@ -278,40 +307,23 @@ def use_kernels(
         has_chain: let whole layers run together where few rows are computed.
     """
     parts = CpuParts(library, block_size)
-    modules = dict(model.named_modules())
+    modules = list(model.modules())
     packed = _pack(modules, parts)
-    trial = _Trial(model, library.dtype, block_size)
-    for names in siblings:
-        if all(name in packed for name in names):
-            stacked = StackedLinear([packed[name] for name in names])
-            sizes = [packed[name].out_features for name in names]
-            group = _Siblings(_product(parts, stacked), sizes)
-            for number, name in enumerate(names):
-                modules[name].compute = partial(group, number=number)
     norms: dict[nn.Module, dict[str, Any]] = {}
-    for module in modules.values():
+    for module in modules:
         if isinstance(module, PagedAttention) and can_attend(module, block_size):
             module.kernel = _attention(parts, module)
-        elif (norm := _norm(module, library)) is not None:
-            module.forward, norms[module] = norm
-    fused: dict[nn.Module, _Fused] = {}
-    for names in siblings:
-        parent, name = modules[names[0].rpartition(".")[0]], names[0].rpartition(".")[0]
-        first = [packed[each] for each in names if each in packed]
-        others = [each for each in packed if each.rpartition(".")[0] == name and each not in names]
-        if len(first) == len(names) and len(others) == 1:
-            last, found, module = packed[others[0]], None, modules[others[0]]
-            assert isinstance(module, ModuleLinear)
-            if module.gathered_size:
-                continue
-            if len(names) == 2:
-                found = _fuse_mlp(parts, parent, first, last, module.ranks)
-            elif len(names) == 3 and getattr(parent, "paged_attention", None) is not None:
-                found = _fuse_attention(parts, parent, first, last, module.ranks, trial)
-            if found is not None:
-                fused[parent] = found
+        elif _is_one_of(module, _NORMS) and (found := _norm(module, library)) is not None:
+            module.forward, norms[module] = found
+    fused = {}
+    for module in modules:
+        whole = _fuse_mlp(parts, module, packed) or _fuse_attention(parts, module, packed, norms)
+        if whole is not None:
+            fused[module] = whole
     if has_chain:
-        _chain_layers(parts, modules, fused, norms, trial)
+        for module in modules:
+            if _is_one_of(module, _MODELS):
+                _chain_layers(parts, list(module.layers), fused, norms)  # type: ignore[arg-type]
     return parts
 
 
@@ -321,19 +333,17 @@ def can_attend(module: PagedAttention, block_size: int) -> bool:
     return is_right and block_size % 2 == 0 and not module.has_sinks
 
 
-def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, CpuMatrix]:
+def _pack(modules: Sequence[nn.Module], parts: CpuParts) -> dict[nn.Module, CpuMatrix]:
     """The matrices of linear layers; an embedding that is one of them is looked up there."""
-    tables = {
-        id(each.weight): each for each in modules.values() if isinstance(each, ModuleEmbedding)
-    }
-    packed: dict[str, CpuMatrix] = {}
-    for name, module in modules.items():
+    tables = {id(each.weight): each for each in modules if isinstance(each, ModuleEmbedding)}
+    packed: dict[nn.Module, CpuMatrix] = {}
+    for module in modules:
         if not isinstance(module, ModuleLinear) or module.in_features % 2:
             continue
         table = tables.get(id(module.weight))
         linear = pack_matrix(parts.library, module)
         parts.products |= linear.products
-        packed[name] = linear
+        packed[module] = linear
         parts.weight_bytes += linear.num_bytes
         module.compute = _product(parts, linear)
         if table is not None and isinstance(linear, PackedLinear | QuantizedLinear):
@@ -398,14 +408,11 @@ def _attention(parts: CpuParts, module: PagedAttention) -> Callable[..., Tensor]
 def _norm(
     module: nn.Module, library: CpuLibrary
 ) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]] | None:
-    """A norm of the library by our kernel, if it computes the same, and the kernel's arguments."""
-    parameters = list(module.named_parameters())
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    is_norm = len(parameters) == 1 and parameters[0][0] == "weight" and isinstance(eps, float)
-    weight = parameters[0][1] if is_norm else None
-    if weight is None or weight.dim() != 1 or weight.dtype != library.dtype:
+    """A norm of the library by our kernel, and the kernel's arguments; None: in another dtype."""
+    weight = module.get_parameter("weight")
+    if weight.dtype != library.dtype:
         return None
-    given = {"weight": weight, "size": len(weight), "eps": eps}
+    given: dict[str, Any] = {"weight": weight, "size": len(weight), "eps": module.variance_epsilon}
     args = library.structure("rms_norm_args", **given)
     count = ctypes.c_int64(0)
     args.num_rows = ctypes.addressof(count)
@@ -418,9 +425,8 @@ def _norm(
         library.run_calls(ctypes.byref(call), 1, False)
         return y
 
-    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     compute.keeps = (args, count, weight)  # type: ignore[attr-defined]
-    return (compute, given) if _is_close(compute(x), module(x)) else None
+    return compute, given
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,17 +447,25 @@ class _Fused:
     head_dim: int = 0
 
 
-def _fuse_mlp(
-    parts: CpuParts,
-    parent: nn.Module,
-    first: Sequence[CpuMatrix],
-    last: CpuMatrix,
-    ranks: Ranks,
-) -> _Fused | None:
-    """Make a gated MLP one part, if the module is one."""
-    sizes = {each.out_features for each in first}
-    if sizes != {last.in_features}:
+def _operands(
+    module: nn.Module, names: Sequence[str], packed: dict[nn.Module, CpuMatrix]
+) -> list[CpuMatrix]:
+    """The matrices of a module's layers; none if one of them stays with torch, or if all ranks'
+    results are put side by side."""
+    layers = [getattr(module, name) for name in names]
+    if layers[-1] not in packed or layers[-1].gathered_size:
+        return []
+    return [packed[each] for each in layers] if all(each in packed for each in layers) else []
+
+
+def _fuse_mlp(parts: CpuParts, module: Any, packed: dict[nn.Module, CpuMatrix]) -> _Fused | None:
+    """Make a gated MLP one part."""
+    if not _is_one_of(module, _MLPS) or not isinstance(module.act_fn, nn.SiLU | SiLUActivation):
         return None
+    linears = _operands(module, ("gate_proj", "up_proj", "down_proj"), packed)
+    if not linears or {each.out_features for each in linears[:2]} != {linears[2].in_features}:
+        return None
+    first, last, ranks = linears[:2], linears[2], module.down_proj.ranks
 
     def write(program: CpuProgram, y: Place | None, x: Buffer, **rows: Any) -> Structure:
         gate_up = program.buffer(f"gate_up {2 * last.in_features}", 2 * last.in_features)
@@ -470,46 +484,38 @@ def _fuse_mlp(
 
     x = parts.program.buffer(f"inputs {last.out_features}", first[0].in_features)
     part = Part(parts, x, last.out_features, write_part, [*first, last], ranks)
-    inputs = torch.randn(3, first[0].in_features, generator=torch.Generator().manual_seed(1))
-    # Inputs of the activation around 2, where activations differ.
-    spread = _product(parts, first[0])(inputs.to(parts.library.dtype)).float().std()
-    inputs = (2.0 * inputs / spread).to(parts.library.dtype)[None]
-    try:
-        if not _is_close(part(inputs), parent(inputs)):
-            return None
-    except (RuntimeError, TypeError, ValueError):  # a module of another kind
-        return None
-    parent.forward = part
+    module.forward = part
     return _Fused(write, (*first, last), ranks)
 
 
 def _fuse_attention(
     parts: CpuParts,
-    parent: nn.Module,
-    first: Sequence[CpuMatrix],
-    last: CpuMatrix,
-    ranks: Ranks,
-    trial: _Trial,
+    parent: Any,
+    packed: dict[nn.Module, CpuMatrix],
+    norms: dict[nn.Module, dict[str, Any]],
 ) -> _Fused | None:
-    """Make a module of attention one part, if it computes what ours do."""
-    module: PagedAttention = parent.paged_attention  # type: ignore[assignment]
-    size = module.head_dim
+    """Make a module of attention one part."""
+    is_normed = _is_one_of(parent, _NORMED_ATTENTIONS)
+    if not is_normed and not _is_one_of(parent, _ATTENTIONS):
+        return None
+    if not getattr(parent, "use_rope", True):  # SmolLM3: of each layer
+        return None
+    linears = _operands(parent, ("q_proj", "k_proj", "v_proj", "o_proj"), packed)
+    module = getattr(parent, "paged_attention", None)
+    # Images' tokens that see each other are what only `PagedAttention` offers.
+    if not linears or module is None or module.kernel is None or module.has_bidirectional_images:
+        return None
+    first, last, ranks, size = linears[:3], linears[3], parent.o_proj.ranks, module.head_dim
     sizes = [count * size for count in (module.num_heads, *(2 * [module.num_kv_heads]))]
     is_right = [each.out_features for each in first] == sizes and last.in_features == sizes[0]
-    if module.kernel is None or not is_right or isinstance(last, StackedLinear):
+    if not is_right or isinstance(last, StackedLinear):
         return None
-    if module.has_bidirectional_images:  # which only `PagedAttention` offers
-        return None
-    norms = [
-        each
-        for each in parent.children()
-        if [tuple(one.shape) for one in each.parameters()] == [(size,)]
-    ]
     given: dict[str, Any] = {}
-    if len(norms) == 2:
-        query, key = norms
-        eps = getattr(query, "variance_epsilon", getattr(query, "eps", None))
-        given = {"query_norm": query.weight, "key_norm": key.weight, "eps": eps}
+    if is_normed:
+        query, key = norms.get(parent.q_norm), norms.get(parent.k_norm)
+        if query is None or key is None:
+            return None
+        given = {"query_norm": query["weight"], "key_norm": key["weight"], "eps": query["eps"]}
 
     def write(program: CpuProgram, y: Place | None, x: Buffer, **rows: Any) -> Structure:
         qkv, mixed = (
@@ -539,13 +545,6 @@ def _fuse_attention(
 
     x = parts.program.buffer(f"inputs {last.out_features}", first[0].in_features)
     part = Part(parts, x, last.out_features, write_part, [*first, last], ranks)
-    spread = 1.5 / trial.spread(_product(parts, first[0]), first[0].in_features)
-    results = trial.run(parts, (parent, forward), first[0].in_features, spread)
-    match results:
-        case [(theirs_mixed, None), (ours_mixed, None)] if _is_close(ours_mixed, theirs_mixed):
-            pass
-        case _:
-            return None
     parent.forward = forward
     return _Fused(write, (*first, last), ranks, head_dim=size)
 
@@ -554,6 +553,8 @@ def _fuse_attention(
 class _Layer:
     """A decoder layer as operations `first` to before `end` of a chain's program."""
 
+    place: int
+    module: nn.Module
     theirs: Callable[..., Any]
     linears: Sequence[CpuMatrix]
     head_dim: int
@@ -562,17 +563,11 @@ class _Layer:
 
 
 class _Chain:
-    """Decoder layers that follow each other: the first one that is called computes all.
-
-    That they will be called with each other's results is a guess. Each layer looks whether its
-    input is what was guessed; if not, it computes that, and from then on no guess goes beyond the
-    layer before. What a wrong guess has stored of keys and values is stored again.
+    """Decoder layers that follow each other, in a model whose code hands on each one's result: the
+    first one of a run computes all, and the others hand on what they are given.
 
     Args:
         ranks: over which the results of attention and of the MLPs are summed.
-
-    Attributes:
-        starts: numbers of the layers with which a run of layers begins, and of those that end it.
     """
 
     def __init__(self, parts: CpuParts, size: int, ranks: Ranks) -> None:
@@ -582,26 +577,26 @@ class _Chain:
         if self._sums is not None:
             self._sums.begin(_MAX_CHAINED_ROWS, size)
         self._program = CpuProgram(parts.library, parts.program.step)
-        self._streams = [self._program.buffer("stream 0", size)]
-        self.layers: list[_Layer] = []
-        self.starts: set[int] = set()
-        self._results: dict[int, list[Tensor]] = {}  # by the number of rows
-        self._next: int | None = None  # the layer of which the result is known already
-        self._stop, self._version = 0, 0
-        self._rotary: object = None
+        self._streams = [self._program.buffer(f"stream {turn}", size) for turn in range(2)]
+        self._layers: list[_Layer] = []
+        self._handed_on = range(0)  # numbers of layers that are computed already
 
     def add(
         self,
-        theirs: Callable[..., Any],
+        place: int,
+        layer: nn.Module,
         attention: _Fused,
         mlp: _Fused,
         norms: Sequence[dict[str, Any]],
     ) -> None:
         """Append the operations of y = x + attention(norm(x)), y + mlp(norm(y)). Sums are rounded
-        where torch rounds them."""
-        program, size = self._program, self._size
-        number, first, x = len(self.layers), len(self._program), self._streams[-1]
-        y = program.buffer(f"stream {number + 1}", size)
+        where torch rounds them.
+
+        Args:
+            place: the layer's number in the model.
+        """
+        program, size, number = self._program, self._size, len(self._layers)
+        first, x, y = len(program), self._streams[number % 2], self._streams[1 - number % 2]
         normed, product, attended = (
             program.buffer(name, size) for name in ("normed", "product", "attended")
         )
@@ -616,10 +611,12 @@ class _Chain:
                 module.write(program, self._sums.part(program, size), normed)
                 write_sum(self._sums, program, product, size)
             program.add("scale_add", y=after, x=product, residual=before, factor=1.0, size=size)
-        self._streams.append(y)
         linears = (*attention.linears, *mlp.linears)
-        self.layers.append(_Layer(theirs, linears, attention.head_dim, first, len(program)))
-        self.starts |= {number, number + 1}
+        found = _Layer(
+            place, layer, layer.forward, linears, attention.head_dim, first, len(program)
+        )
+        self._layers.append(found)
+        layer.forward = partial(self, number=number)
 
     def record(self) -> None:
         """No layers will be added."""
@@ -628,142 +625,68 @@ class _Chain:
     def __call__(
         self,
         hidden_states: Tensor,
-        *args: Any,
+        *,
         number: int,
-        position_embeddings: Any = None,
+        position_embeddings: tuple[Tensor, Tensor],
         **others: Any,
-    ) -> Any:
-        """Layer `number`: [1, num_rows, size] → the same shape, or whatever the library's gives."""
-        is_plain = not args and all(
-            value is None or value is False or name in _UNUSED for name, value in others.items()
-        )
-        was_guessed, self._next = number == self._next, None
-        if was_guessed:
-            if (
-                is_plain
-                and hidden_states is self._results[hidden_states.shape[1]][number]
-                and hidden_states._version == self._version
-                and position_embeddings is self._rotary
-            ):
-                return self._result(hidden_states, number)
-            self.starts.add(number)
-        layer = self.layers[number]
-        if not (
-            is_plain
-            and hidden_states.shape[:-1].numel() <= _MAX_CHAINED_ROWS
-            and isinstance(position_embeddings, tuple)
-            and position_embeddings[0].shape[-1] == layer.head_dim
-        ):
-            return layer.theirs(
-                hidden_states, *args, position_embeddings=position_embeddings, **others
+    ) -> Tensor:
+        """Layer `number`: [1, num_rows, size] → the same shape"""
+        if number in self._handed_on:
+            return hidden_states
+        self._handed_on = range(0)
+        layer, num_rows = self._layers[number], hidden_states.shape[1]
+        is_whole = position_embeddings[0].shape[-1] == layer.head_dim
+        if num_rows > _MAX_CHAINED_ROWS or not is_whole:
+            result: Tensor = layer.theirs(
+                hidden_states, position_embeddings=position_embeddings, **others
             )
-        self._run(hidden_states, number, position_embeddings)
-        return self._result(hidden_states, number)
-
-    def _run(self, x: Tensor, number: int, rotary: tuple[Tensor, Tensor]) -> None:
-        """Compute this layer and those that are expected to follow."""
-        num_rows = x.shape[1]
-        if num_rows not in self._results:
-            views = [each.rows[:num_rows].view(x.shape) for each in self._streams]
-            self._results[num_rows] = views
-        self._results[num_rows][number].copy_(x)
-        self._stop = min(each for each in self.starts if each > number)
-        layers = self.layers[number : self._stop]
-        self._rotary = rotary
-        self._parts.rotate_by(*rotary, head_dim=layers[0].head_dim)
+            return result
+        stop = number + 1
+        while stop < len(self._layers) and not self._is_between(stop):
+            stop += 1
+        self._handed_on = range(number + 1, stop)
+        layers = self._layers[number:stop]
+        self._streams[number % 2].rows[:num_rows].copy_(hidden_states[0])
+        self._parts.rotate_by(*position_embeddings, head_dim=layer.head_dim)
         linears = [linear for each in layers for linear in each.linears]
         is_shared = _is_worth_sharing(linears, num_rows)
         self._program.run_part(layers[0].first, layers[-1].end, is_shared=is_shared)
+        return self._streams[stop % 2].rows[:num_rows].view(hidden_states.shape)
 
-    def _result(self, x: Tensor, number: int) -> Tensor:
-        result = self._results[x.shape[1]][number + 1]
-        if number + 1 < self._stop:
-            self._next, self._version = number + 1, result._version
-        return result
+    def _is_between(self, number: int) -> bool:
+        """Whether there is a layer of another kind before layer `number`, or a hook, by which ranks
+        meet, for one."""
+        before, after = self._layers[number - 1 : number + 1]
+        has_hook = before.module._forward_hooks or after.module._forward_pre_hooks
+        return after.place > before.place + 1 or bool(has_hook)
 
 
 def _chain_layers(
     parts: CpuParts,
-    modules: dict[str, nn.Module],
+    layers: Sequence[nn.Module],
     fused: dict[nn.Module, _Fused],
     norms: dict[nn.Module, dict[str, Any]],
-    trial: _Trial,
 ) -> None:
-    """Let decoder layers run by our operations where these give the same bits."""
-    found: list[tuple[nn.Module, _Fused, _Fused, list[dict[str, Any]]]] = []
-    for name, module in modules.items():
-        if module not in fused or not fused[module].head_dim:
-            continue
-        layer = modules[name.rpartition(".")[0]]
-        others = [each for each in layer.children() if each in fused and each is not module]
-        around = [norms[each] for each in layer.children() if each in norms]
-        if len(others) == 1 and len(around) == 2:
-            found.append((layer, fused[module], fused[others[0]], around))
-    sizes = {norm["size"] for _, _, _, around in found for norm in around}
-    ranks = {module.ranks for _, attention, mlp, _ in found for module in (attention, mlp)}
-    if len(sizes) != 1 or len(ranks) != 1:
-        return
-    (size,), (summing,) = sizes, ranks
-    chain = _Chain(parts, size, summing)
-    for layer, attention, mlp, around in found:
-        chain.add(layer.forward, attention, mlp, around)
-    chain.record()
-    same = set()
-    for number, (layer, *_) in enumerate(found):
-        ours = partial(chain, number=number)
-        # Not by hooks, with which a layer tells other ranks its result.
-        results = trial.run(parts, (layer.forward, ours), size, _SMALL)
-        if results and isinstance(results[0], Tensor) and torch.equal(*results):
-            same.add(number)
-    for number in same:
-        found[number][0].forward = partial(chain, number=number)
-        if number - 1 in same:
-            chain.starts.remove(number)
+    """Let the layers of a model that hands on hidden states alone run together."""
+    found = [(place, _parts_of(layer, fused, norms)) for place, layer in enumerate(layers)]
+    chain: _Chain | None = None
+    for place, own in found:
+        if own is not None:
+            attention, mlp, around = own
+            chain = chain or _Chain(parts, around[0]["size"], attention.ranks)
+            chain.add(place, layers[place], attention, mlp, around)
+    if chain is not None:
+        chain.record()
 
 
-class _Trial:
-    """Random inputs of a step, for what attends: two sequences, of two tokens and of one."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, block_size: int) -> None:
-        attentions = [each for each in model.modules() if isinstance(each, PagedAttention)]
-        self._generator = torch.Generator().manual_seed(2)
-        self._dtype, self._head_dim = dtype, attentions[0].head_dim
-        self._context = trial_step(attentions, dtype, block_size, (2, 1), torch.device("cpu"))
-
-    def spread(self, product: Part, size: int) -> float:
-        """The standard deviation of a product of `size` numbers, whose own is 1."""
-        return float(product(self._random(3, size).to(self._dtype)).float().std())
-
-    def run(
-        self, parts: CpuParts, modules: Sequence[Callable[..., Any]], size: int, spread: float
-    ) -> list[Any]:
-        """What each gives for the same inputs, of this size and standard deviation; nothing if one
-        of them cannot take them."""
-        num_tokens = len(self._context.positions)
-        angles = (6.0 * self._random(num_tokens, self._head_dim // 2)).repeat(1, 2)[None]
-        options = {
-            "hidden_states": (spread * self._random(num_tokens, size)).to(self._dtype)[None],
-            "position_embeddings": (angles.cos().to(self._dtype), angles.sin().to(self._dtype)),
-            "attention_mask": None,
-            # Far from each other, in case that they matter.
-            "position_ids": torch.arange(num_tokens)[None] * 1_000_003,
-            CONTEXT: self._context,
-        }
-        results = []
-        for each in modules:
-            parts.begin(torch.zeros(num_tokens, dtype=torch.int64), self._context)
-            try:
-                results.append(each(**options))
-            except Exception:  # whatever a module of another kind does with them
-                return []
-        return results
-
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator)
-
-
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.shape != theirs.shape:
-        return False
-    error = (ours.float() - theirs.float()).abs().max()
-    return bool(error <= _TOLERANCES[ours.dtype] * theirs.float().abs().max())
+def _parts_of(
+    layer: Any, fused: dict[nn.Module, _Fused], norms: dict[nn.Module, dict[str, Any]]
+) -> tuple[_Fused, _Fused, list[dict[str, Any]]] | None:
+    """Attention, MLP and the norms before them, of a layer in which they are all there is."""
+    if not _is_one_of(layer, _LAYERS):
+        return None
+    attention, mlp = fused.get(layer.self_attn), fused.get(layer.mlp)
+    around = [norms.get(each) for each in (layer.input_layernorm, layer.post_attention_layernorm)]
+    if attention is None or mlp is None or attention.ranks != mlp.ranks or None in around:
+        return None
+    return attention, mlp, [each for each in around if each is not None]

@@ -35,8 +35,10 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.models import backends
+from penstock.engine.models.through_transformers import cpu
 from penstock.engine.models.through_transformers.backend import TransformersModel
 from penstock.engine.models.through_transformers.cpu import Part
+from penstock.engine.models.through_transformers.modules import trial_step
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.kernels.cpu.program import CpuProgram
@@ -269,6 +271,34 @@ def test_layers_are_one_call_together(
     core.add(Request(request_id="0", prompt_token_ids=(5,), sampling_params=SamplingParams()))
     core.step()
     assert len(runs) <= 3  # the embedding, the layers, the output head
+
+
+@pytest.mark.parametrize(
+    "kind", tiered(["llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"], ["qwen3"])
+)
+def test_layers_together_give_the_bits_of_layers_apart(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    ours = model_of(build(tmp_path, dtype="bfloat16"))
+    context = trial_step(ours._attentions, ours.dtype, 8, (2, 1), ours.device)
+    token_ids, runs = torch.tensor([5, 6, 7]), []
+    run_part = CpuProgram.run_part
+
+    def count(program: CpuProgram, *args: Any, **others: Any) -> None:
+        runs.append(1)
+        run_part(program, *args, **others)
+
+    monkeypatch.setattr(CpuProgram, "run_part", count)
+    with torch.inference_mode():
+        together, num_together = ours(token_ids, context).clone(), len(runs)
+        monkeypatch.setattr(cpu, "_MAX_CHAINED_ROWS", 0)
+        assert torch.equal(ours(token_ids, context), together)
+    assert len(runs) >= 2 * num_together + 3  # attention and MLP of two layers
 
 
 @pytest.mark.parametrize("in_place", [False, True])
