@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +14,17 @@ class Loader:
     """
     Args:
         notify: called in the thread when a resource has been loaded, or could not be.
+
+    Attributes:
+        num_bytes: of all that are loaded, when the last one was.
     """
 
     def __init__(self, kind: Resources, notify: Callable[[], None]) -> None:
         self.kind = kind
         self._notify = notify
+        self.num_bytes = 0
         self._loaded: dict[Hashable, str] = {}  # key → tenant, the least recently used first
+        self._sizes: dict[Hashable, int] = {}
         self._in_thread: Need | None = None
         self._done: deque[tuple[Need, str, InvalidRequestError | None]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"penstock-{kind.name}")
@@ -33,11 +37,6 @@ class Loader:
         return len(self._loaded)
 
     @property
-    def num_bytes(self) -> int:
-        """Of all that are loaded."""
-        return sum(map(self.kind.size, self._loaded))
-
-    @property
     def is_loading(self) -> bool:
         """Whether `collect` has not returned what the thread began with."""
         return self._in_thread is not None
@@ -47,19 +46,10 @@ class Loader:
         if key in self._loaded:
             self._loaded[key] = self._loaded.pop(key)
 
-    def has_room(self, claimed: Set[Hashable]) -> bool:
-        """Whether one more may be claimed beside these, which are or will be loaded. Those that
-        will be are taken to be as large as the others are on average."""
-        bounds = self.kind.bounds
-        if bounds.max_count is not None and len(claimed) >= bounds.max_count:
-            return False
-        if not claimed:
-            return True
-        sizes = [self.kind.size(key) for key in claimed if key in self._loaded]
-        num_bytes = float(sum(sizes))
-        if len(sizes) < len(claimed) and self._loaded:
-            num_bytes += (len(claimed) - len(sizes)) * self.num_bytes / len(self._loaded)
-        return num_bytes < bounds.max_needed_bytes
+    def size(self, key: Hashable) -> float:
+        """The bytes of a resource; of one that is not loaded, the mean of those that are."""
+        size = self._sizes.get(key)
+        return self.num_bytes / max(1, len(self._sizes)) if size is None else size
 
     def fit(self, claimed: Set[Hashable], *, num_more: int = 0) -> bool:
         """Drop what is not claimed until the rest is within the bounds, the least recently used of
@@ -68,23 +58,27 @@ class Loader:
         Args:
             num_more: that are to be loaded.
         """
-        bounds, size = self.kind.bounds, self.kind.size
-        sizes = {key: size(key) for key in self._loaded}
-        num_bytes = sum(sizes.values())
+        if self._is_within(num_more):
+            return True
         tenants = Counter[str]()
         for key, tenant in self._loaded.items():
-            tenants[tenant] += sizes[key]
+            tenants[tenant] += self._sizes[key]
         others = [key for key in self._loaded if key not in claimed]
-        max_count = math.inf if bounds.max_count is None else bounds.max_count - num_more
-        while num_bytes > bounds.max_bytes or len(self._loaded) > max_count:
+        while not self._is_within(num_more):
             if not others:
                 return False
             victim = max(others, key=lambda key: tenants[self._loaded[key]])  # the first of equals
             others.remove(victim)
-            num_bytes -= sizes[victim]
-            tenants[self._loaded.pop(victim)] -= sizes[victim]
+            size = self._sizes.pop(victim)
+            self.num_bytes -= size
+            tenants[self._loaded.pop(victim)] -= size
             self.kind.drop(victim)
         return True
+
+    def _is_within(self, num_more: int) -> bool:
+        bounds, num = self.kind.bounds, len(self._loaded) + num_more
+        is_few = bounds.max_count is None or num <= bounds.max_count
+        return is_few and self.num_bytes <= bounds.max_bytes
 
     def start(self, need: Need, tenant: str) -> Future[InvalidRequestError | None]:
         """Have the thread load a resource; nothing else may be in it."""
@@ -100,6 +94,8 @@ class Loader:
         self._in_thread = None
         if error is None:
             self._loaded[need.key] = tenant
+            self._sizes = {key: self.kind.size(key) for key in self._loaded}
+            self.num_bytes = sum(self._sizes.values())
         return need, error
 
     def close(self) -> None:
@@ -118,3 +114,24 @@ class Loader:
         self._done.append((need, tenant, error))
         self._notify()
         return error
+
+
+class Claims:
+    """What of one kind must be in memory: what the scheduler's requests have, and what those that
+    wait claim, one after the other."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.keys: set[Hashable] = set()
+        self._loader, self._num_bytes = loader, 0.0
+
+    def add(self, key: Hashable) -> None:
+        if key not in self.keys:
+            self.keys.add(key)
+            self._num_bytes += self._loader.size(key)
+
+    def has_room(self) -> bool:
+        """Whether one more may be claimed."""
+        bounds = self._loader.kind.bounds
+        if bounds.max_count is not None and len(self.keys) >= bounds.max_count:
+            return False
+        return not self.keys or self._num_bytes < bounds.max_needed_bytes

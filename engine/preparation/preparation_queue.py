@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.preparation.loader import Loader
+from penstock.engine.preparation.loader import Claims, Loader
 from penstock.engine.preparation.resources import Need, Resources
 from penstock.engine.request import FinishReason, Request, RequestOutput, Requests, refusal
 
@@ -45,18 +45,18 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Claims:
-    """Of one kind, in one round: what the scheduler's requests have, and those that wait, in turn.
+class _Round:
+    """Of one kind, in one round of those that wait.
 
     Attributes:
-        keys: that must be in memory.
+        claims: on its memory.
         live: that have, or will have, requests in the scheduler.
         blocked: who waits for room.
         is_closed: one of them may be passed no more.
-        next: what to load, and for which tenant.
+        next: what to load, and for whom.
     """
 
-    keys: set[Hashable] = field(default_factory=set)
+    claims: Claims
     live: set[Hashable] = field(default_factory=set)
     blocked: list[_Waiting] = field(default_factory=list)
     is_closed: bool = False
@@ -130,11 +130,13 @@ class PreparationQueue:
         waiting = self._by_id.get(request_id)
         if waiting is None:
             return False
-        if index is None or waiting.request.sampling_params.num_branches == 1:
+        if index is not None:
+            waiting.aborted.append(index)
+        params = waiting.request.sampling_params
+        is_whole = index is None or params.beam_search is not None
+        if is_whole or len(set(waiting.aborted)) >= params.num_branches:
             self._remove(waiting)
             self.has_news = True  # others may have its place
-        else:
-            waiting.aborted.append(index)
         return True
 
     def has_request(self, request_id: str) -> bool:
@@ -170,7 +172,7 @@ class PreparationQueue:
             loader.touch(need.key)
             return
         self._forget_ended()
-        claimed = self._claims()[loader].keys
+        claimed = self._begin_round()[loader].claims.keys
         loader.fit(claimed, num_more=1)
         error = loader.start(need, "").result()
         self._collect()
@@ -188,12 +190,13 @@ class PreparationQueue:
         self.has_news = False
         self._collect()
         self._forget_ended()
-        claims = self._claims()
+        kinds = self._begin_round()
         self._is_short = False
         for waiting in list(self._waiting):
-            self._take_turn(waiting, claims)
-        for loader, of_kind in claims.items():
-            self._is_short |= not loader.fit(of_kind.keys, num_more=of_kind.next is not None)
+            self._take_turn(waiting, kinds)
+        for loader, of_kind in kinds.items():
+            num_more = int(of_kind.next is not None)
+            self._is_short |= not loader.fit(of_kind.claims.keys, num_more=num_more)
             if of_kind.next is not None:
                 need, waiting = of_kind.next
                 self._now = max(self._now, waiting.turn[0])
@@ -223,29 +226,29 @@ class PreparationQueue:
         has_request = self._requests.has_request
         self._live = {key: each for key, each in self._live.items() if has_request(key)}
 
-    def _claims(self) -> dict[Loader, _Claims]:
-        """Those of the scheduler's requests."""
-        claims = {loader: _Claims() for loader in self._loaders}
+    def _begin_round(self) -> dict[Loader, _Round]:
+        """With what the scheduler's requests have."""
+        kinds = {loader: _Round(Claims(loader)) for loader in self._loaders}
         for _, needs in self._live.values():
             for loader, need in needs:
-                claims[loader].keys.add(need.key)
-                claims[loader].live.add(need.key)
-        return claims
+                kinds[loader].claims.add(need.key)
+                kinds[loader].live.add(need.key)
+        return kinds
 
-    def _take_turn(self, waiting: _Waiting, claims: dict[Loader, _Claims]) -> None:
+    def _take_turn(self, waiting: _Waiting, kinds: dict[Loader, _Round]) -> None:
         """Hand a request over; or claim what it needs, if there is room, and have it loaded."""
-        if any(claims[loader].is_closed for loader, _ in waiting.needs):
+        if any(kinds[loader].is_closed for loader, _ in waiting.needs):
             self._is_short = True
             return
         missing = [(loader, need) for loader, need in waiting.needs if need.key not in loader]
-        lacks_room = [each for each in waiting.needs if not self._claim(waiting, *each, claims)]
+        lacks_room = [each for each in waiting.needs if not self._claim(waiting, *each, kinds)]
         for loader, need in missing:
-            of_kind = claims[loader]
+            of_kind = kinds[loader]
             if of_kind.next is None and not loader.is_loading and (loader, need) not in lacks_room:
                 of_kind.next = need, waiting
         # Room in the scheduler is kept for one that lacks nothing else.
         for loader, need in waiting.needs:
-            live, max_live = claims[loader].live, loader.kind.bounds.max_live
+            live, max_live = kinds[loader].live, loader.kind.bounds.max_live
             if max_live is None or need.key in live:
                 continue
             if len(live) >= max_live:
@@ -253,28 +256,28 @@ class PreparationQueue:
             elif all(each is loader for each, _ in missing):
                 live.add(need.key)
         if not (missing or lacks_room):
-            self._hand_over(waiting, claims)
+            self._hand_over(waiting, kinds)
             return
         self._is_short |= bool(lacks_room)
         for loader in _loaders(lacks_room):
-            claims[loader].blocked.append(waiting)
+            kinds[loader].blocked.append(waiting)
         # Until it has what it waited for: it may turn out to be larger than the room for it.
         for loader in _loaders((*lacks_room, *missing)):
-            claims[loader].is_closed |= waiting.num_overtaking >= MAX_OVERTAKING
+            kinds[loader].is_closed |= waiting.num_overtaking >= MAX_OVERTAKING
 
     def _claim(
-        self, waiting: _Waiting, loader: Loader, need: Need, claims: dict[Loader, _Claims]
+        self, waiting: _Waiting, loader: Loader, need: Need, kinds: dict[Loader, _Round]
     ) -> bool:
         """Claim memory for a resource; whether there is room. A request that needs more than there
         is gets it while nobody else has any."""
-        keys = claims[loader].keys
+        claims = kinds[loader].claims
         own = {each.key for other, each in waiting.needs if other is loader}
-        if need.key in keys or loader.has_room(keys) or keys <= own:
-            keys.add(need.key)
+        if need.key in claims.keys or claims.has_room() or claims.keys <= own:
+            claims.add(need.key)
             return True
         return False
 
-    def _hand_over(self, waiting: _Waiting, claims: dict[Loader, _Claims]) -> None:
+    def _hand_over(self, waiting: _Waiting, kinds: dict[Loader, _Round]) -> None:
         request = waiting.request
         try:
             for loader in _loaders(waiting.needs):
@@ -292,12 +295,12 @@ class PreparationQueue:
             loader.touch(need.key)
         for index in waiting.aborted:
             self._requests.abort(request.request_id, index=index)
-        passed = [each for loader in _loaders(waiting.needs) for each in claims[loader].blocked]
+        passed = [each for loader in _loaders(waiting.needs) for each in kinds[loader].blocked]
         for each in {each.turn: each for each in passed}.values():
             each.num_overtaking += 1
         for loader in _loaders(waiting.needs):
-            most = max((each.num_overtaking for each in claims[loader].blocked), default=0)
-            claims[loader].is_closed = most >= MAX_OVERTAKING
+            most = max((each.num_overtaking for each in kinds[loader].blocked), default=0)
+            kinds[loader].is_closed = most >= MAX_OVERTAKING
 
     def _remove(self, waiting: _Waiting) -> None:
         """Let it wait no longer."""

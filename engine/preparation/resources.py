@@ -99,7 +99,7 @@ class Resources(Protocol):
         ...
 
     def size(self, key: Hashable) -> int:
-        """The bytes of a loaded one; they may change while it is used."""
+        """The bytes of a loaded one; they may be others when another one has been loaded."""
         ...
 
     def hand_over(self, request: Request) -> Request:

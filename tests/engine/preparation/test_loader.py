@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.preparation.loader import Loader
+from penstock.engine.preparation.loader import Claims, Loader
 from penstock.engine.preparation.resources import Bounds, GrammarResources
 from penstock.engine.request import StructuredOutputs
 
@@ -61,13 +61,23 @@ def test_the_least_recently_used_goes_first(loader: Loader, store: GrammarStore)
 def test_what_is_needed_stays_beyond_the_bound(loader: Loader, store: GrammarStore) -> None:
     for text in ("a4", "b4", "c4"):
         load(loader, text)
-    needed = {key("a4"), key("b4"), key("c4")}
-    assert not loader.has_room(needed)
-    assert not loader.fit(needed)
+    claims = Claims(loader)
+    for text in ("a4", "b4", "c4"):
+        assert claims.has_room() == (text != "c4")
+        claims.add(key(text))
+    assert not loader.fit(claims.keys)
     assert store.held == {"a4", "b4", "c4"}
-    assert loader.has_room({key("b4")})
     assert loader.fit({key("b4")})
     assert store.held == {"b4", "c4"}
+
+
+def test_what_is_not_loaded_yet_counts_as_the_mean(loader: Loader) -> None:
+    for text in ("a1", "b5"):
+        load(loader, text)
+    claims = Claims(loader)
+    for text in ("b5", "new", "newer"):
+        assert claims.has_room() == (text != "newer")
+        claims.add(key(text))
 
 
 def test_a_tenant_with_many_loses_its_own(loader: Loader, store: GrammarStore) -> None:
@@ -85,8 +95,11 @@ def test_a_number_of_them_is_a_bound_too(loader: Loader, store: GrammarStore) ->
     loader.kind.bounds = Bounds(max_bytes=8, max_needed_bytes=8, max_count=2)
     for text in "ab":
         load(loader, text)
-    assert not loader.has_room({key("a"), key("b")})
-    assert loader.has_room({key("b")})
+    claims = Claims(loader)
+    claims.add(key("a"))
+    assert claims.has_room()
+    claims.add(key("other"))
+    assert not claims.has_room()
     assert loader.fit({key("b")}, num_more=1)
     assert store.held == {"b"}
 

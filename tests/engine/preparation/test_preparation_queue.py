@@ -318,6 +318,11 @@ def test_an_aborted_request_never_runs_or_speaks(room: Room) -> None:
     assert room.queue.abort("2", index=1)
     assert room.queue.has_request("2")
     assert not room.queue.abort("4")
+    room.add(request("5", grammar="g", n=2))
+    for index in range(2):
+        assert room.queue.has_request("5")
+        assert room.queue.abort("5", index=index)
+    assert not room.queue.has_request("5")
     room.stores.open()
     outputs = room.run_dry()
     assert [each.request_id for each in outputs] == ["3"]

@@ -251,7 +251,7 @@ OTHER = st.one_of(
     st.just(("evict",)),
     st.just(("kill",)),
 )
-PROGRAMS = st.lists(st.one_of(SUBMIT, SUBMIT, STEP, STEP, FINISH, FINISH, OTHER), max_size=50)
+ACTIONS = st.one_of(SUBMIT, SUBMIT, STEP, STEP, FINISH, FINISH, OTHER)
 
 
 def run(actions: Sequence[Sequence[Any]]) -> None:
@@ -265,13 +265,13 @@ def run(actions: Sequence[Sequence[Any]]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(PROGRAMS)
+@given(st.lists(ACTIONS, max_size=50))
 def test_nobody_is_stuck_or_served_without_what_it_needs(actions: list[Any]) -> None:
     run(actions)
 
 
 @pytest.mark.exhaustive
 @settings(max_examples=400, deadline=None)
-@given(PROGRAMS)
+@given(st.lists(ACTIONS, min_size=40, max_size=120))
 def test_400_programs(actions: list[Any]) -> None:
     run(actions)
