@@ -33,7 +33,7 @@ from penstock.engine.structured_outputs.forms import structured_outputs
 if TYPE_CHECKING:
     from penstock.engine.offline.llm import LLM
     from penstock.engine.offline.lora_request import LoRARequest
-    from penstock.engine.offline.outputs import CompletionOutput, PromptOutput
+    from penstock.engine.offline.outputs import CompletionOutput, Logprob, PromptOutput
     from penstock.engine.text import ChatTemplate, OutputText, Tokenizer
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "InvalidRequestError",
     "LLM",
     "LoRARequest",
+    "Logprob",
     "ModelLoadError",
     "OutputText",
     "PromptOutput",
@@ -65,6 +66,7 @@ __all__ = [
 _LAZY = {
     "ChatTemplate": "penstock.engine.text",
     "CompletionOutput": "penstock.engine.offline.outputs",
+    "Logprob": "penstock.engine.offline.outputs",
     "LLM": "penstock.engine.offline.llm",
     "LoRARequest": "penstock.engine.offline.lora_request",
     "OutputText": "penstock.engine.text",

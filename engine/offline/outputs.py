@@ -13,6 +13,20 @@ from penstock.engine.request import FinishReason, Request, RequestOutput, TokenL
 from penstock.engine.text import OutputText, Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of a token, in vLLM's form.
+
+    Attributes:
+        rank: 1 for the likeliest token.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One output of one prompt.
@@ -23,7 +37,7 @@ class CompletionOutput:
             with thoughts or tool calls, only that of its messages.
         token_ids: including the token that ended the output; tokens after a stop string are
             dropped.
-        logprobs: one entry per token; None unless requested.
+        logprobs: for each token its own, then those of the likeliest by id; None unless requested.
         cumulative_logprob: their sum; None if log-probabilities were not computed.
         score: of a beam search (see `BeamSearch.length_penalty`); else None.
         finish_reason: `stop` or `length`.
@@ -37,7 +51,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
+    logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     score: float | None
     finish_reason: str
@@ -51,7 +65,8 @@ class PromptOutput:
 
     Attributes:
         prompt: its text (of a conversation, as rendered); None if it was given as token ids.
-        prompt_logprobs: of every prompt token from the second on; None unless requested.
+        prompt_logprobs: as `logprobs`, for each token of the prompt; None for the first, before
+            which there is nothing. None unless requested.
         num_cached_tokens: prompt tokens whose KV was reused instead of computed.
         finished: always True, since calls return when all outputs have ended.
     """
@@ -59,7 +74,7 @@ class PromptOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
     finished: bool = True
@@ -160,6 +175,7 @@ class OutputCollector:
             for _ in range(num_branches)
         ]
         self._output_format = output_format
+        self._tokenizer = tokenizer
 
     def add(self, output: RequestOutput) -> bool:
         """Add one iteration's output of one branch.
@@ -195,7 +211,7 @@ class OutputCollector:
             prompt_token_ids=self.request.prompt_token_ids,
             prompt_logprobs=None
             if params.prompt_logprobs is None
-            else tuple(self._prompt_logprobs),
+            else [None, *map(self._by_token, self._prompt_logprobs)],
             outputs=tuple(_likeliest(outputs, params.n)),
             num_cached_tokens=self._num_cached_tokens,
         )
@@ -215,7 +231,9 @@ class OutputCollector:
             index=index,
             text=text,
             token_ids=tuple(branch.token_ids),
-            logprobs=None if params.logprobs is None else tuple(branch.logprobs),
+            logprobs=None
+            if params.logprobs is None
+            else [self._by_token(entry) for entry in branch.logprobs],
             cumulative_logprob=None
             if params.num_logprobs is None
             else sum(entry.logprob for entry in branch.logprobs),
@@ -224,6 +242,14 @@ class OutputCollector:
             stop_reason=branch.stop_reason,
             items=tuple(items),
         )
+
+    def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        text = self._tokenizer.token_text
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(entry.top, 1):
+            if token_id not in found:
+                found[token_id] = Logprob(logprob, rank, text(token_id))
+        return found
 
 
 def _likeliest(outputs: Sequence[CompletionOutput], num: int) -> Sequence[CompletionOutput]:

@@ -66,11 +66,17 @@ def test_logprobs_of_output_and_prompt(llm: LLM) -> None:
     params = replace(GREEDY, logprobs=2, prompt_logprobs=1)
     (result,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     (output,) = result.outputs
-    assert [entry.token_id for entry in output.logprobs] == list(output.token_ids)
-    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in output.logprobs)
-    assert output.cumulative_logprob == pytest.approx(sum(e.logprob for e in output.logprobs))
-    prompt = [entry.token_id for entry in result.prompt_logprobs]
-    assert prompt == list(result.prompt_token_ids[1:])
+    drawn = [entry[token] for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    assert all(each.rank == 1 for each in drawn)
+    assert all([each.rank for each in entry.values()] == [1, 2] for entry in output.logprobs)
+    assert output.cumulative_logprob == pytest.approx(sum(each.logprob for each in drawn))
+    assert "".join(each.decoded_token for each in drawn).startswith(output.text)
+    first, *others = result.prompt_logprobs
+    assert first is None
+    for entry, token in zip(others, result.prompt_token_ids[1:], strict=True):
+        assert next(iter(entry)) == token
+        assert {each.rank for each in entry.values()} >= {1}
+        assert len(entry) == (1 if entry[token].rank == 1 else 2)
     (plain,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     assert plain.prompt_logprobs is None
     assert plain.outputs[0].logprobs is None
