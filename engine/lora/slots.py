@@ -73,8 +73,6 @@ class NoAdapters:
     def has_head(self, digest: str) -> bool:
         raise AssertionError(f"{digest} cannot have been loaded")
 
-    def prepare(self, batch: Batch, sampled_seq_ids: Sequence[int]) -> None: ...
-
 
 NO_ADAPTERS = NoAdapters()
 
@@ -175,9 +173,6 @@ class AdapterSlots:
         Args:
             sampled_seq_ids: the sequence of each row whose logits are computed.
         """
-        self._follow(batch)
-        if not batch.scheduled:
-            return
         if not self._adapters:
             if self._last is not None:
                 self._last = None
@@ -196,8 +191,8 @@ class AdapterSlots:
             self._rows(np.array([slots[each] for each in sampled_seq_ids]))
         )
 
-    def _follow(self, batch: Batch) -> None:
-        """Which sequences have which adapters."""
+    def update(self, batch: Batch) -> None:
+        """Follow which sequences have which adapters."""
         for seq_id in batch.left_seq_ids:
             self._adapters.pop(seq_id, None)
         for item in batch.scheduled:

@@ -12,7 +12,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.lora.slots import NO_ADAPTERS
 from penstock.engine.pooling.encoder import Encoder
-from penstock.engine.pooling.pooler import PooledSpan, Pooler, Vectors, activated
+from penstock.engine.pooling.pooler import PooledSequence, PooledSpan, Pooler, Vectors, activated
 from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import FinishReason
 from penstock.engine.runner.device import resolve_max_model_len, select_device
@@ -91,7 +91,7 @@ class EncoderRunner:
                             num_rows=num_rows,
                             start=0,
                             is_last=True,
-                            params=params[number],
+                            sequence=PooledSequence(params[number]),
                         )
                     )
                     first_row += num_rows

@@ -6,7 +6,7 @@ cut into chunks, does not show in the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,19 @@ from penstock.engine.pooling.score_head import ScoreHead
 from penstock.engine.pooling.settings import Activation, ModelPooling, PoolingParams
 
 _MIN_LENGTH = 1e-12  # of a vector, before it is divided by it: as torch's `normalize`
+
+
+@dataclass(slots=True)
+class PooledSequence:
+    """A sequence that ends with a vector or scores.
+
+    Attributes:
+        part: inside its prompt: float64 [hidden_size], the sum of its hidden states so far, or the
+            first one.
+    """
+
+    params: PoolingParams
+    part: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +46,7 @@ class PooledSpan:
     num_rows: int
     start: int
     is_last: bool
-    params: PoolingParams
+    sequence: PooledSequence
 
 
 class Vectors:
@@ -73,21 +86,11 @@ class Pooler:
     """
     Args:
         head: of a model that scores or classifies; None: it has none.
-
-    Attributes:
-        kept: by sequence inside its prompt: float64 [hidden_size], the sum of its hidden states so
-            far, or the first one.
     """
 
     def __init__(self, pooling: ModelPooling, head: ScoreHead | None = None) -> None:
         self._pooling = pooling
         self._head = head
-        self.kept: dict[int, Tensor] = {}
-
-    def forget(self, seq_ids: Iterable[int]) -> None:
-        """These sequences have left; they start again if they come back."""
-        for seq_id in seq_ids:
-            self.kept.pop(seq_id, None)
 
     def pool(self, spans: Sequence[PooledSpan], hidden: Tensor) -> Vectors | None:
         """The results of the sequences that end with this step; None if there are none.
@@ -100,7 +103,7 @@ class Pooler:
         if not ended:
             return None
         rows = torch.stack([each for each in pooled if each is not None])
-        if ended[0].params.task != "embed":
+        if ended[0].sequence.params.task != "embed":
             rows = self._scores(rows)
         elif self._pooling.is_normalized:
             rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(_MIN_LENGTH)
@@ -109,19 +112,18 @@ class Pooler:
     def _pool(self, span: PooledSpan, hidden: Tensor) -> Tensor | None:
         """float64 [hidden_size], if the sequence is computed."""
         first, end = span.first_row, span.first_row + span.num_rows
-        kind = self._pooling.kind
+        kind, sequence = self._pooling.kind, span.sequence
         if kind == "last":
             return hidden[end - 1].double() if span.is_last else None
         if kind == "cls":
-            part = hidden[first].double() if span.start == 0 else self.kept[span.seq_id]
+            part = hidden[first].double() if sequence.part is None else sequence.part
         else:
             part = hidden[first:end].double().sum(0)
-            if span.start:
-                part = part + self.kept[span.seq_id]
+            if sequence.part is not None:
+                part = part + sequence.part
         if not span.is_last:
-            self.kept[span.seq_id] = part
+            sequence.part = part
             return None
-        self.kept.pop(span.seq_id, None)
         return part / (span.start + span.num_rows) if kind == "mean" else part
 
     def _scores(self, rows: Tensor) -> Tensor:

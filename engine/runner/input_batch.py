@@ -16,7 +16,7 @@ place: the tensors do not move, so a CPU's list of calls can be run again unchan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from typing import Any
@@ -29,16 +29,14 @@ from torch import Tensor
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.language_model import ImageEncoder
-from penstock.engine.pooling.pooler import PooledSpan
+from penstock.engine.models.language_model import StepOutput
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
+from penstock.engine.runner.step_extensions import PlannedRows, ResultPart, SequenceExtension
 from penstock.engine.sampling.grammars import SequenceGrammar
-from penstock.engine.sampling.logprobs import PromptSpan
 from penstock.engine.sampling.sampler import Sampled
 from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
 from penstock.engine.sampling.token_limits import TokenLimits, limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
-from penstock.engine.vision.image_rows import SequenceImages, step_images
 from penstock.kernels.paged_layout import PagedLayout
 
 
@@ -69,8 +67,7 @@ class StepInputs:
         sampled_tokens: int64 [num_sampled], indices into input_ids of those tokens; None if all
             tokens are sampled from.
         sampling: the sampling parameters of those sequences.
-        prompt_spans: the prompt tokens whose log-probabilities are requested.
-        pooled_spans: the tokens of sequences that want a vector or a score.
+        readers: take what sequences ask for from the forward pass.
         token_rows: only where tokens stay on the device.
         drafts: of each sampled row, the draft that comes next, −1 for none; empty if no sequence
             has drafts.
@@ -81,8 +78,7 @@ class StepInputs:
     sampled_seq_ids: tuple[int, ...]
     sampled_tokens: Tensor | None
     sampling: SamplingBatch
-    prompt_spans: tuple[PromptSpan, ...]
-    pooled_spans: tuple[PooledSpan, ...] = ()
+    readers: Sequence[Callable[[StepOutput], ResultPart | None]] = ()
     token_rows: TokenRows | None = None
     drafts: tuple[int, ...] = ()
 
@@ -104,8 +100,7 @@ class DeviceSequence:
     """The device's copy of one sequence, except for what every step needs: that is in columns."""
 
     __slots__ = (
-        "grammar", "images", "num_blocks", "num_prompt", "num_prompt_logprobs", "pooling", "row",
-        "token_ids",
+        "grammar", "num_blocks", "num_prompt", "row", "states", "token_ids",
     )  # fmt: skip
 
     def __init__(self, entry: SequenceEntry, row: int) -> None:
@@ -114,23 +109,7 @@ class DeviceSequence:
         self.grammar: SequenceGrammar | None = None
         self.num_prompt = entry.num_prompt_tokens
         self.num_blocks = 0
-        self.num_prompt_logprobs = entry.num_prompt_logprobs
-        self.pooling = entry.pooling
-        self.images: SequenceImages | None = None
-
-    def prompt_span(self, seq_id: int, start: int, stop: int, first_row: int) -> PromptSpan | None:
-        """The prompt tokens that follow those at positions `start` to `stop`, which are in the
-        step's rows from `first_row` on; None if there are none, or none are requested."""
-        token_ids = self.token_ids[start + 1 : min(stop + 1, self.num_prompt)]
-        if self.num_prompt_logprobs is None or not token_ids:
-            return None
-        return PromptSpan(
-            seq_id=seq_id,
-            position=start + 1,
-            token_ids=token_ids,
-            first_row=first_row,
-            num_top=self.num_prompt_logprobs,
-        )
+        self.states: dict[SequenceExtension, Any] = {}
 
 
 class InputBatch:
@@ -141,13 +120,9 @@ class InputBatch:
         max_blocks: maximum number of blocks of a sequence.
         grammars: compiles what sequences must match.
         draws_tokens: False: another rank does, and `receive` appends them.
+        extensions: what sequences may ask for.
         staging: copies a step's arrays to a device that keeps its tokens; None on a CPU.
-
-    Attributes:
-        encoder: has the images of sequences that have some.
     """
-
-    encoder: ImageEncoder | None = None
 
     def __init__(
         self,
@@ -158,6 +133,7 @@ class InputBatch:
         device: torch.device,
         grammars: GrammarCompiler,
         draws_tokens: bool = True,
+        extensions: Sequence[SequenceExtension] = (),
         staging: InputStaging | None = None,
     ) -> None:
         self._sequences: dict[int, DeviceSequence] = {}
@@ -166,9 +142,8 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_token = np.zeros(max_num_seqs, dtype=np.int64)
-        self._is_pooled = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._num_pooled = 0
-        self._num_with_images = 0
+        self._extensions = extensions
+        self._num_with: dict[SequenceExtension, int] = {}  # sequences, of those that some have
         self._device = device
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         # The tables of the step's sequences, in the step's order. On a CPU they never move, since a
@@ -198,10 +173,7 @@ class InputBatch:
             sequence = self._sequences.pop(seq_id, None)
             if sequence is not None:
                 self._free_rows.append(sequence.row)
-                self._num_with_images -= sequence.images is not None
-                if sequence.pooling is not None:
-                    self._is_pooled[sequence.row] = False
-                    self._num_pooled -= 1
+                self._count_states(sequence, -1)
                 if sequence.grammar is not None:
                     left[seq_id] = sequence.grammar  # beams that enter now may be its forks
         for number, item in enumerate(batch.scheduled):
@@ -219,22 +191,24 @@ class InputBatch:
         scheduled = batch.scheduled
         sequences = [self._sequences[item.seq_id] for item in scheduled]
         rows = np.array([sequence.row for sequence in sequences])
-        for item, sequence in zip(scheduled, sequences, strict=True):
-            if item.draft_token_ids:
-                sequence.token_ids.extend(item.draft_token_ids)
-                self._num_tokens[sequence.row] += len(item.draft_token_ids)
+        self._append_drafts(scheduled, sequences)
         query_lens = np.array([item.num_new_tokens for item in scheduled])
         starts = self._num_computed[rows]
         seq_lens = starts + query_lens
         num_known = self._num_tokens[rows]
         assert (seq_lens <= num_known).all(), f"{seq_lens} of {num_known} tokens"
         self._num_computed[rows] = seq_lens
-        is_complete = seq_lens == num_known
-        pooled_spans: tuple[PooledSpan, ...] = ()
-        if self._num_pooled:
-            pooled_spans = tuple(_pooled_spans(scheduled, sequences, starts, is_complete))
-            is_complete &= ~self._is_pooled[rows]
-        (sampled,) = is_complete.nonzero()
+        step = PlannedRows(
+            scheduled=scheduled,
+            states=[sequence.states for sequence in sequences],
+            starts=starts,
+            stops=seq_lens,
+            is_complete=seq_lens == num_known,
+            device=self._device,
+        )
+        for extension in self._num_with:
+            extension.before(step)
+        (sampled,) = step.is_complete.nonzero()
         num_tokens = int(query_lens.sum())
         is_decode = len(sampled) == num_tokens
         arrays = self._token_arrays(sequences, rows, query_lens, seq_lens, is_decode=is_decode)
@@ -248,24 +222,19 @@ class InputBatch:
         if self._staging is not None:
             arrays |= _awaited(arrays["input_ids"], rows.repeat(query_lens), rows[sampled])
         tensors = self._upload(arrays)
-        images = None
-        if self._num_with_images:
-            given = [sequence.images for sequence in sequences]
-            images = step_images(given, starts.tolist(), seq_lens.tolist(), self._device)
         context = _context(tensors, kv_pool, int(query_lens.max()), int(seq_lens.max()))
         inputs = StepInputs(
             input_ids=tensors["input_ids"],
-            context=context if images is None else replace(context, images=images),
+            context=context if step.images is None else replace(context, images=step.images),
             sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
             sampled_tokens=tensors.get("sampled_tokens"),
             sampling=self._sampling.select(rows[sampled], seq_lens[sampled] - before),
-            prompt_spans=tuple(self._prompt_spans(scheduled, sequences, starts, seq_lens)),
-            pooled_spans=pooled_spans,
+            readers=step.readers,
             token_rows=None if self._staging is None else _token_rows(tensors),
             drafts=drafts_of_rows,
         )
-        goes_on = are_all_sampled and self._may_run and not inputs.sampling.changed
-        goes_on = goes_on and (images is None or images.rows is None)  # which stay in one step
+        goes_on = are_all_sampled and self._may_run and step.may_last
+        goes_on = goes_on and not inputs.sampling.changed
         if goes_on and not any(item.num_wanted_drafts for item in scheduled):
             kind = SteadyVerify if drafts_of_rows else SteadyDecode
             histories = [sequence.token_ids for sequence in sequences]
@@ -303,7 +272,6 @@ class InputBatch:
             sampled_seq_ids=tuple(spans),
             sampled_tokens=tensors["sampled_tokens"],
             sampling=self._sampling.select(rows, ends + lag),
-            prompt_spans=(),
         )
 
     def token_ids(self, seq_id: int) -> list[int]:
@@ -445,19 +413,18 @@ class InputBatch:
         self, seq_id: int, entry: SequenceEntry, left: Mapping[int, SequenceGrammar]
     ) -> None:
         known = self._sequences.pop(seq_id, None)
+        if known is not None:
+            self._count_states(known, -1)
         row = self._free_rows.pop() if known is None else known.row
         sequence = self._sequences[seq_id] = DeviceSequence(entry, row)
-        if entry.images:
-            assert self.encoder is not None
-            sequence.images = SequenceImages(entry, self.encoder)
-        had_images = known is not None and known.images is not None
-        self._num_with_images += bool(entry.images) - had_images
+        for extension in self._extensions:
+            state = extension.enter(entry, sequence.token_ids)
+            if state is not None:
+                sequence.states[extension] = state
+        self._count_states(sequence, 1)
         self._num_tokens[row] = len(entry.token_ids)
         self._num_computed[row] = entry.num_computed_tokens
         self._last_token[row] = entry.token_ids[-1]
-        if entry.pooling is not None:
-            self._num_pooled += not self._is_pooled[row]
-            self._is_pooled[row] = True
         if entry.params.is_masked:
             limits = limits_of(entry.params, self._grammars.vocab_size)
             sequence.grammar = self._grammar_of(sequence, entry, limits, left)
@@ -472,6 +439,23 @@ class InputBatch:
                 grammar=sequence.grammar,
             ),
         )
+
+    def _count_states(self, sequence: DeviceSequence, change: int) -> None:
+        """A sequence enters (1) or leaves (-1) with its states."""
+        for extension in sequence.states:
+            number = self._num_with.get(extension, 0) + change
+            if number:
+                self._num_with[extension] = number
+            else:
+                del self._num_with[extension]
+
+    def _append_drafts(
+        self, scheduled: Sequence[ScheduledSequence], sequences: Sequence[DeviceSequence]
+    ) -> None:
+        for item, sequence in zip(scheduled, sequences, strict=True):
+            if item.draft_token_ids:
+                sequence.token_ids.extend(item.draft_token_ids)
+                self._num_tokens[sequence.row] += len(item.draft_token_ids)
 
     def _grammar_of(
         self,
@@ -515,42 +499,6 @@ class InputBatch:
         self._block_tables[sequence.row, first:end] = item.new_block_ids
         sequence.num_blocks = end
         return first
-
-    def _prompt_spans(
-        self,
-        scheduled: Sequence[ScheduledSequence],
-        sequences: Sequence[DeviceSequence],
-        starts: Integers,
-        seq_lens: Integers,
-    ) -> Iterator[PromptSpan]:
-        """The prompt tokens that follow a step's tokens, where requested."""
-        first_row = 0
-        for item, sequence, start, stop in zip(scheduled, sequences, starts, seq_lens, strict=True):
-            if sequence.num_prompt_logprobs is not None:
-                span = sequence.prompt_span(item.seq_id, int(start), int(stop), first_row)
-                if span is not None:
-                    yield span
-            first_row += item.num_new_tokens
-
-
-def _pooled_spans(
-    scheduled: Sequence[ScheduledSequence],
-    sequences: Sequence[DeviceSequence],
-    starts: Integers,
-    is_complete: npt.NDArray[np.bool_],
-) -> Iterator[PooledSpan]:
-    first_row = 0
-    for number, (item, sequence) in enumerate(zip(scheduled, sequences, strict=True)):
-        if sequence.pooling is not None:
-            yield PooledSpan(
-                seq_id=item.seq_id,
-                first_row=first_row,
-                num_rows=item.num_new_tokens,
-                start=int(starts[number]),
-                is_last=bool(is_complete[number]),
-                params=sequence.pooling,
-            )
-        first_row += item.num_new_tokens
 
 
 def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -> int:

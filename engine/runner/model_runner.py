@@ -1,8 +1,8 @@
 """The device's part of a step: `Batch` in, forward pass, sampling, `BatchResult` out.
 
-Charter of this file: what every model and every request needs. Of a rare feature (drafts, adapters,
-grammars, vectors, prompt log-probabilities, stages) it has the calls, a line or two in `launch`;
-what they do is elsewhere, and is nothing where the feature is off.
+Charter of this file: what every model and every request needs. What a rare feature adds to a step
+(drafts, adapters, vectors, prompt log-probabilities, images) is in `step_extensions`, and nothing
+where it is off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
-from penstock.engine.pooling.pooler import Pooler, Vectors
+from penstock.engine.pooling.pooler import Pooler
 from penstock.engine.pooling.score_head import load_score_head
 from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.request import FinishReason, TokenLogprobs
@@ -47,13 +47,22 @@ from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
+from penstock.engine.runner.step_extensions import (
+    AdapterRows,
+    ImageRows,
+    ModelDrafts,
+    PooledRows,
+    PromptLogprobRows,
+    ResultPart,
+    SequenceExtension,
+    StepExtension,
+)
 from penstock.engine.runner.timing import Stopwatch, stopwatch_of
 from penstock.engine.sampling.grammars import StepMasks
-from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
 from penstock.engine.speculative.device.draft_progress import num_draft_bytes
-from penstock.engine.speculative.device.drafters import Drafter, draft_state_spec, make_drafter
+from penstock.engine.speculative.device.drafters import draft_state_spec, make_drafter
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
 
@@ -153,7 +162,7 @@ class ModelRunner:
         pooling = pooling or ModelPooling()
         is_dummy = config.model.load_format == "dummy"
         score_head = load_score_head(model, pooling, model_path, is_dummy=is_dummy)
-        self._pooler = Pooler(pooling, score_head)
+        pooler = Pooler(pooling, score_head)
         num_blocks = self._kv_pool.shape[2]
         max_blocks = min(num_blocks, shape.num_blocks_for(max_model_len))
         sends_on = model.sends_on
@@ -168,6 +177,10 @@ class ModelRunner:
         self.grammars = GrammarCompiler(
             model_path, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
         )
+        self.images = model.images
+        asked: list[SequenceExtension] = [PromptLogprobRows(self._model), PooledRows(pooler)]
+        if self.images is not None:
+            asked.append(ImageRows(self.images))
         self._batch, self._tokens = make_token_path(
             config.scheduler,
             max_blocks=max_blocks,
@@ -175,10 +188,10 @@ class ModelRunner:
             device=self._device,
             grammars=self.grammars,
             draws_tokens=not sends_on,
+            extensions=asked,
         )
         self._sends_on = sends_on
-        self.images = self._batch.encoder = model.images
-        self._draft_model = make_drafter(
+        drafter = make_drafter(
             drafting_model,
             self._kv_pool,
             self._host_tier.num_blocks,
@@ -188,11 +201,13 @@ class ModelRunner:
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             vocab_size=model.vocab_size,
         )
-        draft_model = self._draft_model
-        num_draft_weight_bytes = 0 if draft_model is None else draft_model.weight_bytes
+        num_draft_weight_bytes = 0 if drafter is None else drafter.weight_bytes
+        self._extensions: list[StepExtension] = [] if drafter is None else [ModelDrafts(drafter)]
+        if isinstance(self.adapters, AdapterSlots):
+            self._extensions.append(AdapterRows(self.adapters))
         # A draft model has keys and values of its own, which would be missing.
         self.block_bytes: HostTier | NoBlockBytes = (
-            self._host_tier if self._draft_model is None else NoBlockBytes()
+            self._host_tier if drafter is None else NoBlockBytes()
         )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
@@ -222,73 +237,50 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepInFlight | PendingStage:
         """Begin a step without waiting for a GPU, so that the next one may be launched at once."""
         with self._inference_mode:
-            return self._launch(batch)
+            self._batch.update(batch)
+            if batch.moves:
+                self._host_tier.execute(batch.moves)
+            for extension in self._extensions:
+                extension.update(batch)
+            stopwatch = self._start_stopwatch()
+            if not batch.scheduled:
+                return StepInFlight(batch.step, stopwatch, self._host_tier)
+            for extension in self._extensions:
+                extension.before(batch)
+            inputs = self._batch.prepare(
+                batch, self._kv_pool, needs_prompt_lens=self.info.needs_prompt_lens
+            )
+            for extension in self._extensions:
+                extension.bind(batch, () if self._sends_on else inputs.sampled_seq_ids)
+            output = self._forward(inputs)
+            parts: list[ResultPart] = []
+            for extension in self._extensions:
+                part = extension.after(batch, inputs, output)
+                parts += () if part is None else (part,)
+            if self._sends_on:
+                return PendingStage(batch.step, stopwatch, self._host_tier)
+            tokens = self._tokens.append(inputs, self._choose(output, inputs.sampling))
+            for read in inputs.readers:
+                part = read(output)
+                parts += () if part is None else (part,)
+            return StepInFlight(batch.step, stopwatch, self._host_tier, inputs, tokens, parts)
 
-    def _launch(self, batch: Batch) -> StepInFlight | PendingStage:
-        self._batch.update(batch)
-        if batch.moves:
-            self._host_tier.execute(batch.moves)
-        if self._pooler.kept:
-            self._pooler.forget(batch.left_seq_ids)
-        draft_model = self._draft_model
-        if draft_model is not None:
-            draft_model.update(batch)
-        stopwatch = self._start_stopwatch()
-        if not batch.scheduled:
-            if self.adapters is not NO_ADAPTERS:
-                self.adapters.prepare(batch, ())
-            return StepInFlight(batch.step, stopwatch, self._host_tier)
-        if draft_model is not None:
-            draft_model.propose(batch)
-        inputs = self._batch.prepare(
-            batch, self._kv_pool, needs_prompt_lens=self.info.needs_prompt_lens
-        )
+    def _forward(self, inputs: StepInputs) -> StepOutput:
+        """Compute a step; the last stage draws tokens where C can."""
+        input_ids, sampling = self._tokens.input_ids(inputs), inputs.sampling
         if self._sends_on:
-            return self._send_on(batch, inputs, stopwatch)
-        sampling = inputs.sampling
+            return self._model.step(input_ids, inputs.context)
         masks = sampling.masks
         if masks is not None and not self._tokens.async_scheduling:
             masks.fill()
-        if self.adapters is not NO_ADAPTERS:
-            self.adapters.prepare(batch, inputs.sampled_seq_ids)
-        output = self._model.step(
-            self._tokens.input_ids(inputs),
+        return self._model.step(
+            input_ids,
             inputs.context,
             inputs.sampled_tokens,
             sampling.parameters if sampling.has_plain_rows else None,
             sampling.draws,
             None if masks is None else masks.masks,
         )
-        if draft_model is not None:
-            draft_model.follow(batch, inputs, output)
-        tokens = self._tokens.append(inputs, self._choose(output, sampling))
-        prompt_entries = None
-        if inputs.prompt_spans:
-            prompt_entries = prompt_logprobs(inputs.prompt_spans, output.hidden, self._model.logits)
-        vectors = None
-        if inputs.pooled_spans:
-            vectors = self._pooler.pool(inputs.pooled_spans, output.hidden)
-        return StepInFlight(
-            batch.step,
-            stopwatch,
-            self._host_tier,
-            inputs.sampled_seq_ids,
-            tokens,
-            prompt_entries,
-            masks,
-            draft_model,
-            vectors,
-        )
-
-    def _send_on(self, batch: Batch, inputs: StepInputs, stopwatch: Stopwatch) -> PendingStage:
-        """The part of a step of a stage that is not the last."""
-        if self.adapters is not NO_ADAPTERS:
-            self.adapters.prepare(batch, ())
-        input_ids = self._tokens.input_ids(inputs)
-        output = self._model.step(input_ids, inputs.context)
-        if self._draft_model is not None:
-            self._draft_model.follow(batch, inputs, output)
-        return PendingStage(batch.step, stopwatch, self._host_tier)
 
     def receive(self, tokens: Mapping[int, tuple[int, Sequence[int]]]) -> None:
         """Append tokens that the last stage drew, if that is another one.
@@ -300,8 +292,8 @@ class ModelRunner:
             return
         for seq_id, (num_drafts, token_ids) in tokens.items():
             self._batch.receive(seq_id, token_ids, num_drafts=num_drafts)
-        if self._draft_model is not None:
-            self._draft_model.settle(tuple(tokens))
+        for extension in self._extensions:
+            extension.settle(tuple(tokens))
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
         """The token of each sampled row, which a GPU may not have computed yet."""
@@ -341,9 +333,6 @@ def adapter_slots(
     return AdapterSlots(room, max_loras=lora.num_at_once, max_rank=lora.max_lora_rank)
 
 
-PromptLogprobs = Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]]
-
-
 class Swaps(Protocol):
     """The part of a host tier that measures swaps."""
 
@@ -364,36 +353,26 @@ class StepInFlight:
 
     Args:
         stopwatch: started with the step.
-        seq_ids: the sequences that get a token, in the order of `tokens`.
-        tokens: None if nothing was computed.
-        masks: of the sequences that have a grammar, if there are any.
-        draft_model: told when the tokens are known, if there is one.
-        vectors: of the sequences that end with one, if there are any.
+        inputs, tokens: None if nothing was computed.
+        parts: what extensions add to the result.
     """
 
-    __slots__ = (
-        "_draft_model", "_masks", "_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps",
-        "_tokens", "_vectors",
-    )  # fmt: skip
+    __slots__ = ("_masks", "_parts", "_seq_ids", "_step", "_stopwatch", "_swaps", "_tokens")
 
     def __init__(
         self,
         step: int,
         stopwatch: Stopwatch,
         swaps: Swaps,
-        seq_ids: tuple[int, ...] = (),
+        inputs: StepInputs | None = None,
         tokens: Tokens | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
-        masks: StepMasks | None = None,
-        draft_model: Drafter | None = None,
-        vectors: Vectors | None = None,
+        parts: Sequence[ResultPart] = (),
     ) -> None:
         stopwatch.mark_end()
-        self._vectors = vectors
-        self._draft_model = draft_model
-        self._masks = masks
         self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
-        self._seq_ids, self._tokens, self._prompt_logprobs = seq_ids, tokens, prompt_logprobs
+        self._seq_ids: tuple[int, ...] = () if inputs is None else inputs.sampled_seq_ids
+        self._masks = None if inputs is None else inputs.sampling.masks
+        self._tokens, self._parts = tokens, parts
 
     def result(self) -> BatchResult:
         """Wait for the end of this step, not for steps launched after it."""
@@ -403,8 +382,6 @@ class StepInFlight:
                 step=self._step, token_ids={}, swap_out_s=swap_out_s, swap_in_s=swap_in_s
             )
         sampled = self._tokens.read()
-        if self._draft_model is not None:
-            self._draft_model.settle(self._seq_ids)
         is_valid, rows = sampled.is_valid, sampled.rows
         swap_out_s, swap_in_s = _seconds_of(self._swaps)
         token_ids: dict[int, tuple[int, ...]]
@@ -424,17 +401,11 @@ class StepInFlight:
             token_ids = _by_sequence(seq_ids, dict(enumerate(sampled.token_ids)), is_valid)
             logprobs = _by_sequence(seq_ids, sampled.logprobs, is_valid)
         ended_seq_ids = {} if all(is_valid) else self._ended(rows, is_valid)
-        vectors: Mapping[int, bytes] = {}
-        if self._vectors is not None:
-            vectors, spoilt = self._vectors.read()
-            ended_seq_ids |= dict.fromkeys(spoilt, FinishReason.ERROR)
-        return BatchResult(
+        result = BatchResult(
             step=self._step,
             token_ids=token_ids,
             logprobs=logprobs,
             ended_seq_ids=ended_seq_ids,
-            vectors=vectors,
-            prompt_logprobs=self._prompt_logprobs or {},
             forced_token_ids={} if self._masks is None else self._forced(self._masks),
             compute_s=self._stopwatch.seconds(),
             masks_s=0.0 if self._masks is None else self._masks.seconds,
@@ -442,6 +413,9 @@ class StepInFlight:
             swap_out_s=swap_out_s,
             swap_in_s=swap_in_s,
         )
+        for part in self._parts:
+            result = part.add_to(result)
+        return result
 
     def _forced(self, masks: StepMasks) -> dict[int, tuple[int, ...]]:
         return {self._seq_ids[row]: token_ids for row, token_ids in masks.forced().items()}

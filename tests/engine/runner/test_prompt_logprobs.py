@@ -105,3 +105,15 @@ def test_logits_are_computed_a_few_rows_at_a_time(tiny_checkpoint, driver):
     drive.add(1, prompt(128), prompt_logprobs=1)
     drive.step({1: -1})
     assert max(sizes) <= module._MAX_ROWS < 127
+
+
+def test_a_batch_calls_extensions_only_while_a_sequence_has_them(tiny_checkpoint, driver):
+    drive = driver(tiny_checkpoint())
+    assert drive.runner._extensions == []
+    drive.add(1, prompt(8), prompt_logprobs=1)
+    drive.add(2, prompt(8))
+    drive.step({1: -1, 2: -1})
+    assert list(drive.runner._batch._num_with.values()) == [1]
+    drive.leave(1)
+    drive.step({2: 1})
+    assert drive.runner._batch._num_with == {}
