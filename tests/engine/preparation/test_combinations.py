@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from transformers import AutoModelForImageTextToText
 
 from penstock.engine.config import (
     CacheConfig,
@@ -20,12 +21,11 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.lora.files import find_adapter
-from penstock.engine.request import Request, SamplingParams, StructuredOutputs
+from penstock.engine.request import Request, StructuredOutputs
 from penstock.engine.startup import build_core
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from tests.support.peft_models import read_adapted, write_adapter
 
-from ..lettered import lettered
 from ..lora.test_parity import run
 from ..vision.test_images import Model, Part
 from ..vision.vision_models import picture
@@ -39,14 +39,14 @@ PARTS: dict[bool, list[Part]] = {
 }
 
 
-def engine(path: Path, **sections: Any) -> EngineCore:
+def engine(path: Path) -> EngineCore:
     core, _ = build_core(
         EngineConfig(
             model=ModelConfig(model=str(path), dtype="float32"),
             cache=CacheConfig(block_size=8, num_blocks=200),
             scheduler=SchedulerConfig(max_num_batched_tokens=64, speculative_config=SPECULATION),
             device=DeviceConfig(device="cpu", num_threads=1),
-            **sections,
+            lora=LoraConfig(enable_lora=True),
         )
     )
     return core
@@ -88,47 +88,24 @@ def check(core: EngineCore, requests: list[Request], expected: dict[str, list[in
         assert counters.num_accepted_tokens - before > NUM_NEW // 4
 
 
-def test_images_grammars_and_drafts(tmp_path: Path) -> None:
-    model = Model("llava", tmp_path)
+def test_adapters_images_grammars_and_drafts(tmp_path: Path) -> None:
+    """Of each some requests have none, beside each other."""
+    model, auto = Model("llava", tmp_path / "model"), AutoModelForImageTextToText
+    changed = r".*language_model\..*(q_proj|o_proj|up_proj|embed_tokens)"
+    write_adapter(model.path, tmp_path / "a", 1, auto=auto, target_modules=changed)
+    references = {None: model.reference, "a": read_adapted(model.path, tmp_path / "a", auto)}
     requests, expected = [], {}
-    for has_images, has_grammar in product((False, True), repeat=2):
-        name = f"{has_images=},{has_grammar=}"
+    for adapter, has_images, has_grammar in product((None, "a"), (False, True), (False, True)):
+        name = f"{adapter=},{has_images=},{has_grammar=}"
         made = model.request(PARTS[has_images], name, params={"max_tokens": NUM_NEW})
         given, options = model.given(PARTS[has_images]), {}
         if has_grammar:
             params = replace(made.sampling_params, structured_outputs=WORDS)
             made = replace(made, sampling_params=params)
-            allowed = allowed_by(tmp_path, 360, given["input_ids"].shape[1])
+            allowed = allowed_by(model.path, 360, given["input_ids"].shape[1])
             options = {"prefix_allowed_tokens_fn": allowed}
+        if adapter is not None:
+            made = replace(made, adapter=find_adapter(adapter, str(tmp_path / adapter)))
         requests.append(made)
-        expected[name] = generated(model.reference, given, **options)
-    check(engine(tmp_path), requests, expected)
-
-
-def test_adapters_grammars_and_drafts(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("Qwen2ForCausalLM", tie_word_embeddings=True)
-    path = lettered(checkpoint, tmp_path / "model")
-    write_adapter(path, tmp_path / "a", 1)
-    ids = list(range(20, 50))
-    requests, expected = [], {}
-    for adapter, has_grammar in product((None, "a"), (False, True)):
-        name = f"{adapter=},{has_grammar=}"
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=NUM_NEW,
-            ignore_eos=True,
-            structured_outputs=WORDS if has_grammar else None,
-        )
-        found = adapter and find_adapter(adapter, str(tmp_path / adapter))
-        requests.append(
-            Request(
-                request_id=name, prompt_token_ids=tuple(ids), sampling_params=params, adapter=found
-            )
-        )
-        given = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).int()}
-        options = (
-            {"prefix_allowed_tokens_fn": allowed_by(path, 160, len(ids))} if has_grammar else {}
-        )
-        model = read_adapted(path, adapter and tmp_path / adapter)
-        expected[name] = generated(model, given, **options)
-    check(engine(path, lora=LoraConfig(enable_lora=True)), requests, expected)
+        expected[name] = generated(references[adapter], given, **options)
+    check(engine(model.path), requests, expected)
