@@ -4,7 +4,8 @@ The supervisor passes three environment variables: `PENSTOCK_CONFIG_FD` (a pipe 
 object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe for JSON lines
 about start-up) and `PENSTOCK_SUPERVISOR_PID`. A child that accepts connections gets the socket as
 `PENSTOCK_LISTEN_FD`. A child that must show signs of life also gets
-`PENSTOCK_HEARTBEAT_FD`, a pipe for one byte each.
+`PENSTOCK_HEARTBEAT_FD`, a pipe for one byte each. One that may leave a template behind gets
+`PENSTOCK_TEMPLATE_FD` (`engine.process.template`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ STATUS_FD = "PENSTOCK_STATUS_FD"
 SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
 HEARTBEAT_FD = "PENSTOCK_HEARTBEAT_FD"
 LISTEN_FD = "PENSTOCK_LISTEN_FD"
+TEMPLATE_FD = "PENSTOCK_TEMPLATE_FD"
 EXIT_WRONG_OPTION = 2  # exit code of the command; a restart would not help
 EXIT_STUCK = 70  # exit code of an engine whose step hung
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
 class Status:
@@ -52,8 +54,14 @@ class Status:
             pass  # the supervisor has died, and this process dies with it
 
 
-def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> int:
-    """Run `main(config, status)` as a child process; its exit code.
+def run_child(
+    title: str,
+    main: Callable[[Mapping[str, Any], Status], None],
+    *,
+    prepare: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> int:
+    """Run `main(config, status)` as a child process, after `prepare(config)`, which may fork; its
+    exit code.
 
     A user's mistake (`EngineError`) is reported in one line through the status pipe; any other
     exception is a bug, and its traceback is logged too.
@@ -62,9 +70,10 @@ def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> 
 
     setproctitle.setproctitle(title)
     die_with_parent(int(os.environ[SUPERVISOR_PID]))
-    status = Status(int(os.environ[STATUS_FD]))
     with os.fdopen(int(os.environ[CONFIG_FD]), "rb") as pipe:
         config = json.load(pipe)
+    prepare(config)
+    status = Status(int(os.environ[STATUS_FD]))  # a fork's own
     try:
         main(config, status)
     except EngineError as error:
@@ -85,6 +94,14 @@ def die_with_parent(parent_pid: int) -> None:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:  # it died before the call
         os._exit(1)
+
+
+def adopt_orphans() -> bool:
+    """Have processes whose parent dies become this one's children, if it started that parent;
+    whether the system can do so."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0)
 
 
 def _watch_parent(parent_pid: int) -> None:

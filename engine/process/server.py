@@ -28,6 +28,7 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.models.registry import is_native
 from penstock.engine.process.launch import HEARTBEAT_FD, LISTEN_FD, Status, run_child
 from penstock.engine.process.logs import LogWriter, configure_logging
+from penstock.engine.process.template import decline_template, leave_template
 from penstock.engine.process.watchdog import Watchdog, heartbeat
 from penstock.engine.protocol.messages import (
     SHORT_KEY_BYTES,
@@ -59,6 +60,7 @@ from penstock.engine.structured_outputs.grammar_sandbox import GrammarSandbox
 from penstock.kernels.cpu.cores import share_of_cores
 
 _LOG = logging.getLogger(__name__)
+_TITLE = "penstock-engine"
 _MAX_ANSWER_BYTES = 8 << 20  # of blocks, but one is always sent
 _STATS_INTERVAL_S = 0.1  # while no request starts or ends
 _LEAVE_S = 0.1  # for what gateways sent before they heard that the engine drains
@@ -515,5 +517,22 @@ def stats_snapshot(
     )
 
 
+def prepare(config: Mapping[str, Any]) -> None:
+    """Leave a template behind, from which the engine starts again without its imports: not where
+    it may use a GPU, whose driver a fork cannot share, nor for ranks, which start on their own."""
+    engine = parse_config(config["engine"])
+    if engine.device.num_ranks > 1 or (engine.device.device != "cpu" and _has_gpu()):
+        decline_template()
+    else:
+        leave_template(_TITLE)
+
+
+def _has_gpu() -> bool:
+    """Whether a driver of a GPU is there, without asking torch, which would start it."""
+    return any(
+        map(os.path.exists, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(run_child("penstock-engine", serve))
+    sys.exit(run_child(_TITLE, serve, prepare=prepare))

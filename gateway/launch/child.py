@@ -1,13 +1,15 @@
 """A child of the supervisor: its start, status, end and restarts.
 
 Settings go through a pipe, so that no secret shows in a command line, and one JSON line comes
-back: ready, or why not (`engine.process.launch`).
+back: ready, or why not (`engine.process.launch`). A child that left a template behind starts again
+out of it (`engine.process.template`); without one, as the first time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -19,7 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.process.launch import EXIT_STUCK, HEARTBEAT_FD, LISTEN_FD
+from penstock.engine.process.launch import (
+    CONFIG_FD,
+    EXIT_STUCK,
+    HEARTBEAT_FD,
+    LISTEN_FD,
+    STATUS_FD,
+    SUPERVISOR_PID,
+    TEMPLATE_FD,
+)
 
 MAX_FAILED_STARTS = 5
 LOOK_INTERVAL_S = 1.0
@@ -27,6 +37,7 @@ _LOOKS_FOR_STACKS = 2  # between asking for stacks and killing
 _HEALTHY_S = 30.0  # after this long, the next death counts as the first
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 10.0
+_WAIT_S = 0.01  # between looks whether a process has ended
 
 
 @dataclass(slots=True)
@@ -81,6 +92,7 @@ class Child:
         pulse_fd: where signs of life come from.
         restart_at_s: on the monotonic clock; None while it runs.
         died_at_s: when it last died.
+        has_template: whether it may leave a template behind; only where orphans are adopted.
     """
 
     label: str
@@ -88,7 +100,7 @@ class Child:
     values: Mapping[str, Any]
     listener: socket.socket | None = None
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Adopted | None = None
     status_fd: int | None = None
     ready: dict[str, Any] | None = None
     failure: str | None = None
@@ -98,6 +110,8 @@ class Child:
     pulse_fd: int | None = None
     restart_at_s: float | None = None
     died_at_s: float = 0.0
+    has_template: bool = False
+    _template: socket.socket | None = None
     _ready_at_s: float | None = None
     _buffer: bytes = b""
 
@@ -108,40 +122,81 @@ class Child:
 
     def start(self) -> None:
         """Start the process; the caller then watches `status_fd`."""
-        config_read, config_write = os.pipe()
         self.status_fd, status_write = os.pipe()
         os.set_blocking(self.status_fd, False)
-        inherited = {"PENSTOCK_CONFIG_FD": config_read, "PENSTOCK_STATUS_FD": status_write}
+        inherited = {STATUS_FD: status_write}
+        if self.max_silent_looks:
+            self.pulse_fd, inherited[HEARTBEAT_FD] = os.pipe()
+            os.set_blocking(self.pulse_fd, False)
+        given = list(inherited.values())
         if self.listener is not None:
             inherited[LISTEN_FD] = self.listener.fileno()
-        pulse_write = None
-        if self.max_silent_looks:
-            self.pulse_fd, pulse_write = os.pipe()
-            os.set_blocking(self.pulse_fd, False)
-            inherited[HEARTBEAT_FD] = pulse_write
         self.ready = self.failure = self.restart_at_s = self._ready_at_s = None
         self.num_silent_looks = 0
         self._buffer = b""
         try:
-            self.process = subprocess.Popen(  # noqa: S603  (our own module)
-                [sys.executable, "-m", self.module],
-                env={
-                    **os.environ,
-                    **{name: str(number) for name, number in inherited.items()},
-                    "PENSTOCK_SUPERVISOR_PID": str(os.getpid()),
-                },
-                pass_fds=list(inherited.values()),
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C reaches only the supervisor, which ends children in order
-            )
+            self.process = self._from_template(inherited) or self._from_nothing(inherited)
         finally:
-            os.close(config_read)
-            os.close(status_write)
-            if pulse_write is not None:
-                os.close(pulse_write)
-            with contextlib.suppress(BrokenPipeError), os.fdopen(config_write, "wb") as pipe:
-                if self.process is not None:
-                    pipe.write(json.dumps(self.values).encode())
+            for number in given:
+                os.close(number)
+
+    def _from_template(self, inherited: Mapping[str, int]) -> Adopted | None:
+        """The template as this child; None if there is none that waits."""
+        pid = self._waiting_template()
+        if pid is None:
+            self._drop_template()  # it may come too late
+            return None
+        assert self._template is not None
+        try:
+            names = json.dumps(list(inherited)).encode()
+            socket.send_fds(self._template, [names], list(inherited.values()))
+        except OSError:
+            self._drop_template()
+            return None
+        return Adopted(pid)
+
+    def _waiting_template(self) -> int | None:
+        pid = None
+        with contextlib.suppress(OSError):  # there is no more to read, or nobody writes any more
+            while self._template is not None and (told := self._template.recv(64)):
+                pid = int(told)
+            return None  # it has ended
+        return pid
+
+    def _drop_template(self) -> None:
+        """End the template, if there is one."""
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    def _from_nothing(self, inherited: Mapping[str, int]) -> subprocess.Popen[bytes]:
+        config_read, config_write = os.pipe()
+        process, given = None, {**inherited, CONFIG_FD: config_read}
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, config_read)
+            if self.has_template:
+                self._template, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._template.setblocking(False)
+                given[TEMPLATE_FD] = stack.enter_context(theirs).fileno()
+            try:
+                process = subprocess.Popen(  # noqa: S603  (our own module)
+                    [sys.executable, "-m", self.module],
+                    env={
+                        **os.environ,
+                        **{name: str(number) for name, number in given.items()},
+                        SUPERVISOR_PID: str(os.getpid()),
+                    },
+                    pass_fds=list(given.values()),
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C reaches only the supervisor, which ends children in order.
+                    process_group=0,
+                )
+            finally:
+                with contextlib.suppress(BrokenPipeError), os.fdopen(config_write, "wb") as pipe:
+                    if process is not None:
+                        stack.close()  # ours of what it reads from
+                        pipe.write(json.dumps(self.values).encode())
+        return process
 
     def read_status(self) -> bool:
         """Read its status; whether that was the end, with `ready` or `failure` set."""
@@ -196,6 +251,8 @@ class Child:
             self.pulse_fd = None
         self.died_at_s = time.monotonic()
         ready_for_s = None if self._ready_at_s is None else self.died_at_s - self._ready_at_s
+        if ready_for_s is None:
+            self._drop_template()  # perhaps its fault
         self.restart_at_s = self.died_at_s + self.restarts.note_death(ready_for_s)
         if self.failure is not None:
             return f"{self.label} could not start: {self.failure}"
@@ -212,6 +269,7 @@ class Child:
         Args:
             deadline_s: on the monotonic clock.
         """
+        self._drop_template()
         if self.process is None:
             return True
         try:
@@ -220,6 +278,40 @@ class Child:
             self.process.kill()
             code = self.process.wait()
         return code in (0, -signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class Adopted:
+    """A process that another one forked and that is now this one's child; as `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Raises subprocess.TimeoutExpired: it still runs after `timeout` seconds."""
+        deadline_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(_WAIT_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def _is_stopped(pid: int) -> bool:

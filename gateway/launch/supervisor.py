@@ -34,6 +34,7 @@ from typing import Any
 
 from penstock.engine.config import MAX_LOGPROBS, CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
+from penstock.engine.process.launch import adopt_orphans
 from penstock.engine.process.logs import configure_logging
 from penstock.engine.settings.declaration import Section, settings_of
 from penstock.gateway.config import GatewayConfig, pool_name
@@ -82,6 +83,7 @@ class Supervisor:
         self._children: list[Child] = []  # the engines first
         self._num_engines = 1  # or what starts them elsewhere
         self._num_local = 1
+        self._adopts = adopt_orphans()
         self._selector = selectors.DefaultSelector()
         self._num_stop_signals = 0
         self._next_look_s = 0.0
@@ -185,6 +187,7 @@ class Supervisor:
             },
             listener,
             max_silent_looks=_max_silent_looks(step_timeout_s),
+            has_template=self._adopts,
         )
 
     def _start(self, child: Child) -> None:
@@ -278,6 +281,8 @@ class Supervisor:
                     self._note_death(child)
                 if child.restart_at_s is not None and child.restart_at_s <= time.monotonic():
                     self._start(child)
+            if self._adopts:
+                self._reap_adopted()
             if time.monotonic() >= self._next_look_s:
                 self._next_look_s = time.monotonic() + LOOK_INTERVAL_S
                 for child in self._children:
@@ -287,6 +292,15 @@ class Supervisor:
                             "%s has given no sign of life for %.0f s: logging stacks, then killing"
                         )
                         _LOG.error(text, child.label, silent_s)
+
+    def _reap_adopted(self) -> None:
+        """Reap what others forked and has ended: templates, and what a dead child had started."""
+        known = {child.process.pid for child in self._children if child.process is not None}
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid in known:
+                    return  # its turn comes, and then that of what ended after it
+                os.waitpid(ended.si_pid, 0)
 
     def _note_death(self, child: Child) -> None:
         ending = child.reap()

@@ -17,7 +17,7 @@ from penstock.load.launch import Started, server
 
 from ..system.processes import wait_gone
 
-FAMILY = {"supervisor", "gateway", "engine"}
+FAMILY = {"supervisor", "gateway", "engine", "template"}
 
 
 def test_it_is_ready_when_it_is_given(demo: Started) -> None:

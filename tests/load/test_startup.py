@@ -35,7 +35,7 @@ def test_it_shows_start_memory_and_speed(penstock: Penstock, tmp_path: Path) -> 
     for start in figures["starts"]:
         assert min(start["ready_s"], start["first_token_s"]) > 0.0
         for memory in (start["idle"], start["used"]):
-            assert sorted(memory) == ["engine", "gateway", "supervisor"]
+            assert sorted(memory) == ["engine", "gateway", "supervisor", "template"]
     ways = [(run["server"], run["load"]["concurrency"]) for run in figures["speeds"]]
     assert ways == [
         ("chat, sse", 1), ("chat, sse", 3), ("responses, sse", 3), ("responses, websocket", 3)

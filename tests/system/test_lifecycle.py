@@ -34,9 +34,9 @@ _STORY = {
 }
 
 
-def test_three_processes_with_titles(demo_server: Served) -> None:
+def test_processes_with_titles(demo_server: Served) -> None:
     names = sorted(child.name() for child in demo_server.family)
-    assert names == ["penstock-engine", "penstock-gateway"]
+    assert names == ["penstock-engine", "penstock-gateway", "penstock-template"]
     assert psutil.Process(demo_server.process.pid).name() == "penstock"
 
 

@@ -57,6 +57,7 @@ def test_each_process_is_killed_and_comes_back_and_none_outlives_the_supervisor(
 ) -> None:
     with serve("--log-format", "json", log=tmp_path / "first") as served:
         engine, gateway = served.child(_ENGINE), served.child(_GATEWAY)
+        template = served.child("penstock-template")
         with suspended(psutil.Process(served.process.pid)):  # no other starts before we looked
             engine.kill()
             wait_until(lambda: not is_ready(served))
@@ -64,7 +65,7 @@ def test_each_process_is_killed_and_comes_back_and_none_outlives_the_supervisor(
         wait_until(lambda: is_ready(served))
         generate(served)
         served.renew_family()
-        assert served.child(_ENGINE).pid != engine.pid
+        assert served.child(_ENGINE).pid == template.pid, "it did not start from nothing"
         assert served.child(_GATEWAY).pid == gateway.pid
 
         engine = served.child(_ENGINE)
@@ -190,7 +191,7 @@ def test_of_several_gateways_one_is_killed_and_the_rest_serve_on(
         _check_secrets(served)
         gateways = [child for child in served.family if child.name() == _GATEWAY]
         assert len(gateways) == 2
-        assert len(served.family) == 3
+        assert len(served.family) == 4, "and an engine with its template"
         gateways[0].kill()
         for _ in range(5):
             generate(served, **_AUTHORIZATION)
@@ -200,7 +201,7 @@ def test_of_several_gateways_one_is_killed_and_the_rest_serve_on(
         assert "penstock: gateway 0 is back after " in log()
         served.renew_family()
         assert gateways[1] in served.family
-        assert len(served.family) == 3
+        assert len(served.family) == 4
         # One that ends as asked is still one that is to run.
         gateways[1].terminate()
         wait_until(lambda: "penstock: gateway 1 is back after " in log())

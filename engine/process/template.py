@@ -1,0 +1,115 @@
+"""A template of the engine's process: its imports are done, and the next engine comes out of it.
+
+Importing torch takes most of an engine's start. So before an engine loads its model, it forks a
+process that waits, and shares its memory with it until one of them writes there. When the engine
+dies, the template leaves a new one behind, and is the engine.
+
+The template forks before anything starts a thread, opens a socket or touches a model; it has none
+of the engine's descriptors, and its parent is the supervisor, which is the subreaper of what it
+started (Linux only). Orders come through a socket, whose number is in `PENSTOCK_TEMPLATE_FD`:
+
+    template   →  its process id, once it waits
+    supervisor →  the names of variables of `engine.process.launch`, as JSON, with a descriptor each
+
+The end of the socket, at either end, says that the other one is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+from penstock.engine.process.launch import (
+    HEARTBEAT_FD,
+    LISTEN_FD,
+    STATUS_FD,
+    SUPERVISOR_PID,
+    TEMPLATE_FD,
+    die_with_parent,
+)
+
+TEMPLATE_TITLE = "penstock-template"
+_MAX_ORDER_BYTES, _MAX_DESCRIPTORS = 4096, 8
+_LOOK_S = 0.001
+
+
+def leave_template(title: str) -> None:
+    """Leave a template behind, if the supervisor asked for one. Returns at once in this process;
+    and later in the template, when it becomes the engine, with its own descriptors in the
+    environment. Without memory for another process, the engine runs without a template.
+
+    Args:
+        title: of the engine's process.
+    """
+    supervisor = _supervisor()
+    if supervisor is None:
+        return
+    import setproctitle  # as in `engine.process.launch`
+
+    gc.freeze()  # a collection would write to objects, and so end their being shared
+    with supervisor:
+        while threading.active_count() == 1 and _fork_orphan():
+            try:
+                os.environ.update(_await_turn(supervisor))
+                setproctitle.setproctitle(title)
+            except BaseException:
+                os._exit(1)  # the engine's process would run twice
+
+
+def decline_template() -> None:
+    """Tell the supervisor that there will be no template."""
+    supervisor = _supervisor()
+    if supervisor is not None:
+        supervisor.close()
+
+
+def _supervisor() -> socket.socket | None:
+    number = os.environ.pop(TEMPLATE_FD, None)
+    return None if number is None else socket.socket(fileno=int(number))
+
+
+def _fork_orphan() -> bool:
+    """Fork a process whose parent is the supervisor; True in that process, without what it would
+    keep open of the engine's."""
+    try:
+        between = os.fork()
+    except OSError:
+        return False
+    if between:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    try:
+        import setproctitle
+
+        setproctitle.setproctitle(TEMPLATE_TITLE)  # never another process of the engine's name
+        if os.fork():
+            os._exit(0)
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles it
+        for name in (STATUS_FD, HEARTBEAT_FD, LISTEN_FD):
+            if name in os.environ:
+                os.close(int(os.environ.pop(name)))
+        while os.getppid() == between:
+            time.sleep(_LOOK_S)
+        die_with_parent(int(os.environ[SUPERVISOR_PID]))
+    except BaseException:
+        os._exit(1)
+    return True
+
+
+def _await_turn(supervisor: socket.socket) -> Mapping[str, str]:
+    """Wait until this process is to be the engine; its descriptors by the name of the variable."""
+    supervisor.send(b"%d" % os.getpid())
+    order, numbers, _, _ = socket.recv_fds(supervisor, _MAX_ORDER_BYTES, _MAX_DESCRIPTORS)
+    if not order:  # the supervisor needs no template any more
+        os._exit(0)
+    return dict(zip(json.loads(order), map(str, numbers), strict=True))
