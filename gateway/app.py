@@ -42,6 +42,7 @@ from penstock.gateway.api.shared.idempotency import IdempotentAnswers
 from penstock.gateway.api.shared.json_api import UpgradeRequired
 from penstock.gateway.api.shared.operations import operations_of, routes_of
 from penstock.gateway.api.status.routes import Description, Status
+from penstock.gateway.api.status.running import RunningRequests
 from penstock.gateway.api.status.stats_socket import StatsSocket
 from penstock.gateway.api.tickets import TicketRoutes
 from penstock.gateway.api.tokens.routes import Tokens
@@ -154,6 +155,7 @@ def create_app(
     _watch(metrics, admission=admission, service=service, grammars=planner.grammars, log=log)
     state.watch(metrics)
     tracing = _tracing(config)
+    stats = StatsSocket(engine, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -162,10 +164,12 @@ def create_app(
         discovery.start()
         adapters.start()
         await metrics.start()
+        stats.start()
         await service.start()
         try:
             yield
         finally:
+            await stats.close()
             await discovery.close()
             await engine.close()
             await adapters.close()
@@ -200,11 +204,18 @@ def create_app(
         return (*model.names, *any_name, *adapters.of(caller))
 
     status = Status(engine, metrics, kind=state.conversations.kind, trouble=state.trouble)
-    apis += [TicketRoutes(state.tickets), status, Description(names, config.root_path or "")]
+    running = RunningRequests(planner.generations)
+    apis += [
+        TicketRoutes(state.tickets),
+        status,
+        stats,
+        running,
+        Description(names, config.root_path or ""),
+    ]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
         WebSocketRoute("/v1/responses", ResponsesSocket(service).serve),
-        WebSocketRoute("/v1/stats", StatsSocket(engine, metrics).serve),
+        WebSocketRoute("/v1/stats", stats.serve),
     ]
     below_v1 += [
         Route(each.path.removeprefix("/v1"), UpgradeRequired(), methods=["GET"]) for each in sockets

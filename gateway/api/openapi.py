@@ -324,6 +324,15 @@ _ITEM = {"id": STRING, "status": _one_of("in_progress", "completed", "incomplete
 _CALL = {**_ITEM, "call_id": STRING, "name": STRING}
 _SPACE = {"namespace": STRING}
 
+_RUNNING = _object(
+    id=STRING,
+    object=_one_of("penstock.request"),
+    created_at=INTEGER,
+    tenant=STRING,
+    status=_one_of("waiting", "running"),
+    prompt_tokens=INTEGER,
+    output_tokens=INTEGER,
+)
 ANSWERS: dict[str, Schema] = {
     "Error": _object(
         error=_object(
@@ -664,6 +673,9 @@ ANSWERS: dict[str, Schema] = {
         {name: _object(state=STRING, message=STRING) for name in ("redis", "disk")}, status=STRING
     ),
     "Version": _object(version=STRING),
+    "StatsHistory": _object(times=_list(_NUMBER), series=_map(_ANYTHING)),
+    "RunningRequest": _RUNNING,
+    "RunningRequests": _object(object=_one_of("list"), data=_list(ref("RunningRequest"))),
     "Load": _object(server_load=INTEGER),
     "TokenizerInfo": {**_object(tokenizer_class=STRING), "additionalProperties": _ANYTHING},
 }

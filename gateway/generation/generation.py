@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -93,6 +94,7 @@ class Generation:
     Attributes:
         prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; complete
             when the first delta arrives.
+        began_at: Unix time in seconds.
         prefix_id: identifies the KV of all full blocks of prompt and output in an engine; None
             before the end, and if the gateway ended the output.
     """
@@ -124,6 +126,7 @@ class Generation:
             )
             for index, text in enumerate(texts)
         ]
+        self.began_at = time.time()
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prefix_id: bytes | None = None
         self._num_running = len(self.branches)
@@ -223,6 +226,16 @@ class Generation:
     @property
     def is_finished(self) -> bool:
         return self._num_running == 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine has it, or will."""
+        return self._stream is not None and not self.is_finished
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has got a token."""
+        return self._stage is _STARTED
 
     @property
     def num_wanted(self) -> int:

@@ -128,6 +128,7 @@ class RequestPlanner:
         self.adapters = adapters
         self.images = images
         self.long_work = LongWork()
+        self.generations: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.paced_work = PacedWork()
         self.grammars = GrammarCheck(model.directory, metrics)
         self.gaps = GapPrompts(
@@ -530,6 +531,7 @@ class RequestPlanner:
             reservation=reservation,
             has_end_logprobs=has_end_logprobs,
         )
+        self.generations.add(generation)
         if reservation is not None:
             # A client may disconnect before the generation is entered or discarded.
             loop = asyncio.get_running_loop()

@@ -3,11 +3,14 @@
  */
 
 import { byId } from "../dom.js";
+import { PenstockError } from "../http.js";
 import { askForKey, closeKeyDialog, listenForKey, storedKey } from "../key-dialog.js";
 import { BlocksPicture } from "./blocks.js";
+import { faultsOf, showFaults } from "./errors.js";
 import { Feed } from "./feed.js";
 import { requestFigures, speedFigures } from "./figures.js";
 import { History, SPAN_S } from "./history.js";
+import { RunningTable } from "./running.js";
 import { TenantTable, tenantsOf } from "./tenants.js";
 import { bytes, count } from "./texts.js";
 import { Tile } from "./tile.js";
@@ -23,7 +26,7 @@ const page = {
   bannerText: byId("banner-text"),
   bannerAction: byId("banner-action"),
   window: /** @type {HTMLSelectElement} */ (byId("window")),
-  span: byId("span"),
+  span: /** @type {HTMLSelectElement} */ (byId("span")),
   main: byId("main"),
 };
 
@@ -37,7 +40,9 @@ const pictures = {
   host: new BlocksPicture(byId("host-blocks"), "KV in host memory"),
 };
 const tenants = new TenantTable({ body: byId("tenants"), more: byId("more-tenants") });
+const running = new RunningTable({ body: byId("running"), note: byId("running-note"), http: feed.http });
 let isDrawPending = false;
+let hasHistory = false;
 
 const windowS = () => Number(page.window.value);
 
@@ -68,7 +73,6 @@ function drawSoon() {
 
 function draw(/** @type {View} */ view, /** @type {number} */ now) {
   for (const tile of tiles) tile.show(view, now);
-  page.span.textContent = `Charts of ${tiles[0].spanS / 60} min`;
   const bytesPerBlock = engine?.bytes_per_block ?? 0;
   const numSlots = view.value('kv_slots{state="allocated"}');
   const emptyShare = numSlots ? (view.value('kv_slots{state="empty"}') ?? 0) / numSlots : 0;
@@ -83,13 +87,27 @@ function draw(/** @type {View} */ view, /** @type {number} */ now) {
     });
   }
   tenants.show(tenantsOf(view));
+  showFaults(byId("errors"), byId("errors-note"), faultsOf(view));
+}
+
+/** What the server has kept of the last hour; charts begin with it. */
+async function loadHistory() {
+  if (hasHistory) return; // of another connection: this page has seen the rest itself
+  try {
+    const kept = await feed.http.request("GET", "v1/stats/history");
+    history.beginWith(kept);
+    hasHistory = true;
+    recompute();
+  } catch (error) {
+    if (!(error instanceof PenstockError)) throw error; // without it, charts begin now
+  }
 }
 
 /** The charts then show averages over another time, for the past too. */
 function recompute() {
   for (const tile of tiles) tile.forget();
   const now = history.newest?.time ?? 0;
-  for (const frame of history.frames) {
+  for (const frame of [...history.old, ...history.frames]) {
     const view = history.view(windowS(), frame);
     if (view && frame.time >= now - SPAN_S) for (const tile of tiles) tile.keep(view, frame.time);
   }
@@ -133,8 +151,11 @@ function showBanner(/** @type {string} */ shown) {
 }
 
 function onStateChange() {
-  if (feed.state === "open") closeKeyDialog();
-  else if (feed.state === "unauthorized") askForKey();
+  if (feed.state === "open") {
+    closeKeyDialog();
+    void running.watch();
+    void loadHistory();
+  } else if (feed.state === "unauthorized") askForKey();
   else if (feed.state === "connecting") history.begin();
   showState();
 }
@@ -179,6 +200,10 @@ addTiles();
 listenForPointing();
 listenForKey((key) => feed.setApiKey(key));
 page.window.addEventListener("change", recompute);
+page.span.addEventListener("change", () => {
+  for (const tile of tiles) tile.maxSpanS = Number(page.span.value);
+  drawSoon();
+});
 page.bannerAction.addEventListener("click", () => {
   if (feed.state === "unauthorized") askForKey();
   else feed.connect();

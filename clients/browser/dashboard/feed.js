@@ -22,7 +22,7 @@ const SILENCE_MS = 6_000;
 export class Feed extends EventTarget {
   /** @type {FeedState} */ state = "waiting";
   numFailures = 0;
-  #http;
+  http;
   /** @type {WebSocket | null} */ #socket = null;
   /** @type {ReturnType<typeof setTimeout> | undefined} */ #timer;
   /** Counts tries, so that a late result is recognised as stale. */
@@ -31,7 +31,7 @@ export class Feed extends EventTarget {
   /** @param {{ baseUrl: string, apiKey: string | null }} options */
   constructor(options) {
     super();
-    this.#http = new Http(options);
+    this.http = new Http(options);
   }
 
   /** Connects now: the first time, or instead of waiting for the next try. */
@@ -40,7 +40,7 @@ export class Feed extends EventTarget {
   }
 
   setApiKey(/** @type {string} */ key) {
-    this.#http.apiKey = key;
+    this.http.apiKey = key;
     this.#drop("waiting");
     this.connect();
   }
@@ -51,7 +51,7 @@ export class Feed extends EventTarget {
     clearTimeout(this.#timer);
     this.#setState("connecting");
     try {
-      await this.#http.request("GET", "v1/models", { signal: AbortSignal.timeout(PROBE_TIMEOUT_MS) });
+      await this.http.request("GET", "v1/models", { signal: AbortSignal.timeout(PROBE_TIMEOUT_MS) });
       const url = await this.#socketUrl();
       if (attempt === this.#attempt) this.#open(attempt, url);
     } catch (error) {
@@ -63,10 +63,10 @@ export class Feed extends EventTarget {
 
   /** With a ticket instead of the key, since a browser's WebSocket cannot send headers. */
   async #socketUrl() {
-    const url = this.#http.url("v1/stats");
+    const url = this.http.url("v1/stats");
     url.protocol = url.protocol.replace("http", "ws");
-    if (this.#http.apiKey) {
-      const { ticket } = await this.#http.request("POST", "v1/tickets");
+    if (this.http.apiKey) {
+      const { ticket } = await this.http.request("POST", "v1/tickets");
       url.searchParams.set("ticket", ticket);
     }
     return url;

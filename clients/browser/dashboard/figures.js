@@ -16,8 +16,16 @@ const quantiles = (/** @type {string} */ name) => [0.5, 0.99].map((share) => ({
 const average = (/** @type {View} */ view, /** @type {string} */ histogram) =>
   `mean ${duration(view.ratio(`${histogram}_sum`, `${histogram}_count`))} · total: ${count(view.value(`${histogram}_count`))}`;
 
-/** How many requests are where. @returns {Figure[]} */
+/** What is looked at first. @returns {Figure[]} */
 export const requestFigures = () => [
+  {
+    id: "tokens-out",
+    title: "Tokens out / s",
+    lines: [{ name: "", read: rate("generation_tokens_total") }],
+    text: amount,
+    least: 1,
+    note: (view) => `total: ${count(view.value("generation_tokens_total"))}`,
+  },
   {
     id: "running",
     title: "Running",
@@ -35,50 +43,22 @@ export const requestFigures = () => [
     note: (view) => `${count(view.value("num_tokens_waiting"))} prompt tokens in the queue`,
   },
   {
-    id: "swapped",
-    title: "Swapped out",
-    lines: [{ name: "", read: value("num_requests_swapped") }],
-    text: count,
-    least: 1,
-    note: (view) => `KV in host memory · ${count(view.value("swap_fallbacks_total"))} found no room`,
-  },
-  {
-    id: "preemptions",
-    title: "Preemptions / s",
-    lines: [{ name: "", read: rate("num_preemptions_total") }],
-    text: amount,
-    least: 1,
-    note: (view) => [
-      `total: ${count(view.value("num_preemptions_total"))}`,
-      `${count(view.value('preemptions_by_kind_total{kind="swap"}'))} swapped`,
-      `${count(view.value('preemptions_by_kind_total{kind="recompute"}'))} recomputed`,
-    ].join(" · "),
-  },
-];
-
-/** How fast it goes. @returns {Figure[]} */
-export const speedFigures = () => [
-  {
     id: "ttft",
     title: "Time to first token",
     lines: quantiles("time_to_first_token_seconds"),
     text: duration,
     note: (view) => average(view, "time_to_first_token_seconds"),
   },
+];
+
+/** The rest. @returns {Figure[]} */
+export const speedFigures = () => [
   {
     id: "itl",
     title: "Inter-token latency",
     lines: quantiles("inter_token_latency_seconds"),
     text: duration,
     note: (view) => average(view, "inter_token_latency_seconds"),
-  },
-  {
-    id: "tokens-out",
-    title: "Tokens out / s",
-    lines: [{ name: "", read: rate("generation_tokens_total") }],
-    text: amount,
-    least: 1,
-    note: (view) => `total: ${count(view.value("generation_tokens_total"))}`,
   },
   {
     id: "tokens-in",
@@ -146,6 +126,26 @@ export const speedFigures = () => [
     text: amount,
     least: 1,
     note: (view) => `total: ${count(view.value('kv_blocks_evicted_total{tier="device"}'))} device, ${count(view.value('kv_blocks_evicted_total{tier="host"}'))} host`,
+  },
+  {
+    id: "swapped",
+    title: "Swapped out",
+    lines: [{ name: "", read: value("num_requests_swapped") }],
+    text: count,
+    least: 1,
+    note: (view) => `KV in host memory · ${count(view.value("swap_fallbacks_total"))} found no room`,
+  },
+  {
+    id: "preemptions",
+    title: "Preemptions / s",
+    lines: [{ name: "", read: rate("num_preemptions_total") }],
+    text: amount,
+    least: 1,
+    note: (view) => [
+      `total: ${count(view.value("num_preemptions_total"))}`,
+      `${count(view.value('preemptions_by_kind_total{kind="swap"}'))} swapped`,
+      `${count(view.value('preemptions_by_kind_total{kind="recompute"}'))} recomputed`,
+    ].join(" · "),
   },
 ];
 

@@ -5,7 +5,10 @@
  */
 
 /** What the charts show. */
-export const SPAN_S = 300;
+export const SPAN_S = 3_600;
+/** So far back there is a frame a second; before that, one in `STEP_S`, as the server keeps them. */
+export const DETAILED_S = 300;
+export const STEP_S = 15;
 const FRAME_S = 1; // the shortest time between two that are kept
 const COUNTER = /_(total|count|sum|bucket)(\{|$)/;
 
@@ -14,6 +17,7 @@ const COUNTER = /_(total|count|sum|bucket)(\{|$)/;
 
 export class History {
   /** @type {Frame[]} */ frames = [];
+  /** Those before them, further apart. @type {Frame[]} */ old = [];
   /** @type {Frame | null} */ newest = null;
   #epoch = 0;
   #isNew = true;
@@ -35,16 +39,50 @@ export class History {
     const last = this.frames.at(-1);
     if (last && last.epoch === this.#epoch && time - last.time < FRAME_S * 0.9) return false;
     this.frames.push(this.newest);
-    while (this.frames[0].time < time - 2 * SPAN_S) this.frames.shift();
+    while (this.frames[0].time < time - 2 * DETAILED_S) {
+      const frame = /** @type {Frame} */ (this.frames.shift());
+      if (frame.time - (this.old.at(-1)?.time ?? 0) >= STEP_S) this.old.push(frame);
+    }
+    while (this.old[0]?.time < time - SPAN_S) this.old.shift();
     return true;
+  }
+
+  /**
+   * Takes what the server has kept of the time before.
+   * @param {{ times: number[], series: Record<string, number | (number | null)[]> }} kept
+   */
+  beginWith({ times, series }) {
+    const until = this.frames[0]?.time ?? Infinity;
+    this.old = [];
+    let epoch = 0;
+    times.forEach((time, index) => {
+      if (time >= until) return;
+      /** @type {Series} */ const now = {};
+      for (const [name, column] of Object.entries(series)) {
+        const value = typeof column === "number" ? column : column[index];
+        if (value !== null) now[name] = value;
+      }
+      const last = this.old.at(-1);
+      if (last && hasRestarted(last.series, now)) epoch += 1;
+      this.old.push({ time, epoch, series: now });
+    });
+    const last = this.old.at(-1);
+    const first = this.frames[0];
+    if (last && first && hasRestarted(last.series, first.series)) epoch += 1;
+    for (const frame of this.frames) frame.epoch += epoch;
+    if (this.newest && this.newest !== this.frames.at(-1)) this.newest.epoch += epoch;
+    this.#epoch += epoch;
   }
 
   /** The newest moment, or another, and what came in the `windowS` seconds before it. */
   view(/** @type {number} */ windowS, /** @type {Frame | null} */ frame = this.newest) {
     if (!frame) return null;
     let first = frame;
-    for (let index = this.frames.length - 1; index >= 0; index -= 1) {
-      const other = this.frames[index];
+    const isOld = this.old.includes(frame);
+    const frames = isOld ? this.old : this.frames;
+    if (isOld) windowS = Math.max(windowS, 1.5 * STEP_S);
+    for (let index = frames.length - 1; index >= 0; index -= 1) {
+      const other = frames[index];
       if (other.time < frame.time - windowS || (other.epoch !== frame.epoch && other.time < frame.time)) break;
       if (other.time < frame.time) first = other;
     }
@@ -102,6 +140,13 @@ export class View {
     const { bound, upTo } = buckets[index];
     if (bound === Infinity) return lower.bound;
     return lower.bound + (bound - lower.bound) * ((rank - lower.upTo) / (upTo - lower.upTo));
+  }
+
+  /** The series of a name with their labels. @returns {[labels: Record<string, string>, name: string][]} */
+  labelledBy(/** @type {string} */ name) {
+    return Object.keys(this.#last.series)
+      .filter((key) => key.startsWith(`${name}{`))
+      .map((key) => [Object.fromEntries([...key.matchAll(/(\w+)="([^"]*)"/g)].map(([, label, value]) => [label, value])), key]);
   }
 
   /** The series of a name by the value of their only label. @returns {[label: string, name: string][]} */

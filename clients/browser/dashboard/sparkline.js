@@ -2,10 +2,13 @@
  * Small line charts of the last minutes, as SVG. Colours are the style sheet's.
  */
 
+import { DETAILED_S } from "./history.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 300;
 const HEIGHT = 44;
-const MAX_GAP_S = 4; // between two points that are joined
+// Between two points that are joined: of the last minutes, and before.
+const MAX_GAP_S = 4, MAX_OLD_GAP_S = 40;
 
 /** `values`: one of each line, null where there is none. @typedef {{ time: number, values: (number | null)[] }} Point */
 
@@ -29,10 +32,10 @@ export class Sparkline {
     const x = (/** @type {number} */ time) => round(WIDTH * (1 - (now - time) / span));
     const y = (/** @type {number} */ value) => round(HEIGHT - 1 - (HEIGHT - 4) * (value / (max || 1)));
     this.#lines.forEach((line, index) => {
-      const runs = runsOf(points, index).map((run) => run.map(({ time, value }) => `${x(time)} ${y(value)}`));
+      const runs = runsOf(points, index, now).map((run) => run.map(({ time, value }) => `${x(time)} ${y(value)}`));
       line.setAttribute("d", runs.map((run) => `M${run.join("L")}${run.length === 1 ? "h.1" : ""}`).join(""));
     });
-    const areas = runsOf(points, 0).map((run) => {
+    const areas = runsOf(points, 0, now).map((run) => {
       const top = run.map(({ time, value }) => `L${x(time)} ${y(value)}`).join("");
       return `M${x(run[0].time)} ${HEIGHT}${top}L${x(run[run.length - 1].time)} ${HEIGHT}Z`;
     });
@@ -50,14 +53,14 @@ export class Sparkline {
 }
 
 /** The stretches of a line without a hole. @returns {{ time: number, value: number }[][]} */
-function runsOf(/** @type {Point[]} */ points, /** @type {number} */ index) {
+function runsOf(/** @type {Point[]} */ points, /** @type {number} */ index, /** @type {number} */ now) {
   /** @type {{ time: number, value: number }[][]} */ const runs = [];
   let lastTime = -Infinity;
   for (const { time, values } of points) {
     const value = values[index] ?? null;
     if (value === null) lastTime = -Infinity;
     else {
-      if (time - lastTime > MAX_GAP_S) runs.push([]);
+      if (time - lastTime > (now - time > DETAILED_S - MAX_OLD_GAP_S ? MAX_OLD_GAP_S : MAX_GAP_S)) runs.push([]);
       runs[runs.length - 1].push({ time, value });
       lastTime = time;
     }

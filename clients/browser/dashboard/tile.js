@@ -3,7 +3,7 @@
  */
 
 import { make } from "../dom.js";
-import { SPAN_S } from "./history.js";
+import { DETAILED_S, SPAN_S, STEP_S } from "./history.js";
 import { Sparkline } from "./sparkline.js";
 
 /** @typedef {import("./history.js").View} View */
@@ -19,7 +19,7 @@ import { Sparkline } from "./sparkline.js";
  */
 
 /** How far back a chart goes: what there is, in steps. */
-const SPANS_S = [60, 120, SPAN_S];
+const SPANS_S = [60, 120, DETAILED_S, 900, SPAN_S];
 
 export class Tile {
   node = make("section", "tile");
@@ -28,11 +28,17 @@ export class Tile {
   #numbers;
   #peak = make("span", "peak");
   #note = make("p", "note");
+  /** Where the axes end. */
+  #top = make("span", "axis-top");
+  #from = make("span");
   /** @type {import("./sparkline.js").Point[]} */ #points = [];
   /** @type {(number | null)[]} */ #values = [];
   #now = 0;
   /** How many seconds the chart shows. */
-  spanS = SPAN_S;
+  spanS = DETAILED_S;
+  /** How many the reader wants at most. */
+  maxSpanS = DETAILED_S;
+  /** Points before `#points`, further apart. @type {import("./sparkline.js").Point[]} */ #old = [];
   /** Where the reader points, as a share of the chart's width. @type {number | null} */ #cursor = null;
 
   constructor(/** @type {Figure} */ figure) {
@@ -52,28 +58,42 @@ export class Tile {
     });
     const head = make("div", "tile-head");
     head.append(title, this.#peak);
-    this.node.append(head, numbers, this.#note, this.#chart.node);
+    const axis = make("div", "axis");
+    axis.setAttribute("aria-hidden", "true"); // the chart's name says the same
+    axis.append(this.#from, make("span", "", "now"));
+    const chart = make("div", "chart");
+    this.#top.setAttribute("aria-hidden", "true");
+    chart.append(this.#chart.node, this.#top);
+    this.node.append(head, numbers, this.#note, chart, axis);
   }
 
   /** Takes what the charts show of one moment. */
   keep(/** @type {View} */ view, /** @type {number} */ time) {
     this.#points.push({ time, values: this.#read(view) });
-    while (this.#points[0].time < time - SPAN_S) this.#points.shift();
+    while (this.#points[0].time < time - DETAILED_S) {
+      const point = /** @type {import("./sparkline.js").Point} */ (this.#points.shift());
+      if (point.time - (this.#old.at(-1)?.time ?? 0) >= STEP_S - 1) this.#old.push(point);
+    }
+    while (this.#old[0]?.time < time - SPAN_S) this.#old.shift();
   }
 
   forget() {
     this.#points = [];
+    this.#old = [];
   }
 
   show(/** @type {View} */ view, /** @type {number} */ now) {
     this.#now = now;
     this.#values = this.#read(view);
     const { text, title, least = 0, note } = this.#figure;
-    const points = [...this.#points, { time: now, values: this.#values }];
-    this.spanS = SPANS_S.find((span) => span >= now - points[0].time) ?? SPAN_S;
+    const known = [...this.#old, ...this.#points, { time: now, values: this.#values }];
+    this.spanS = Math.min(this.maxSpanS, SPANS_S.find((span) => span >= now - known[0].time) ?? SPAN_S);
+    const points = known.filter((point) => point.time >= now - this.spanS);
     const all = points.flatMap(({ values }) => values.filter((value) => value !== null));
     const peak = Math.max(0, ...all);
     this.#chart.draw(points, { now, span: this.spanS, max: Math.max(peak, least) });
+    this.#top.textContent = text(Math.max(peak, least));
+    this.#from.textContent = `${this.spanS / 60} min ago`;
     this.#peak.textContent = all.length > 0 ? `max ${text(peak)}` : "";
     this.#chart.describe(`${title}: ${text(this.#values[0] ?? null)}, ${this.#peak.textContent} in ${this.spanS / 60} min`);
     this.#note.textContent = note?.(view) ?? "";
@@ -94,8 +114,9 @@ export class Tile {
 
   #valuesAt(/** @type {number} */ time) {
     const distance = (/** @type {{ time: number }} */ point) => Math.abs(point.time - time);
-    const nearest = this.#points.reduce((best, point) => (distance(point) < distance(best) ? point : best), this.#points[0]);
-    return nearest && distance(nearest) < 2 ? nearest.values : [];
+    const kept = [...this.#old, ...this.#points];
+    const nearest = kept.reduce((best, point) => (distance(point) < distance(best) ? point : best), kept[0]);
+    return nearest && distance(nearest) < (this.spanS > DETAILED_S ? STEP_S : 2) ? nearest.values : [];
   }
 
   #read(/** @type {View} */ view) {

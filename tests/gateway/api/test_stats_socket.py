@@ -118,3 +118,21 @@ def test_changes() -> None:
     )
     assert changes(before, after) == {"other": 2.0, "new": 0.0, "gone": None}
     assert changes({}, after) == after
+
+
+async def test_an_hour_is_kept(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As columns; a number that has not changed is there once."""
+    monkeypatch.setattr(stats_socket, "HISTORY_INTERVAL_S", 0.02)
+    async with serve() as served:
+        await served.client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=5)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                kept = (await served.http.get("/v1/stats/history")).json()
+                tokens = kept["series"].get("generation_tokens_total")
+                if isinstance(tokens, list) and tokens[-1] == 5:
+                    break
+        times = kept["times"]
+        assert times == sorted(times)
+        assert len(tokens) == len(times)
+        assert tokens[0] in (0, None)
+        assert len(times) > 1

@@ -228,3 +228,22 @@ async def test_a_request_waits_a_moment_for_a_link_that_was_lost(
     await answers(served, "/ready", 503)
     answer = await served.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
+
+
+async def test_running_requests_are_listed_and_cancelled(served: Served) -> None:
+    assert (await served.http.get("/v1/requests")).json() == {"object": "list", "data": []}
+    served.engine.may_speak.clear()
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 500, "ignore_eos": True}
+    asking = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await until(lambda: bool(served.engine.submitted))
+    [found] = (await served.http.get("/v1/requests")).json()["data"]
+    assert (found["status"], found["tenant"]) == ("waiting", "default")
+    assert (found["prompt_tokens"], found["output_tokens"]) == (3, 0)
+    cancelled = await served.http.post(f"/v1/requests/{found['id']}/cancel")
+    assert cancelled.json() == found
+    served.engine.may_speak.set()
+    [choice] = (await asyncio.wait_for(asking, PATIENCE_S)).json()["choices"]
+    assert choice["text"] == ""
+    assert (await served.http.get("/v1/requests")).json()["data"] == []
+    gone = await served.http.post(f"/v1/requests/{found['id']}/cancel")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")

@@ -262,3 +262,41 @@ async def test_axe_finds_nothing_on_a_narrow_screen(
         assert [(v["id"], [n["target"] for n in v["nodes"]]) for v in found["violations"]] == []
     width = await page.evaluate("document.documentElement.scrollWidth")
     assert width <= 390
+
+
+@pytest.mark.exhaustive
+async def test_requests_are_cancelled_and_faults_are_counted(
+    page: Page, loaded_server: Served, client: httpx.AsyncClient
+) -> None:
+    """By their reasons; tokens per second come first, charts have axes, and the hour is the
+    server's."""
+    await sign_in(page, loaded_server.base_url)
+    first = page.locator("#requests .tile").first
+    await expect(first).to_have_id("tile-tokens-out")
+    await expect(first.locator(".axis")).to_have_text(re.compile("[0-9]+ min agonow"))
+    body = {"model": "demo", "prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+    headers = {"Authorization": "Bearer sk-batch"}
+    body |= {"n": 1, "stream": True}
+    rows = page.locator("#running tr")
+    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+        lines = stream.aiter_lines()
+        assert "text" in await anext(lines)
+        while True:  # one that has ended is listed until the page asks again
+            if await rows.count() and "batch" in await rows.first.inner_text():
+                await rows.first.get_by_role("button").click()
+                break
+            if not stream.is_closed and await page.locator("#running-note").inner_text() == "None.":
+                await asyncio.sleep(0.05)
+    note = page.locator("#running-note")
+    await expect(note).to_have_text(re.compile("was cancelled|had ended|None"))
+    await expect(rows).to_have_count(0)
+    wrong = await client.post("/v1/completions", json={"model": "none"}, headers=headers)
+    assert wrong.status_code >= 400
+    fault = page.locator("#errors tr", has_text=f"{wrong.status_code} POST /v1/completions")
+    await expect(fault).to_be_visible()
+    await expect(fault.locator("td").first).to_have_text(re.compile("[1-9]"))
+    kept = (await client.get("/v1/stats/history", headers=headers)).json()
+    assert kept["times"]
+    assert not any(name.startswith("tenant_") for name in kept["series"])  # no admin's key
+    await page.get_by_label("Charts of").select_option("3600")
+    await expect(first.locator(".axis")).to_have_text(re.compile("[0-9]+ min agonow"))
