@@ -140,4 +140,6 @@ def _features_by_system() -> list[str]:
 def _by_torch() -> list[str]:
     import torch  # not needed to build a wheel
 
-    return [name for name, has in torch.cpu.get_capabilities().items() if has is True]
+    # 2.10 has none.
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return [name for name, has in capabilities.items() if has is True]
