@@ -24,7 +24,9 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
 MAX_LOGIT_BIAS = 100.0  # OpenAI's
-MAX_PATTERN_SIZE = 1024  # of `RepetitionDetection`: each token costs microseconds
+# Of `RepetitionDetection`, where a token costs microseconds, and at most some dozens of them.
+MAX_PATTERN_SIZE = 1024
+_NUM_LOOKED_TOKENS, _MAX_COMPARED_SIZES = 8, 32
 SEED_MASK = (1 << 64) - 1
 
 
@@ -142,25 +144,27 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, array_like=
         _check(2 <= self.min_count <= 1 << 31, name, "min_count must be at least 2")
 
     def is_found(self, token_ids: list[int], num_output_tokens: int) -> bool:
-        """Whether the output, the last of these tokens, ends with such a pattern."""
+        """Whether the output, the last of these tokens, ends with such a pattern. Where very many
+        sizes are possible, as in a run of one token, it may be found some tokens later."""
         longest = min(self.max_pattern_size, num_output_tokens // self.min_count)
         num_tokens = len(token_ids)
         # A pattern's size is a distance at which the newest token stood before: few do.
         before = token_ids[num_tokens - 1 - longest : num_tokens - 1]
         before.reverse()
-        size = self.min_pattern_size
-        while size <= longest:
+        size, num_compared = self.min_pattern_size, 0
+        while size <= longest and num_compared < _MAX_COMPARED_SIZES:
             try:
                 size = before.index(token_ids[-1], size - 1) + 1
             except ValueError:
                 return False
-            num_repeated = size * (self.min_count - 1)
-            if (
-                (size == 1 or token_ids[-2] == token_ids[-2 - size])  # nearly always not
-                and token_ids[num_tokens - num_repeated :]
-                == token_ids[num_tokens - num_repeated - size : num_tokens - size]
-            ):
-                return True
+            num_looked = min(size, _NUM_LOOKED_TOKENS)
+            end = num_tokens - size
+            if token_ids[-num_looked:] == token_ids[end - num_looked : end]:  # nearly always not
+                num_compared += 1
+                pattern = token_ids[end:]
+                begins = range(end - size, end - size * self.min_count, -size)
+                if all(token_ids[begin : begin + size] == pattern for begin in begins):
+                    return True
             size += 1
         return False
 

@@ -20,7 +20,6 @@ import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
 import { html } from "./vendor/htm-preact.js";
 import { StickyScroll } from "./sticky-scroll.js";
-import { allAsJson, asJson, asMarkdown, codeFileName, fileName, fromJson, NotConversations, saveFile } from "./transfer.js";
 import { titleFrom } from "./turns.js";
 
 // For the model that comes with the server, which knows no more than this.
@@ -267,8 +266,12 @@ function leaveDeleted() {
   showNewChat("Deleted.");
 }
 
+/** What few readers use is loaded when it is first used. */
+const transfer = () => import("./transfer.js");
+
 /** What the model would call a conversation. */
 async function suggestTitle(/** @type {import("./conversations.js").Conversation} */ conversation) {
+  const { asMarkdown } = await transfer();
   const text = (await asMarkdown(client.conversations, conversation)).slice(0, MAX_TITLED);
   const answer = client.respond({
     ...settings.parameters(), tools: undefined, instructions: undefined, reasoning: { effort: "none" }, max_output_tokens: 40, store: false,
@@ -282,6 +285,7 @@ async function suggestTitle(/** @type {import("./conversations.js").Conversation
 async function save(/** @type {string} */ id, /** @type {"json" | "md"} */ format) {
   const conversation = conversationOf(store.state, id);
   if (!conversation) return;
+  const { asJson, asMarkdown, fileName, saveFile } = await transfer();
   try {
     const text = format === "json" ? await asJson(client.conversations, [conversation])
       : await asMarkdown(client.conversations, conversation);
@@ -500,7 +504,7 @@ function listenToPage() {
   page.transcript.addEventListener("click", (event) => {
     const button = /** @type {Element} */ (event.target).closest(".code-head button");
     const block = button?.closest(".code");
-    if (button && block) useCode(/** @type {HTMLElement} */ (button), block);
+    if (button && block) void useCode(/** @type {HTMLElement} */ (button), block);
   });
   byId("open-settings").addEventListener("click", () => settings.open());
   page.toLatest.addEventListener("click", () => { scroll.follow(); composer.focus(); });
@@ -518,6 +522,7 @@ function listenToPage() {
 /** Saves all conversations as a file. @returns {Promise<string>} what became of it */
 function saveChats() {
   return told(async () => {
+    const { allAsJson, saveFile } = await transfer();
     saveFile("penstock-chats.json", await allAsJson(client.conversations), "application/json");
     return "Saved.";
   });
@@ -526,6 +531,7 @@ function saveChats() {
 /** Makes the conversations of a file again. @returns {Promise<string>} what became of it */
 function loadChats(/** @type {File} */ file) {
   return told(async () => {
+    const { fromJson } = await transfer();
     const { length } = await fromJson(client.conversations, await file.text());
     void list.refresh();
     return length === 1 ? "One chat was loaded." : `${length} chats were loaded.`;
@@ -536,16 +542,18 @@ async function told(/** @type {() => Promise<string>} */ work) {
   try {
     return await work();
   } catch (error) {
+    const { NotConversations } = await transfer();
     if (!(error instanceof PenstockError || error instanceof NotConversations)) throw error;
     return error.message;
   }
 }
 
 /** Does with a block of code what its button says. */
-function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */ block) {
+async function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */ block) {
   const code = block.querySelector("pre")?.textContent ?? "";
   if ("copies" in button.dataset) void copyText(code).then(() => confirmOn(button));
   else if ("saves" in button.dataset) {
+    const { codeFileName, saveFile } = await transfer();
     saveFile(codeFileName(block.querySelector(".code-head span")?.textContent ?? ""), `${code}\n`);
     confirmOn(button);
   } else button.setAttribute("aria-pressed", String(block.classList.toggle("is-wrapped")));

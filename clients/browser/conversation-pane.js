@@ -8,7 +8,6 @@
  */
 
 import { blockOf, textOf, tokensOf } from "./answer.js";
-import { showVersions } from "./branch-comparison.js";
 import { stepBefore, stepBeside } from "./branches.js";
 import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept } from "./endings.js";
 import { cacheText } from "./figures.js";
@@ -490,6 +489,7 @@ export class ConversationPane extends EventTarget {
         use: () => { if (this.#around.mayAsk()) void this.#switch(view, place - index); },
       };
     }));
+    const { showVersions } = await import("./branch-comparison.js");
     showVersions(versions);
   }
 

@@ -115,6 +115,8 @@ class Pooler:
         kind, sequence = self._pooling.kind, span.sequence
         if kind == "last":
             return hidden[end - 1].double() if span.is_last else None
+        # Each of its tokens is computed once, in order, and none is found in the cache.
+        assert (sequence.part is None) == (span.start == 0)
         if kind == "cls":
             part = hidden[first].double() if sequence.part is None else sequence.part
         else:

@@ -72,18 +72,22 @@ def run_child(
     die_with_parent(int(os.environ[SUPERVISOR_PID]))
     with os.fdopen(int(os.environ[CONFIG_FD]), "rb") as pipe:
         config = json.load(pipe)
-    prepare(config)
-    status = Status(int(os.environ[STATUS_FD]))  # a fork's own
     try:
-        main(config, status)
+        prepare(config)
+        main(config, _status())
     except EngineError as error:
         is_option = isinstance(error, ConfigError) and not isinstance(error, ModelLoadError)
-        status.failed(str(error), code=EXIT_WRONG_OPTION if is_option else 1)
+        _status().failed(str(error), code=EXIT_WRONG_OPTION if is_option else 1)
         return 1
     except BaseException as error:
-        status.failed(f"{type(error).__name__}: {error}".splitlines()[0])
+        _status().failed(f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     return 0
+
+
+def _status() -> Status:
+    """The process's own: that of a fork is another."""
+    return Status(int(os.environ[STATUS_FD]))
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -32,11 +32,15 @@ class PanicsHidden:
     else that the process writes to file descriptor 2 meanwhile goes to `sys.stderr` afterwards."""
 
     def __init__(self) -> None:
+        self._reset()
+        # Which registers nothing: an engine's process is a fork of a fork of a fork …
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._num_inside = 0
         self._saved_fd = -1
         self._written: IO[bytes] | None = None
-        os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
 
     def __enter__(self) -> None:
         with self._lock:

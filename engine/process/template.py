@@ -25,6 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from typing import NoReturn
 
 from penstock.engine.process.launch import (
     HEARTBEAT_FD,
@@ -38,6 +39,7 @@ from penstock.engine.process.launch import (
 TEMPLATE_TITLE = "penstock-template"
 _MAX_ORDER_BYTES, _MAX_DESCRIPTORS = 4096, 8
 _LOOK_S = 0.001
+_STDERR_FD = 2
 
 
 def leave_template(title: str) -> None:
@@ -59,8 +61,8 @@ def leave_template(title: str) -> None:
             try:
                 os.environ.update(_await_turn(supervisor))
                 setproctitle.setproctitle(title)
-            except BaseException:
-                os._exit(1)  # the engine's process would run twice
+            except BaseException as error:
+                _give_up(error)
 
 
 def decline_template() -> None:
@@ -101,9 +103,18 @@ def _fork_orphan() -> bool:
         while os.getppid() == between:
             time.sleep(_LOOK_S)
         die_with_parent(int(os.environ[SUPERVISOR_PID]))
-    except BaseException:
-        os._exit(1)
+    except BaseException as error:
+        _give_up(error)
     return True
+
+
+def _give_up(error: BaseException) -> NoReturn:
+    """End the process: it must not go on as the engine's, which would run twice."""
+    if not isinstance(error, BrokenPipeError):  # the supervisor needs no template any more
+        line = f"penstock: a template of the engine gave up: {type(error).__name__}: {error}\n"
+        with contextlib.suppress(OSError):
+            os.write(_STDERR_FD, line.encode())
+    os._exit(1)
 
 
 def _await_turn(supervisor: socket.socket) -> Mapping[str, str]:

@@ -37,6 +37,7 @@ _LOOKS_FOR_STACKS = 2  # between asking for stacks and killing
 _HEALTHY_S = 30.0  # after this long, the next death counts as the first
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 10.0
+_MAX_FROM_TEMPLATES = 2  # deaths in a row; the next start shares no memory with what died
 _WAIT_S = 0.01  # between looks whether a process has ended
 
 
@@ -251,9 +252,9 @@ class Child:
             self.pulse_fd = None
         self.died_at_s = time.monotonic()
         ready_for_s = None if self._ready_at_s is None else self.died_at_s - self._ready_at_s
-        if ready_for_s is None:
-            self._drop_template()  # perhaps its fault
         self.restart_at_s = self.died_at_s + self.restarts.note_death(ready_for_s)
+        if ready_for_s is None or self.restarts.num_deaths > _MAX_FROM_TEMPLATES:
+            self._drop_template()  # perhaps its fault
         if self.failure is not None:
             return f"{self.label} could not start: {self.failure}"
         return f"{self.label} died ({how})"
@@ -289,7 +290,10 @@ class Adopted:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # the call that this one interrupts, in a signal's handler
+                return self.returncode
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -305,7 +309,8 @@ class Adopted:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

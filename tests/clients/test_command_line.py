@@ -39,7 +39,10 @@ def _without_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "penstock: error: give a command: serve, engine, status, chat, models, data or bench"),
+        (
+            (),
+            "give a command: serve, engine, status, chat, models, data, keys or bench; see",
+        ),
         (("serv",), "penstock: error: unknown command 'serv' (did you mean serve?)"),
         (("--versoin",), "penstock: error: "),
         (("chat", "x"), "penstock chat: error: unexpected argument 'x'"),

@@ -297,8 +297,8 @@ def test_json_of_the_demo_model(demo: LLM) -> None:
                 person = json.loads(output.text)
                 assert isinstance(person["age"], int)
                 assert len(person["name"]) <= 12
-                for entry in output.logprobs or ():
-                    assert entry.logprob <= max(logprob for _, logprob in entry.top)
+                for token_id, entry in zip(output.token_ids, output.logprobs or (), strict=False):
+                    assert entry[token_id].logprob <= max(each.logprob for each in entry.values())
 
 
 def test_an_invalid_grammar_is_refused_before_anything_runs(demo: LLM) -> None:

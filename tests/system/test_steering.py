@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from penstock.clients import AsyncClient, RefusedError, RetryPolicy, output_text
+from tests.redis_server import RedisServer
 
 from .kills import kill
 from .processes import ENDLESS_TOKENS, Served, serve
@@ -56,10 +60,16 @@ def _split(events: list[Any]) -> list[_Answer]:
     return found
 
 
-async def _chain(client: AsyncClient, chance: random.Random, wire: str, num: int) -> list[_Answer]:
+async def _chain(
+    client: AsyncClient,
+    chance: random.Random,
+    wire: str,
+    num: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> list[_Answer]:
     """A response that is steered again and again, over one stream."""
     socket = client.connect()
-    asked = {**_STORY, "metadata": {"chain": str(chance.random())}}
+    asked = {**_STORY, **settings, "metadata": {"chain": str(chance.random())}}
     stream = client.responses.stream(**asked) if wire == "sse" else await socket.create(**asked)
     events: list[Any] = []
     sent: list[asyncio.Task[Any]] = []
@@ -137,17 +147,59 @@ async def test_steers_at_random_tokens(long_model: tuple[str, ...], tmp_path: Pa
     assert num_cached >= _PREFIX_HIT * num_known, (num_cached, num_known)
 
 
+_WORDS = re.compile(r"([a-z]+ ){2000}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wire", ["sse", "websocket"])
+async def test_steers_of_a_grammar_bound_answer_with_drafts(
+    long_model: tuple[str, ...], tmp_path: Path, wire: str
+) -> None:
+    """Each answer is cut within its grammar and says that it is incomplete; drafts end with it."""
+    options = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
+    settings = {"structured_outputs": {"regex": _WORDS.pattern}, "min_tokens": 0}
+    with serve(*long_model, *options, log=tmp_path / "log") as served:
+        async with AsyncClient(served.base_url, retries=_PATIENT) as client:
+            answers = await _chain(client, random.Random(7), wire, 4, settings)
+    assert len(answers) == 5
+    for number, answer in enumerate(answers):
+        response = answer.events[-1]["response"]
+        reason = {"reason": "steered"} if number < 4 else None
+        assert (response["status"], response["incomplete_details"]) == (
+            "incomplete" if number < 4 else "cancelled",
+            reason,
+        )
+        assert re.fullmatch(r"([a-z]+ )*[a-z]*", output_text(response))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.process_kills
 async def test_500_steers_while_engine_and_gateway_are_killed(
     long_model: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with serve(*long_model, "--data-dir", str(tmp_path / "data"), log=tmp_path / "log") as served:
+    options = ("--data-dir", str(tmp_path / "data"))
+    await _steer_amid_kills((*long_model, *options), tmp_path / "log", num_rounds=_NUM_ROUNDS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.redis
+@pytest.mark.process_kills
+async def test_steers_with_redis_while_engine_and_gateway_are_killed(
+    long_model: tuple[str, ...], tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path / "redis") as redis:
+        options = ("--redis-url", redis.url, "--redis-patience-ms", "2000")
+        await _steer_amid_kills((*long_model, *options), tmp_path / "log", num_rounds=4)
+
+
+async def _steer_amid_kills(options: tuple[str, ...], log: Path, *, num_rounds: int) -> None:
+    """A round has 50 steers, and kills the engine or the gateway."""
+    with serve(*options, log=log) as served:
         num_steers = 0
-        for number in range(_NUM_ROUNDS):
+        for number in range(num_rounds):
             chains = asyncio.create_task(_steer(served, _NUM_CHAINS, _NUM_STEERS))
             await asyncio.sleep(0.5)
             await kill(served, ("engine", "gateway")[number % 2])
             num_steers += sum(len(answers) - 1 for answers in await chains)
     # The others came when their answer had just ended.
-    assert num_steers >= 0.9 * _NUM_ROUNDS * _NUM_CHAINS * _NUM_STEERS
+    assert num_steers >= 0.9 * num_rounds * _NUM_CHAINS * _NUM_STEERS

@@ -217,7 +217,7 @@ async def test_the_engine_is_killed_in_an_answer(
         await growing(story)
         with suspended(supervisor):  # no other engine is started meanwhile
             served.child("penstock-engine").kill()
-            await expect(live).to_contain_text("The model is restarting; your answer will go on.")
+            await expect(live).to_contain_text("The model is restarting; your answer will go on")
             await expect(connection).to_contain_text("Restarting…")
             await expect(page.locator("#announcer")).to_contain_text("The model is restarting")
             await expect(story.locator("> .assistant")).to_have_attribute("aria-busy", "true")
