@@ -27,6 +27,7 @@ def pool(long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) 
         "--replicas", "2", "--dtype", "float32", "--log-level", "info", "--kv-transfer", "always",
     )  # fmt: skip
     with serve(*long_model, *options, log=log) as served:
+        wait_until(lambda: _are_ready(served))  # a server is with its first engine
         yield served
 
 
