@@ -130,6 +130,7 @@ def test_a_tier_runs_its_tests_and_writes_what_they_took(project: Path) -> None:
         assert [row[2] for row in rows if row[-1:] == [name]] == ["1"]
 
 
+@pytest.mark.exhaustive
 def test_arguments_go_to_pytest(project: Path) -> None:
     assert suite(project, "all", "tests/engine/test_b.py")[0] == 0
     status, lines = suite(project, "first", "-k", "no_such_test")

@@ -68,6 +68,7 @@ def test_penstock_blocking(demo_server: Served) -> None:
     assert told.splitlines()[1]
 
 
+@pytest.mark.exhaustive
 def test_extract_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(smollm2_site()), prepend=os.pathsep)
     with serve("smollm2", log=tmp_path / "log") as server:

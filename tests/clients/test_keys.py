@@ -53,6 +53,7 @@ class _WaitError(Exception):
     """Instead of waiting."""
 
 
+@pytest.mark.exhaustive
 def test_a_quota_is_waited_for_as_long_as_the_server_says(keyed_server: Served) -> None:
     waits: list[tuple[PenstockError, float]] = []
 

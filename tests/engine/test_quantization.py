@@ -450,6 +450,7 @@ def test_kv_of_other_weights_is_not_shared():
     assert len(roots) == len(models)
 
 
+@pytest.mark.exhaustive
 def test_the_demo_model_answers_the_same(monkeypatch: pytest.MonkeyPatch):
     """As it is, in int8, and in int8 without a compiler."""
     params = SamplingParams(temperature=0.0, max_tokens=48)

@@ -305,6 +305,7 @@ def test_adapters_on_ranks(
     assert got["r1"] != got["r0"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_stages", tiered([1, 2], [1]))
 def test_ranks_without_a_compiler(
     num_stages: int,

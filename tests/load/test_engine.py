@@ -125,6 +125,7 @@ def test_settings_are_options_of_serve() -> None:
     ).config("demo")
 
 
+@pytest.mark.exhaustive
 def test_two_settings_take_turns_with_the_same_requests(penstock: Penstock, tmp_path: Path) -> None:
     arguments = ("--num-seqs", "1,3", "--input-len", "16", "--output-len", "8", "--repeats", "2",
                  "--limits", "--out", str(tmp_path))  # fmt: skip
@@ -157,6 +158,7 @@ def test_texts_of_ones_own_are_measured(penstock: Penstock, tmp_path: Path) -> N
     assert ": jsonl, " in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [

@@ -20,6 +20,7 @@ from ..system.processes import wait_gone
 FAMILY = {"supervisor", "gateway", "engine", "template"}
 
 
+@pytest.mark.exhaustive
 def test_it_is_ready_when_it_is_given(demo: Started) -> None:
     with urlopen(f"{demo.base_url}/v1/models", timeout=60) as answer:
         assert json.load(answer)["data"][0]["id"] == "demo"

@@ -65,6 +65,7 @@ def test_float32_has_the_perplexity_of_transformers() -> None:
     assert found.num_tokens == sum(len(text.token_ids) - text.start for text in texts)
 
 
+@pytest.mark.exhaustive
 def test_fewer_bits_leave_the_demo_model_its_answers(conversations: list[Text]) -> None:
     """The tolerances, in the order of what they keep; every setting changes something."""
     bars = {"none": 0.0002, "int8": 0.001, "fp8": 0.002, "int4": 0.02}

@@ -63,6 +63,7 @@ async def whats(target: Target, duration_s: float, **plan: Any) -> list[str]:
     return [finding.what for finding in findings(seen, bounds)]
 
 
+@pytest.mark.exhaustive
 async def test_faulty_streams_are_found() -> None:
     """Of a server given by its address."""
     faults = "--fault lose:5 --fault-share 0.8 --refuse-share 0.3"

@@ -155,6 +155,7 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
     assert not any("never happened" in what for what in whats)
 
 
+@pytest.mark.exhaustive
 async def test_an_attack_may_be_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attack, "REST_S", 0.0)
     monkeypatch.setattr(expensive, "FOR_S", 0.1)

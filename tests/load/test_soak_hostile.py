@@ -103,6 +103,7 @@ async def test_garbage_must_not_be_taken_for_a_request(monkeypatch: pytest.Monke
     assert [problem.actor for problem in journal.problems] == ["garbage"]
 
 
+@pytest.mark.exhaustive
 async def test_a_right_server_is_found_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of nonsense once, against the synthetic server."""
     journal = Journal()

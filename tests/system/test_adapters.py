@@ -148,6 +148,7 @@ async def test_another_adapter_under_a_name_answers_at_once(
     assert (await Stream().read(http, "mine")).token_ids == expected["third"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 async def test_the_page_offers_adapters(server: Served, http: httpx.AsyncClient) -> None:
     path = shutil.which("chromium") or pytest.skip("chromium is not installed")

@@ -44,6 +44,7 @@ async def _control(proxy: ToxicProxy) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+@pytest.mark.exhaustive
 async def test_the_library_in_node(demo_server: Served) -> None:
     node = shutil.which("node") or pytest.skip("node is not installed")
     address = urlsplit(demo_server.base_url)

@@ -60,6 +60,7 @@ def chat(client: OpenAI, *files: bytes, text_first: bool = False, **options: Any
     )
 
 
+@pytest.mark.exhaustive
 def test_the_stock_client_sends_images(client: OpenAI) -> None:
     one = chat(client, picture(0))
     assert one.choices[0].message.content

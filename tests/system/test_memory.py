@@ -89,6 +89,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
 
 
+@pytest.mark.exhaustive
 async def test_a_parked_stream_goes_on_where_it_was(small_server: Served) -> None:
     bodies = {
         f"s{number}": {

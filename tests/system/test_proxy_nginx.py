@@ -118,6 +118,7 @@ async def _occupied(served: Served) -> AsyncIterator[None]:
         yield
 
 
+@pytest.mark.exhaustive
 async def test_events_pass_as_they_come_and_silence_is_survived_over_sse(
     served: Served, proxy: str
 ) -> None:
@@ -149,6 +150,7 @@ async def test_events_pass_as_they_come_and_silence_is_survived_over_sse(
     assert lines[-2] == "event: response.incomplete"
 
 
+@pytest.mark.exhaustive
 async def test_silence_is_survived_over_a_websocket(proxy: str) -> None:
     """An idle connection that is asked again."""
     address = proxy.replace("http", "ws") + "/v1/responses"

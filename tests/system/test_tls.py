@@ -27,6 +27,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_certificate(tmp_path_factory.mktemp("tls"), password=_PASSWORD)
 
 
+@pytest.mark.exhaustive
 async def test_https_and_wss(certificate: tuple[Path, Path], tmp_path: Path) -> None:
     flags = ["--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1])]
     flags += ["--ssl-keyfile-password", _PASSWORD]

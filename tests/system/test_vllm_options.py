@@ -21,6 +21,7 @@ def told(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if _WITHOUT_EFFECT in line]
 
 
+@pytest.mark.exhaustive
 def test_what_has_no_meaning_here_is_said_in_one_line(tmp_path: Path) -> None:
     line = (
         "--model demo --dtype half --max_model_len 1k --served-model-name one * --seed 7 "
@@ -48,6 +49,7 @@ def test_where_all_has_a_meaning_nothing_is_said(tmp_path: Path) -> None:
     assert told(tmp_path / "log") == []
 
 
+@pytest.mark.exhaustive
 async def test_a_unix_socket(tmp_path: Path) -> None:
     path, log = tmp_path / "penstock.sock", tmp_path / "log"
     with socket.socket(socket.AF_UNIX) as stale:  # of a server that was killed

@@ -136,6 +136,7 @@ def test_offline_takes_the_cache_or_says_so(hub: tuple[str, list[str]], tmp_path
     assert resolve("http://127.0.0.1:9", tmp_path) == before, "the Hub may also just be down"
 
 
+@pytest.mark.exhaustive
 def test_gguf_files_on_the_hub(own_cache: Path, tmp_path: Path) -> None:
     """By their quantization, or the only one; offline those of the cache."""
     model, home = tmp_path / "model", tmp_path / "home"

@@ -237,6 +237,7 @@ def test_a_gguf_file_without_its_suffix(gguf_file: Callable[..., Path]) -> None:
     core.close()
 
 
+@pytest.mark.exhaustive
 def test_the_command_refuses_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": 8})

@@ -165,6 +165,7 @@ def test_a_handshake_has_the_time_of_a_header(tls: Tls, caplog: pytest.LogCaptur
     assert "20 TLS handshakes that failed or took too long" in caplog.text
 
 
+@pytest.mark.exhaustive
 async def test_some_files_are_spared_and_waves_of_handshakes_leave_no_memory_behind(
     model_path: Path, tls: Tls, tmp_path: Path
 ) -> None:

@@ -319,6 +319,7 @@ def test_factors_of_columns(library):
     assert torch.equal(scale_columns(library, x, factors), x * factors.to(library.dtype))
 
 
+@pytest.mark.exhaustive
 def test_a_cpu_with_avx512_and_no_vnni(monkeypatch):
     features = isa._cpu_features() - {"avx512_vnni"}
     monkeypatch.setattr(isa, "_cpu_features", lambda: features)

@@ -129,6 +129,7 @@ def test_a_worker_that_stands_still_at_the_end_of_a_run_harms_no_later_one(
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.exhaustive
 def test_it_would_harm_one_if_the_run_were_said_to_be_over_first(
     compiled: Callable[[str], Driver],
 ) -> None:

@@ -248,6 +248,7 @@ def quantized(
     return exact
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", tiered(["int4", "int8", "fp8"], ["int8"]))
 def test_quantized_matrices(device, kind, monkeypatch):
     """Table, head and layers: the logits of the quantized numbers; with rows in bytes, nearly."""
@@ -268,6 +269,7 @@ def test_quantized_matrices(device, kind, monkeypatch):
         assert error < (0.2 if kind == "fp8" else 1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", tiered(["int4", "int8", "fp8"], ["int4"]))
 def test_quantized_matrices_give_the_same_bits_in_any_chunks(device, kind, monkeypatch):
     model = decoder(torch.float32, has_qk_norm=True, head_dim=32, num_layers=1)

@@ -102,6 +102,7 @@ def check(
     assert same_numbers(values, expected[2])
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(
     slots=slot_lists(),

@@ -30,6 +30,7 @@ def requested(page: Page) -> list[str]:
     return names
 
 
+@pytest.mark.exhaustive
 async def test_formulas_are_set(page: Page, demo_server: Served, api: httpx.AsyncClient) -> None:
     """As MathML; what is none, or hostile, stays as it is written. Nothing is loaded before."""
     names = requested(page)

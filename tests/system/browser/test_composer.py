@@ -15,6 +15,7 @@ from .page_flow import connected, conversation_of, finished, open_page, say
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 
+@pytest.mark.exhaustive
 async def test_choices_are_kept_with_the_conversation(page: Page, demo_server: Served) -> None:
     """Model, thinking, tools, system prompt and sampling, each as long as the prompt may be."""
     sent: list[str] = []

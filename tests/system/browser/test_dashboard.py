@@ -182,6 +182,7 @@ async def expect_tenants(page: Page, series: Mapping[str, float]) -> None:
         assert percent(said) == pytest.approx(100 * total / sum(totals.values()), abs=0.51)
 
 
+@pytest.mark.exhaustive
 async def test_what_it_says_is_what_the_metrics_say(
     page: Page, loaded_server: Served, client: httpx.AsyncClient
 ) -> None:

@@ -93,6 +93,7 @@ async def test_images_are_sent_shown_and_kept(page: Page, server: Served, tmp_pa
     await expect(page.locator("#refusal")).to_contain_text("not an image")
 
 
+@pytest.mark.exhaustive
 async def test_pictures_stand_in_their_order_beside_a_message_of_full_width(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -128,6 +129,7 @@ async def test_pictures_stand_in_their_order_beside_a_message_of_full_width(
         await page.reload()
 
 
+@pytest.mark.exhaustive
 async def test_images_stay_with_the_draft_of_their_conversation(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

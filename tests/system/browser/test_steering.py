@@ -25,6 +25,7 @@ async def _interrupt(page: Page, text: str = STORY) -> None:
     await growing(page.locator(".turn").nth(number))
 
 
+@pytest.mark.exhaustive
 async def test_a_message_interrupts_the_answer_and_is_answered(
     page: Page, demo_server: Served
 ) -> None:

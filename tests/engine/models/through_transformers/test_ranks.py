@@ -148,6 +148,7 @@ FIRST = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "by_kernels"),
     tiered([*product(CASES, (True,)), *product(IN_TORCH, (False,))], FIRST),
