@@ -151,6 +151,7 @@ def create_app(
         logs=state.logs,
         settings=_service_settings(config),
         metrics=metrics,
+        caller_of_tenant=keys.of_tenant,
     )
     _watch(metrics, admission=admission, service=service, grammars=planner.grammars, log=log)
     state.watch(metrics)
@@ -204,7 +205,7 @@ def create_app(
         return (*model.names, *any_name, *adapters.of(caller))
 
     status = Status(engine, metrics, kind=state.conversations.kind, trouble=state.trouble)
-    running = RunningRequests(planner.generations)
+    running = RunningRequests(planner.generations, cancel=service.cancel_here)
     apis += [
         TicketRoutes(state.tickets),
         status,

@@ -96,6 +96,13 @@ class KeyRing:
         self._poll()
         return ANYBODY if self.is_open else self._by_id.get(key_id)
 
+    def of_tenant(self, tenant: str) -> Caller | None:
+        """A caller of a tenant that has a key, for what the tenant asked for before."""
+        self._poll()
+        if self.is_open:
+            return ANYBODY if tenant == ANYBODY.tenant else None
+        return next((each for each in self._by_id.values() if each.tenant == tenant), None)
+
     def store_quota(self, tenant: str) -> StoreQuota:
         """What a tenant may store, by the key file."""
         return self._quotas.get(tenant, NO_QUOTA)

@@ -49,7 +49,10 @@ from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.generation.prompt_ids import origin_of, rendering_of
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.records import StoredTurn
-from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.conversations.store import (
+    ConversationStore,
+    StoreUnavailableError,
+)
 from penstock.gateway.storage.response_log.log import (
     ResponseLog,
     Run,
@@ -66,6 +69,7 @@ from penstock.gateway.storage.response_log.record import (
 
 _LOG = logging.getLogger(__name__)
 _STORE_WITHIN_S = 600.0  # if the store is away when a turn ends
+_ASK_EVERY_S = 0.1  # while the store is away
 _NATURAL = (
     FinishReason.STOP,
     FinishReason.LENGTH,
@@ -235,12 +239,33 @@ class ResponseTask:
 
     async def _begun(self, end: EndEntry, successor: Successor | None) -> EndEntry:
         """The end, once the successor has begun, or cannot."""
-        if successor is not None and self._log_run.is_current:
-            try:
-                await successor.begin()
-            except Exception as error:
-                return self._without_successor(end, error)
+        if successor is None or not self._log_run.is_current:
+            return end
+        if self._is_cancelled():  # while the successor was planned
+            return self._with_fate(end, _failed("the response was cancelled"))
+        try:
+            await successor.begin()
+        except Exception as error:
+            return self._without_successor(end, error)
+        if self._is_cancelled() and self.log.successor is not None:
+            self.log.successor.cancel()
         return end
+
+    def _is_cancelled(self) -> bool:
+        """Also once the output has ended, and nobody tells this task any more."""
+        return self.log.replica.is_cancelled
+
+    async def _has_begun(self) -> bool:
+        """Whether another gateway has begun the successor. While nobody can know, it waits: what it
+        told would be no more than a guess."""
+        while True:
+            try:
+                return await self._successors.has_begun(self.log)
+            except StoreUnavailableError:
+                await asyncio.sleep(_ASK_EVERY_S)
+            except Exception:  # a bug
+                _LOG.exception("cannot look for the successor of %s", self.log.response_id)
+                return False
 
     async def _steered(self, end: EndEntry) -> tuple[EndEntry, Successor | None]:
         """The end of a response that was steered, with what becomes of the steers."""
@@ -250,19 +275,18 @@ class ResponseTask:
         is_cut = self._phase is Phase.STEERED and end.reason is FinishReason.ABORT
         drops_call = is_cut and newest is not None and newest[1] in CALLS and branch.is_calling
         successor: Successor | None = None
+        has_begun = await self._has_begun()
         if not (end.reason in _NATURAL or is_cut):
             message = "the response was stopped before its successor began"
             if end.error is not None:
                 message = end.error[1]
-            fate = Steered(status="failed", error=("response_not_active", message))
-            if log.replica.epoch > 1 and await self._successors.has_begun(log):
-                fate = Steered(status="committed")
+            fate = Steered(status="committed") if has_begun else _failed(message)
         elif waits_for_calls(log, drops_call=drops_call):
             fate = Steered(status="pending", is_cut=is_cut, drops_call=drops_call)
         else:
             fate = Steered(status="committed", is_cut=is_cut, drops_call=drops_call)
         end = self._with_fate(end, fate)
-        if fate.status == "committed" and (end.reason in _NATURAL or is_cut):
+        if fate.status == "committed" and not has_begun:
             try:
                 ended = self._ended(turn_of(log.header), end)
                 successor = await self._successors.plan(log, ended)
@@ -420,6 +444,11 @@ class ResponseTask:
         if self._phase in (Phase.STARTING, Phase.GENERATING):
             self._move_to(phase)
             self._writing.cancel()
+
+
+def _failed(message: str) -> Steered:
+    """The fate of the steers of a response that was stopped."""
+    return Steered(status="failed", error=("response_not_active", message))
 
 
 def _logged(usage: Usage, header: LogHeader) -> tuple[int, ...]:

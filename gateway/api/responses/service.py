@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -150,8 +151,10 @@ class ResponseService:
         logs: LogStore,
         settings: ResponseServiceSettings,
         metrics: Metrics,
+        caller_of_tenant: Callable[[str], Caller | None],
     ) -> None:
         self._metrics = metrics
+        self._caller_of_tenant = caller_of_tenant
         self._planner = planner
         self._engine = engine
         self._conversations = conversations
@@ -159,6 +162,7 @@ class ResponseService:
         self._settings = settings
         self._prompts = PromptBuilder(planner, conversations)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running: WeakValueDictionary[str, ResponseTask] = WeakValueDictionary()
         self._deletions: set[asyncio.Task[None]] = set()
         self._taking_over: asyncio.Task[None] | None = None
 
@@ -214,7 +218,7 @@ class ResponseService:
         prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.position.conversation_id)
         previous = prompt.position.previous
-        if prompt.takes_steers and previous is not None:
+        if prompt.takes_steers and previous is not None and not prompt.position.is_new:
             response_id = successor_id(previous.turn_id)
         planned = await self._plan(asked, prompt, response_id)
         try:
@@ -395,7 +399,7 @@ class ResponseService:
         Args:
             asked: what began it; None: another gateway did, or it has no successor.
         """
-        return ResponseTask(
+        task = self._running[log.response_id] = ResponseTask(
             generation,
             log,
             tokenizer=self._planner.model.tokenizer,
@@ -406,6 +410,7 @@ class ResponseService:
             successors=_Successors(self, asked),
             settings=self._settings.task,
         )
+        return task
 
     # -- successors of responses that were steered --------------------------------------------
 
@@ -437,11 +442,7 @@ class ResponseService:
             body["previous_response_id"] = header.response_id
         memory = None if asked is None else asked.memory
         if asked is None:
-            # The salt is that of the tenant and the request together.
-            salt = header.request.cache_salt
-            caller = Caller(tenant=header.tenant, weight=header.request.weight)
-            body |= {"priority": header.request.priority}
-            body |= {"cache_salt": salt} if salt else {}
+            caller = self._caller_of_tenant(header.tenant) or _former_caller(header)
         else:
             caller = asked.caller
         request = parse_request(ResponsesRequest, body)
@@ -660,6 +661,14 @@ class ResponseService:
             await self._logs.cancel(caller.tenant, response_id)
         return turn
 
+    def cancel_here(self, response_id: str) -> bool:
+        """Stop a response, or another logged answer, that runs here; False: there is none."""
+        task = self._running.get(response_id)
+        if task is None or task.log.run is None:
+            return False
+        task.log.cancel()
+        return True
+
     async def log_to_steer(self, caller: Caller, response_id: str) -> ResponseLog:
         """The log of a response that somebody wants to steer. Raises as `turn` and `steer`."""
         try:
@@ -690,7 +699,8 @@ class ResponseService:
             while (told := _told_of(log, steer_id, text)) is None:
                 if log.is_ended:
                     raise already_completed(response_id)
-                check_room(log, text)
+                if all(entry.name != steer_id for entry in log.steers):  # not yet visible
+                    check_room(log, text)
                 if not is_counted:
                     is_counted = True
                     await self._planner.count(caller)
@@ -814,14 +824,13 @@ class _Successors:
         await self._service.wait_for_engine()
 
     async def plan(self, log: ResponseLog, ended: StoredTurn) -> _Successor:
-        planned = None
-        if not await self.has_begun(log):
-            planned = await self._service.plan_successor(log, ended, self._asked)
+        planned = await self._service.plan_successor(log, ended, self._asked)
         return _Successor(self._service, log, planned)
 
     async def has_begun(self, log: ResponseLog) -> bool:
         # Nobody else begins one while this gateway runs the response from the first.
-        return log.replica.epoch > 1 and await self._service.has_log(
+        was_elsewhere = log.replica.epoch > 1 or log.outage is not None
+        return was_elsewhere and await self._service.has_log(
             log.header.tenant, successor_id(log.response_id)
         )
 
@@ -830,15 +839,12 @@ class _Successor:
     """
     Args:
         log: of the response before.
-        planned: None: another gateway has begun it.
     """
 
-    def __init__(
-        self, service: ResponseService, log: ResponseLog, planned: _Planned | None
-    ) -> None:
+    def __init__(self, service: ResponseService, log: ResponseLog, planned: _Planned) -> None:
         self._service = service
         self._log = log
-        self._planned = planned
+        self._planned: _Planned | None = planned  # None: it has begun, or is not to
 
     async def begin(self) -> None:
         planned, self._planned = self._planned, None
@@ -886,6 +892,24 @@ def _header(
         output_format=generation.output_format,
         compaction=compaction,
         settings=settings,
+    )
+
+
+def _former_caller(header: LogHeader) -> Caller:
+    """The caller of a response whose tenant has no key any more. Its requests get the priority and
+    the cache salt that the response has."""
+    request = header.request
+    salt, own = request.cache_salt, (header.settings or {}).get("cache_salt") or ""
+    tenant_salt, used = "", ""
+    if salt != own:
+        tenant_salt, _, used = salt.partition("\n")
+    return Caller(
+        tenant=header.tenant,
+        weight=request.weight,
+        priority=request.priority,
+        priority_bounds=None,
+        allows_cache_salt=salt == own or bool(used),
+        cache_salt=tenant_salt,
     )
 
 

@@ -148,7 +148,7 @@ def check_room(log: ResponseLog, text: str) -> None:
         RequestRefusedError: 429 `too_many_pending_steers`: the response has no room for this input.
     """
     steers = log.steers
-    num_bytes = sum(len(entry.text) for entry in steers) + len(text)
+    num_bytes = sum(len(each.encode()) for each in (text, *(entry.text for entry in steers)))
     if len(steers) >= MAX_PENDING or num_bytes > MAX_PENDING_BYTES:
         raise RequestRefusedError(
             f"a response takes at most {MAX_PENDING} steers and {MAX_PENDING_BYTES} bytes of their "

@@ -211,6 +211,9 @@ class IdempotentAnswers:
 
         async def claim(response_id: str) -> None:
             nonlocal own
+            if own is not None:  # another request has begun the response of that id
+                await self._claims.give_back(key_id)
+                own = None
             wanted = Claim(key.digest, response_id, int(time.time()))
             stored = await self._claims.claim(key_id, wanted)
             if stored != wanted:

@@ -5,7 +5,7 @@ A caller is shown its own tenant's; an admin all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -23,10 +23,12 @@ class RunningRequests:
 
     Args:
         generations: all that were made and may still run.
+        cancel: stops the response of an id; False: the id is no response's.
     """
 
-    def __init__(self, generations: Iterable[Generation]) -> None:
+    def __init__(self, generations: Iterable[Generation], *, cancel: Callable[[str], bool]) -> None:
         self._generations = generations
+        self._cancel = cancel
 
     @operation("GET /v1/requests", "List the requests that run or wait.", "RunningRequests")
     async def list(self, request: Request) -> Response:
@@ -45,7 +47,8 @@ class RunningRequests:
         for each in self._of(caller_of(request.scope)):
             if each.request.request_id == request_id:
                 about = _about(each)
-                each.cancel()
+                if not self._cancel(request_id):
+                    each.cancel()
                 return json_response(about)
         raise RequestRefusedError(
             f"no request {request_id!r} runs here", code="request_not_found", status=404

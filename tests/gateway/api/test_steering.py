@@ -13,8 +13,11 @@ import websockets
 from openai.types.responses import ResponsesServerEvent
 from pydantic import TypeAdapter
 
-from penstock.gateway.api.responses.steering import MAX_PENDING
-from penstock.gateway.storage.conversations.ids import successor_id
+from penstock.gateway.api.responses import service as service_module
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.responses.steering import MAX_PENDING, MAX_PENDING_BYTES
+from penstock.gateway.storage.conversations.ids import conversation_of, successor_id
+from penstock.gateway.storage.response_log.log import InMemory
 
 from ..conftest import ANSWER, PATIENCE_S, Serve, Served, until
 from ..sockets import send, until_end
@@ -263,6 +266,43 @@ async def test_a_response_takes_so_many_steers(served: Served, soon_alarmed: Non
     assert served.prompt_of().count("<user>n") == MAX_PENDING
 
 
+async def test_the_last_steer_that_has_room_is_accepted_however_late_it_is_stored(
+    served: Served, soon_alarmed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_ASK_AGAIN_S", 0.01)
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        served.engine.kill()
+        await until(lambda: served.app.state.engine.info is None)
+        path = f"/v1/responses/{first}/steer"
+        for number in range(MAX_PENDING - 1):
+            await served.http.post(path, json={"input": f"n{number}"})
+        log = await served.app.state.log_store.find("default", first)
+        with monkeypatch.context() as patch:
+            patch.setattr(InMemory, "store", lambda *_: None)
+            last = asyncio.create_task(served.http.post(path, json={"input": "last"}))
+            await until(lambda: len(log.steers) == MAX_PENDING)
+            await asyncio.sleep(0.05)  # it asks again
+        log.storage.store(log)
+        answer = await last
+        assert (answer.status_code, answer.json()["status"]) == (200, "accepted")
+        served.engine.may_speak.set()
+        served.engine.holds_in = None
+        served.engine.restart()
+        await _until(socket, "response.incomplete")
+        await until_end(socket)
+
+
+async def test_what_steers_is_counted_in_bytes(served: Served) -> None:
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        said = "é" * (MAX_PENDING_BYTES // 2)
+        answer = await served.http.post(f"/v1/responses/{first}/steer", json={"input": said})
+        assert answer.json()["error"]["code"] == "too_many_pending_steers"
+        served.engine.may_speak.set()
+        await until_end(socket)
+
+
 async def test_a_steer_counts_as_a_request(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(
@@ -338,6 +378,65 @@ async def test_a_whole_call_waits_for_its_result_and_half_of_one_is_dropped(
             assert "tool_call" not in served.prompt_of().split("<user>two")[0].split("Hi.")[1]
 
 
+async def _waiting(served: Served, socket: websockets.ClientConnection, **request: Any) -> Any:
+    """A response that has made a call and been steered, and the request that answers the call."""
+    tokens = served.tokenizer.encode(_CALLED)
+    served.engine.script = [*tokens, *served.tokenizer.encode(" And so on.")]
+    first = await _begun(served, socket, len(tokens), tools=[_TOOL], **request)
+    served.engine.script = served.tokenizer.encode(ANSWER)
+    await send(socket, type="response.steer", previous_response_id=first, input="two")
+    (pending,) = (await _until(socket, "response.steer.pending"))[-1:]
+    served.engine.may_speak.set()
+    result = {**pending["required_input"][0], "output": "3"}
+    del result["name"]
+    return {"input": [result], "previous_response_id": first, "tools": [_TOOL]}
+
+
+async def test_what_answers_an_unstored_call_is_in_a_tree_of_its_own(serve: Serve) -> None:
+    async with serve(tool_call_parser="hermes") as served, served.connect() as socket:
+        answer = await _waiting(served, socket, store=False)
+        await send(socket, type="response.create", **answer)
+        created, *_ = await until_end(socket)
+        assert "<user>two\n" in served.prompt_of()
+        second = created["response"]["id"]
+        stored = await served.http.get(f"/v1/responses/{second}")
+        assert stored.status_code == 200
+        third = await served.client.responses.create(
+            model="tiny", input="three", previous_response_id=second
+        )
+        assert conversation_of(third.id) == conversation_of(second)
+
+
+async def test_two_requests_with_keys_that_answer_one_call_get_their_own_answers(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ResponseService._begin
+    both = asyncio.Barrier(2)
+    num_begun = 0
+
+    async def begin(self: ResponseService, *args: Any, **options: Any) -> Any:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun <= 2:
+            await both.wait()
+        return await original(self, *args, **options)
+
+    async with serve(tool_call_parser="hermes") as served, served.connect() as socket:
+        answer = await _waiting(served, socket)
+        monkeypatch.setattr(ResponseService, "_begin", begin)
+        posts = [
+            served.http.post("/v1/responses", json=answer, headers={"Idempotency-Key": key})
+            for key in ("k1", "k2")
+        ]
+        ids = [each.json()["id"] for each in await asyncio.gather(*posts)]
+        assert len(set(ids)) == 2
+        assert successor_id(answer["previous_response_id"]) in ids
+        for key, known in zip(("k1", "k2"), ids, strict=True):
+            headers = {"Idempotency-Key": key}
+            again = await served.http.post("/v1/responses", json=answer, headers=headers)
+            assert again.json()["id"] == known
+
+
 async def test_a_steer_of_a_thought(serve: Serve) -> None:
     async with serve(reasoning_parser="qwen3") as served, served.connect() as socket:
         tokens = served.tokenizer.encode("<think>\nI wonder")
@@ -360,5 +459,48 @@ async def test_cancelling_after_a_steer_ends_both(served: Served) -> None:
         await served.http.post(f"/v1/responses/{first}/steer", json={"input": "two"})
         await _until(socket, "response.incomplete")
         await send(socket, type="penstock.cancel", response_id=successor_id(first))
+        *_, last = await until_end(socket)
+        assert last["response"]["status"] == "cancelled"
+
+
+async def test_a_cancel_while_the_successor_is_planned_stops_both(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ResponseService.plan_successor
+    cancels: list[asyncio.Task[Any]] = []
+
+    async def plan(self: ResponseService, log: Any, *args: Any) -> Any:
+        planned = await original(self, log, *args)
+        path = f"/v1/responses/{log.response_id}/cancel"
+        cancels.append(asyncio.create_task(served.http.post(path)))  # answered at the end
+        await until(lambda: log.replica.is_cancelled)
+        return planned
+
+    monkeypatch.setattr(ResponseService, "plan_successor", plan)
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        await send(socket, type="response.steer", previous_response_id=first, input="two")
+        *before, failed = await _until(socket, "response.steer.failed")
+        assert failed["error"]["code"] == "response_not_active"
+        assert failed["steer"]["input"] == "two"
+        assert before[-1]["response"]["status"] == "cancelled"
+        stored = (await served.http.get(f"/v1/responses/{first}")).json()
+        assert stored["status"] == "cancelled"
+        assert stored["penstock"] == before[-1]["response"]["penstock"]
+        gone = await served.http.get(f"/v1/responses/{successor_id(first)}")
+        assert gone.status_code == 404
+        assert list(served.engine.submitted) == [first]
+        assert (await cancels[0]).json()["status"] == "cancelled"
+
+
+async def test_a_response_that_is_ended_as_a_running_request_is_not_steered_on(
+    served: Served,
+) -> None:
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        log = await served.app.state.log_store.find("default", first)
+        answer = await served.http.post(f"/v1/requests/{first}/cancel")
+        assert answer.status_code == 200
+        assert log.replica.is_cancelled
         *_, last = await until_end(socket)
         assert last["response"]["status"] == "cancelled"

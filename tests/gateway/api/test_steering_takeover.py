@@ -20,6 +20,7 @@ from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines import engine_link
 from penstock.gateway.storage.conversations.ids import successor_id
+from penstock.gateway.storage.conversations.store import store_unavailable
 
 from ...redis_server import RedisServer
 from ..conftest import ANSWER, PATIENCE_S, Serve, until
@@ -168,7 +169,17 @@ async def test_the_gateway_stands_still_after_it_accepted_a_steer(stage: Stage) 
 async def test_the_gateway_stands_still_after_it_began_the_successor(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one takes both over."""
+    """The other one takes both over, although it cannot ask at first whether there are two."""
+    has_log, num_asked = ResponseService.has_log, 0
+
+    async def has_log_later(self: ResponseService, *args: Any) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked <= 2:
+            raise store_unavailable("the store is away")
+        return await has_log(self, *args)
+
+    monkeypatch.setattr(ResponseService, "has_log", has_log_later)
     original = ResponseService.begin_successor
     stands_still, may_go_on = threading.Event(), threading.Event()
 
@@ -208,3 +219,51 @@ async def test_what_was_steered_goes_on_from_disk(serve: Serve, tmp_path: Path) 
     async with serve(data_dir=str(path)) as served:
         said = await _check(served.http, first, [answer.json()["id"]])
         assert served.prompt_of() == f"<user>one\n<assistant>{said}\n<user>two\n<assistant>"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.usefixtures("soon_alarmed")
+async def test_what_follows_a_takeover_has_what_the_tenant_has(
+    serve: Serve, tmp_path: Path, is_known: bool
+) -> None:
+    """Salt, priority and weight of the first response, also for later successors."""
+    path = tmp_path / "data"
+    path.mkdir(mode=0o700)
+    keys = tmp_path / "keys.toml"
+    table = (
+        "[tenants.{0}]\nweight = 2.0\nmin_priority = -3\nmax_priority = 3\n"
+        'allow_cache_salt = true\n[[keys]]\nkey = "sk-{0}-0123456789abcdef"\ntenant = "{0}"\n'
+    )
+    keys.write_text(table.format("acme"))
+    settings: dict[str, Any] = {"data_dir": str(path), "api_keys_file": str(keys)}
+    settings["info"] = {"scheduling_policy": "priority"}
+    headers = {"Authorization": "Bearer sk-acme-0123456789abcdef"}
+    body = {"input": "one", "background": True, "cache_salt": 256 * "x", "priority": 9}
+    async with serve(**settings) as served:
+        served.engine.holds_in = _NUM_SAID
+        made = await served.http.post("/v1/responses", json=body, headers=headers)
+        first = made.json()["id"]
+        await until(lambda: not served.engine.may_speak.is_set())
+        asked = served.engine.submitted[first]
+        served.engine.kill()
+        steer: dict[str, Any] = {"json": {"input": "two"}, "headers": headers}
+        answer = await served.http.post(f"/v1/responses/{first}/steer", **steer)
+        assert answer.status_code == 200, answer.text
+        await served.app.state.log_store.hand_over()
+    keys.write_text(table.format("acme" if is_known else "other"))
+    async with serve(**settings) as served:
+        second = successor_id(first)
+        served.engine.holds_in = _NUM_SAID
+        await until(lambda: not served.engine.may_speak.is_set())
+        ids = [second]
+        if is_known:
+            answer = await served.http.post(f"/v1/responses/{second}/steer", **steer)
+            assert answer.status_code == 200, answer.text
+            ids.append(successor_id(second))
+            await until(lambda: ids[1] in served.engine.submitted)
+        for each in ids:
+            request = served.engine.submitted[each]
+            assert request.cache_salt == asked.cache_salt == f"acme\n{256 * 'x'}"
+            assert request.priority == asked.priority == 3
+            assert request.weight == asked.weight == 2.0
+        served.engine.may_speak.set()
