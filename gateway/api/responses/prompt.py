@@ -593,6 +593,12 @@ class LaneMemory:
         kept = turn.response if pending_of(turn) else b""
         self._turns[self._lane] = dataclasses.replace(turn, response=kept)
 
+    def take_steers(self, response_id: str) -> None:
+        """A response has what this one was steered with: no other gets it."""
+        for lane, turn in self._turns.items():
+            if turn.turn_id == response_id:
+                self._turns[lane] = dataclasses.replace(turn, response=b"")
+
     def forget_continued(self) -> None:
         """The next turn has failed."""
         for lane, turn in list(self._turns.items()):

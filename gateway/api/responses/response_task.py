@@ -230,7 +230,10 @@ class ResponseTask:
         patience_s = self._settings.store_patience_s
         is_stored = await store_end(conversations, ended, within_s=patience_s)
         begun = await self._begun(end, successor)
-        if begun is not end:
+        fate = begun.steered
+        # Another gateway may have stored the turn, and have died before it logged the end.
+        is_second = self.log.replica.epoch > 1 and fate is not None and fate.status != "pending"
+        if begun is not end or is_second:
             ended = self._ended(turn_of(self.log.header), begun)
             await replace_end(conversations, ended)
         self._log_run.append(begun)

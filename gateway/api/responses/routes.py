@@ -218,8 +218,7 @@ class Responses:
         steer_id = new_steer_id()
         if key is not None:
             steer_id = derived_steer_id(caller.tenant, response_id, key.response_id(0))
-        log = await self._service.log_to_steer(caller, response_id)
-        told = await self._service.steer(caller, log, steer_id, body.get("input"))
+        told = await self._service.steer(caller, response_id, steer_id, body.get("input"))
         return json_response(
             {"object": "response.steer", "previous_response_id": response_id, **told}
         )

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -47,9 +47,12 @@ from penstock.gateway.api.responses.steering import (
     already_completed,
     check_room,
     checked_text,
+    committed_in,
     inherited,
     key_reused,
     not_supported,
+    pending_of,
+    stored_steer,
 )
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.api.schema.tools import echo_of
@@ -276,11 +279,18 @@ class ResponseService:
         try:
             if claim is not None:
                 await claim(header.response_id)
+            if prompt.takes_steers and not request.store:
+                await self._take_steers(planned)
             log = await self._stored(header, prompt) if request.store else None
         except BaseException:
             generation.discard()
             raise
         is_stored = log is not None
+        if prompt.takes_steers and request.store:
+            try:
+                await self._take_steers(planned)
+            except (LogExistsError, RequestRefusedError) as error:  # the stored child tells it too
+                _LOG.warning("cannot mark what %s took as taken: %s", header.response_id, error)
         if log is None:
             # It was to be resumable; without `store` nobody expects it.
             log = ResponseLog(header, is_resumable=not request.store)
@@ -296,6 +306,26 @@ class ResponseService:
         )
         self._keep(task.start(after=self.wait_for_engine))  # it may have died meanwhile
         return task
+
+    async def _take_steers(self, planned: _Planned) -> None:
+        """Record at a turn that a response has what it was steered with, so that no other gets it.
+
+        Raises:
+            LogExistsError: another response has it.
+            RequestRefusedError: it cannot be recorded.
+        """
+        position, memory = planned.prompt.position, planned.asked.memory
+        previous = position.previous
+        assert previous is not None
+        if memory is not None:
+            memory.take_steers(previous.turn_id)
+        if position.is_new:
+            return
+        turn = await self._conversations.turn(previous.tenant, previous.turn_id)
+        if not pending_of(turn):
+            raise LogExistsError(planned.header.response_id)
+        response = committed_in(turn.response, planned.header.response_id)
+        await self._conversations.replace_items(replace(turn, response=response))
 
     async def compaction(
         self, request: CompactRequest, caller: Caller, *, deadline_s: float | None = None
@@ -669,28 +699,38 @@ class ResponseService:
         task.log.cancel()
         return True
 
-    async def log_to_steer(self, caller: Caller, response_id: str) -> ResponseLog:
-        """The log of a response that somebody wants to steer. Raises as `turn` and `steer`."""
-        try:
-            return await self.log(caller, response_id)
-        except RequestRefusedError as error:
-            if error.code != "response_expired":
-                raise
-        await self.turn(caller, response_id)
-        raise already_completed(response_id)
-
     async def steer(
-        self, caller: Caller, log: ResponseLog, steer_id: str, value: Any
+        self,
+        caller: Caller,
+        response_id: str,
+        steer_id: str,
+        value: Any,
+        *,
+        log: ResponseLog | None = None,
     ) -> dict[str, Any]:
         """Steer a response, on whichever gateway it runs, once for an id.
+
+        Args:
+            log: its log, where that is known.
 
         Returns: what is known of the steer (`events.steers_objects`) once it is in the log.
 
         Raises:
             RequestRefusedError: the steer was not accepted; `steering.CODES` says why.
         """
+        if log is None:
+            try:
+                log = await self.log(caller, response_id)
+            except RequestRefusedError as error:
+                if error.code != "response_expired":
+                    raise
+                turn = await self.turn(caller, response_id)
+                checked_text(value)
+                told = stored_steer(turn, steer_id, value)
+                if told is None:
+                    raise already_completed(response_id) from None
+                return told
         text = checked_text(value)
-        response_id = log.response_id
         if not is_steerable(log):
             raise not_supported(response_id)
         is_counted = False

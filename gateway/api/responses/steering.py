@@ -207,5 +207,34 @@ def pending_of(turn: StoredTurn | None) -> list[Any]:
     """The inputs that wait for the next request that continues a turn."""
     if turn is None or b'"pending"' not in turn.response:
         return []
-    told = orjson.loads(turn.response).get("penstock") or {}
-    return [each["input"] for each in told.get("steers", ()) if each["status"] == "pending"]
+    return [each["input"] for each in _steers_in(turn.response) if each["status"] == "pending"]
+
+
+def committed_in(response: bytes, taken_by: str) -> bytes:
+    """The JSON of a Response object, once the response `taken_by` has what was pending in it."""
+    told = orjson.loads(response)
+    for each in told["penstock"]["steers"]:
+        if each["status"] == "pending":
+            del each["input"]
+            each |= {"status": "committed", "successor_id": taken_by}
+    return orjson.dumps(told)
+
+
+def stored_steer(turn: StoredTurn, steer_id: str, value: Any) -> dict[str, Any] | None:
+    """What a stored turn tells of a steer, when there is no log any more; None: nothing.
+
+    Raises:
+        RequestRefusedError: it has another input.
+    """
+    for each in _steers_in(turn.response):
+        if each["id"] == steer_id:
+            if each.get("input", value) != value:
+                raise key_reused()
+            return each
+    return None
+
+
+def _steers_in(response: bytes) -> list[dict[str, Any]]:
+    told = orjson.loads(response).get("penstock") if response else None
+    steers: list[dict[str, Any]] = (told or {}).get("steers", [])
+    return steers

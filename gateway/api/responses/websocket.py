@@ -267,9 +267,8 @@ class Connection:
                     param="previous_response_id",
                 )
             log = None if lane is None else lane.log
-            if log is None:
-                log = await self._service.log_to_steer(self.caller, response_id)
-            told = await self._service.steer(self.caller, log, steer_id, message.get("input"))
+            value = message.get("input")
+            told = await self._service.steer(self.caller, response_id, steer_id, value, log=log)
         except Exception as error:
             failed = {
                 "type": "response.steer.failed",

@@ -243,6 +243,11 @@ async def test_http_with_a_key_steers_once_and_tells_the_outcome(served: Served)
     lines = (await served.http.get(f"/v1/responses/{first}?stream=true")).text.splitlines()
     replayed = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     assert replayed[1:] == before
+    # And who asks again when the stream has expired.
+    await served.app.state.log_store.delete("default", first)
+    assert (await served.http.post(path, json={"input": "two"}, headers=key)).json() == again
+    late = await served.http.post(path, json={"input": "late"})
+    assert late.json()["error"]["code"] == "response_already_completed"
 
 
 async def test_a_response_takes_so_many_steers(served: Served, soon_alarmed: None) -> None:
@@ -405,6 +410,40 @@ async def test_what_answers_an_unstored_call_is_in_a_tree_of_its_own(serve: Serv
             model="tiny", input="three", previous_response_id=second
         )
         assert conversation_of(third.id) == conversation_of(second)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_only_the_first_request_after_a_call_gets_the_steer(
+    serve: Serve, is_stored: bool
+) -> None:
+    """Whether it is stored or not, and also after it has been deleted."""
+    async with serve(tool_call_parser="hermes") as served, served.connect() as socket:
+        answer = await _waiting(served, socket, stream_id="a", store=is_stored)
+        place = {"store": False, "stream_id": "b"}
+        await send(socket, type="response.create", **answer, **place)
+        created, *_ = await until_end(socket)
+        assert "<user>two\n" in served.prompt_of()
+        await send(socket, type="response.create", **answer, **place)
+        await until_end(socket)
+        assert "<user>two\n" not in served.prompt_of()
+        if is_stored:
+            first = answer["previous_response_id"]
+            stored = (await served.http.get(f"/v1/responses/{first}")).json()
+            (told,) = stored["penstock"]["steers"]
+            assert (told["status"], told["successor_id"]) == (
+                "committed",
+                created["response"]["id"],
+            )
+
+
+async def test_a_pending_steer_goes_with_the_response_that_took_it(serve: Serve) -> None:
+    async with serve(tool_call_parser="hermes") as served, served.connect() as socket:
+        answer = await _waiting(served, socket)
+        made = (await served.http.post("/v1/responses", json=answer)).json()
+        assert "<user>two\n" in served.prompt_of()
+        assert (await served.http.delete(f"/v1/responses/{made['id']}")).status_code == 200
+        await served.http.post("/v1/responses", json=answer)
+        assert "<user>two\n" not in served.prompt_of()
 
 
 async def test_two_requests_with_keys_that_answer_one_call_get_their_own_answers(
