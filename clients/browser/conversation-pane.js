@@ -23,6 +23,13 @@ import { grouped, hasSameStart, messageOf, messageText, openCalls, inputOf, numS
 /** @typedef {import("./conversations.js").Turn} Turn */
 /** @typedef {import("./drafts.js").Message} Message */
 /**
+ * A message for which the answer under way is to end.
+ * @typedef {object} Steered
+ * @property {TurnView} view
+ * @property {string | null} id  of the steer, once the server has it
+ * @property {Promise<void>} told  that it has, or not
+ */
+/**
  * @typedef {object} Surroundings
  * @property {import("./penstock-client.js").PenstockClient} client
  * @property {HTMLElement} transcript
@@ -52,7 +59,7 @@ export class ConversationPane extends EventTarget {
   /** While it is being fetched. @type {Promise<void> | null} */ #loading = null;
   /** Counts opened conversations, so that a late answer is recognised as stale. */
   #epoch = 0;
-  /** What the answer under way was steered with, and is not answered yet. @type {TurnView[]} */ #steered = [];
+  /** What the answer under way was steered with, and is not answered yet. @type {Steered[]} */ #steered = [];
   /** What turns answer, beside those that are shown; null: not known (yet). @type {Map<string, string | null>} */
   #questions = new Map();
   #around;
@@ -187,14 +194,18 @@ export class ConversationPane extends EventTarget {
     const item = userItem(message);
     const view = new TurnView(this.#around.transcript, [item], this.#wishes);
     this.views.push(view);
-    this.#steered.push(view);
+    /** @type {Steered} */ const steered = { view, id: null, told: Promise.resolve() };
+    steered.told = this.#around.client.steer(answer, [inputOf(item)]).then((steer) => { steered.id = steer.id; });
+    this.#steered.push(steered);
     this.#changed();
     try {
-      await this.#around.client.steer(answer, [inputOf(item)]);
+      await steered.told;
     } catch (error) {
+      this.#steered = this.#steered.filter((other) => other !== steered);
       if (!(error instanceof PenstockError)) throw error;
       if (epoch !== this.#epoch) return this.#around.onLost(id, message, NOT_SENT);
-      this.#unsteer(view);
+      this.#drop(view);
+      this.#changed();
       if (!["response_already_completed", "response_not_active"].includes(error.code ?? "")) return this.#handBack(message, error.message);
       // It had just ended: what comes after it is to end, or this is the next message.
       await answer.done;
@@ -204,27 +215,40 @@ export class ConversationPane extends EventTarget {
     }
   }
 
-  #unsteer(/** @type {TurnView} */ view) {
-    this.#drop(view);
-    this.#steered = this.#steered.filter((other) => other !== view);
-    this.#changed();
+  /**
+   * Takes messages out of those that are not answered yet, by the ids of their steers. The end of an
+   * answer may come before the server's replies that tell these; those of other messages may come later.
+   */
+  async #takeSteered(/** @type {string[]} */ ids) {
+    const isMeant = (/** @type {Steered} */ { id }) => id !== null && ids.includes(id);
+    for (;;) {
+      const open = this.#steered.filter(({ id }) => id === null);
+      if (open.length === 0 || this.#steered.filter(isMeant).length === ids.length) break;
+      await Promise.race(open.map(({ told }) => told)).catch(() => {});
+    }
+    const taken = this.#steered.filter(isMeant);
+    this.#steered = this.#steered.filter((steered) => !isMeant(steered));
+    return taken;
   }
 
-  /** Shows what answers what an answer was steered with; whether there is anything. */
-  #succeed(/** @type {Answer} */ answer, /** @type {Outcome} */ outcome) {
-    if (answer.successor) {
-      const views = this.#steered.splice(0);
-      this.#watch(views.at(-1) ?? this.#laterView(), answer.successor);
-      return true;
+  /** Shows what became of the messages that an answer was steered with; whether there is more to come. */
+  async #succeed(/** @type {Answer} */ answer, /** @type {Outcome} */ outcome) {
+    const epoch = this.#epoch;
+    const { successor } = answer;
+    const told = outcome.steers.filter(({ status }) => status === "failed" || (successor && status === "committed"));
+    this.answer = successor; // it can be stopped and steered before it is shown
+    const taken = await this.#takeSteered(told.map(({ id }) => id));
+    if (epoch !== this.#epoch) return true;
+    for (const { id, status, error } of told) {
+      const view = taken.find((steered) => steered.id === id)?.view;
+      if (status !== "failed" || !view) continue;
+      taken.splice(taken.findIndex((steered) => steered.view === view), 1);
+      this.#drop(view);
+      this.#handBack(messageOf(asked(view)), error?.message ?? NOT_SENT);
     }
-    const failed = outcome.steers.find((steer) => steer.status === "failed");
-    if (failed) {
-      for (const view of this.#steered.splice(0)) {
-        this.#drop(view);
-        this.#handBack(messageOf(asked(view)), failed.error?.message ?? NOT_SENT);
-      }
-    }
-    return false;
+    if (!successor) return false;
+    this.#watch(taken.at(-1)?.view ?? this.#laterView(), successor);
+    return true;
   }
 
   /** For an answer whose message another tab has sent. */
@@ -320,12 +344,12 @@ export class ConversationPane extends EventTarget {
     else await this.#noteProblem(view, outcome);
     if (this.answer !== answer) return; // another conversation was opened meanwhile
     if (isKept && !answer.text && answer.blocks.length === 0) view.addNote("The model ended its answer without a word.");
-    this.answer = null;
-    if (this.#succeed(answer, outcome)) return;
+    if (await this.#succeed(answer, outcome)) return;
     this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
     this.#changed();
     const calls = outcome.kind === "completed" ? answer.blocks.filter((block) => block.kind === "call") : [];
-    if (calls.length > 0 && await this.#runTools(view, calls)) return;
+    const pending = outcome.steers.filter(({ status }) => status === "pending").map(({ id }) => id);
+    if (calls.length > 0 && await this.#runTools(view, calls, pending)) return;
     await quietly(() => this.#compare());
   }
 
@@ -341,15 +365,21 @@ export class ConversationPane extends EventTarget {
     await quietly(() => this.refresh());
   }
 
-  /** Runs the tools that an answer calls, and sends their outputs; whether it did. */
-  async #runTools(/** @type {TurnView} */ view, /** @type {import("./answer.js").Block[]} */ calls) {
+  /**
+   * Runs the tools that an answer calls, and sends their outputs; whether it did.
+   * @param {TurnView} view
+   * @param {import("./answer.js").Block[]} calls
+   * @param {string[]} [pending]  steers that the turn with the outputs answers, too
+   */
+  async #runTools(view, calls, pending = []) {
     const { id } = this;
     const epoch = this.#epoch;
     if (!id || !this.#around.hasTools()) return false;
     const outputs = await outputsOf(calls);
+    const steered = await this.#takeSteered(pending);
     if (epoch !== this.#epoch || this.answer) return false;
     for (const { call_id, output } of outputs) view.showResult(call_id, output);
-    const last = this.#steered.splice(0).at(-1) ?? view; // what the calls' turn was steered with
+    const last = steered.at(-1)?.view ?? view;
     this.#watch(last, this.#around.client.respond({ ...this.#around.parameters(), input: outputs, conversation: id }));
     return true;
   }

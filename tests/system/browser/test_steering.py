@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from ..processes import Served, serve
 from .conftest import NewPage
@@ -44,6 +45,39 @@ async def test_a_message_interrupts_the_answer_and_is_answered(
     await expect(page.locator(".turn")).to_have_count(2)
     assert await page.locator(".turn .prose").all_inner_texts() == texts
     await expect(page.locator(".turn").first).to_contain_text("Interrupted.")
+
+
+async def test_a_message_that_comes_too_late_interrupts_the_next_answer(
+    page: Page, demo_server: Served
+) -> None:
+    """The server gets it when the answer has already ended for the one before."""
+    held = [asyncio.Event(), asyncio.Event()]
+    sent = iter(held)
+
+    async def hold(route: Route) -> None:
+        if (may_go := next(sent, None)) is not None:
+            await may_go.wait()
+        await route.continue_()
+
+    await page.route("**/steer", hold)
+    await stories(page)
+    await open_page(page, demo_server.base_url, temperature=0)
+    turns = page.locator(".turn")
+    await growing(await say(page, STORY))
+    await say(page, "Shorter, please.")
+    await say(page, "And in verse.")
+    held[0].set()
+    said = await growing(turns.nth(1))
+    held[1].set()
+    await expect(turns.nth(1)).to_contain_text("Interrupted.")
+    assert (await finished(turns.nth(1))).startswith(said)
+    await stopped(page, turns.nth(2))
+    texts = await page.locator(".turn .prose").all_inner_texts()
+    await page.reload()
+    await connected(page)
+    await expect(turns).to_have_count(3)
+    await expect(turns.nth(2)).to_contain_text("And in verse.")
+    assert await page.locator(".turn .prose").all_inner_texts() == texts
 
 
 @pytest.mark.exhaustive
