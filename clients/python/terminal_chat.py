@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -42,7 +43,7 @@ from .retries import RetryPolicy
 from .terminal_screen import Screen, Timing, clean
 from .terminal_tools import local_tools
 from .tools import Tool
-from .track import successor_of
+from .track import steers_of, successor_of
 from .transcript import Transcript, Turn
 
 with contextlib.suppress(ImportError):  # line editing and history for `input`, if available
@@ -137,6 +138,20 @@ def ending(response: Response, context_len: int | None) -> str:
     return "cut short (length limit)"
 
 
+@dataclass(eq=False)
+class _Steered:
+    """A message for which the answer under way is to end.
+
+    Attributes:
+        steer_id: None until the server has it.
+        is_told: that the server has it, or not.
+    """
+
+    text: str
+    steer_id: str | None = None
+    is_told: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class TerminalChat:
     """The conversation."""
 
@@ -165,7 +180,7 @@ class TerminalChat:
         self._images: tuple[str, ...] = ()  # data URLs, for the next question
         self._stream: EventStream[AsyncRunner] | None = None
         self._text = ""  # of the current answer, even if its connection was lost
-        self._steered: list[str] = []  # messages that the current answer was interrupted by
+        self._steered: list[_Steered] = []  # what became of them is not known yet
         self._num_failed = 0
         self._is_interactive = screen.is_styled and sys.stdin.isatty()
         self._messages = _Input(is_interactive=self._is_interactive)
@@ -269,7 +284,7 @@ class TerminalChat:
 
     def _ask(self, question: str, *, after: Turn | None) -> None:
         self._asked = (question, after, self._images)
-        self._images, self._stream, self._text, self._steered = (), None, "", []
+        self._images, self._stream, self._text = (), None, ""
         self._take_turn()
 
     def _resume(self) -> None:
@@ -313,17 +328,45 @@ class TerminalChat:
         if self._stream is None:
             self._messages.keep(message)
             return
-        self._steered.append(message)
         self._loop.start(self._send_steer(self._stream, message))
 
     async def _send_steer(self, stream: EventStream[AsyncRunner], message: str) -> None:
+        steered = _Steered(message)
+        self._steered.append(steered)
         try:
-            await stream.steer(message)
+            steered.steer_id = (await stream.steer(message))["id"]
         except PenstockError as error:
-            self._steered.remove(message)
             self._messages.keep(message)
+            self._steered.remove(steered)
             if not (isinstance(error, RefusedError) and error.status == 409):
                 self._answer.note(f"[not interrupted: {error}]")
+        finally:
+            steered.is_told.set()
+
+    async def _take_steered(self, ids: Collection[str]) -> list[_Steered]:
+        """Those with these ids. The end of an answer may come before the replies that tell them;
+        those to other messages may come later."""
+        while True:
+            taken = [each for each in self._steered if each.steer_id in ids]
+            untold = [each for each in self._steered if not each.is_told.is_set()]
+            if len(taken) == len(ids) or not untold:
+                break
+            await untold[0].is_told.wait()
+        for each in taken:
+            self._steered.remove(each)
+        return taken
+
+    async def _give_back(self, response: Response) -> None:
+        """What nobody answers is the next message."""
+        errors = {
+            each["id"]: each["error"]["message"]
+            for each in steers_of(response)
+            if each["status"] == "failed"
+        }
+        for each in await self._take_steered(errors):
+            assert each.steer_id is not None
+            self._messages.keep(each.text)
+            self._screen.complain(f"not interrupted: {errors[each.steer_id]}")
 
     def _stop(self) -> None:
         if self._stream is not None:
@@ -341,11 +384,17 @@ class TerminalChat:
                 self._stream = stream = await self._begin()
                 stream.on_wait = self._note_wait
                 async for event in stream:
-                    self._show(event, timing)
+                    await self._show(event, timing)
         finally:
             self._answer.end()
         assert self._stream is not None
-        self._conclude(self._stream, timing)
+        try:
+            self._conclude(self._stream, timing)
+        finally:
+            if self._stream.response is not None:
+                await self._give_back(self._stream.response)
+            for each in list(self._steered):
+                await each.is_told.wait()  # the next message, if this answer did not end for it
 
     async def _run_tools(self, timing: Timing) -> None:
         assert self._asked is not None
@@ -364,7 +413,7 @@ class TerminalChat:
         async for event in run:
             if self._stream is not run.stream:
                 self._stream, run.stream.on_wait = run.stream, self._note_wait
-            self._show(event, timing)
+            await self._show(event, timing)
 
     def _note_wait(self, error: PenstockError, _: float) -> None:
         self._answer.note(f"[{error}; reconnecting]")
@@ -391,7 +440,7 @@ class TerminalChat:
             extra_body=self._sampling,
         )
 
-    def _show(self, event: ResponseEvent, timing: Timing) -> None:
+    async def _show(self, event: ResponseEvent, timing: Timing) -> None:
         if event["type"] == "response.output_text.delta":
             timing.note_piece()
             self._text += event["delta"]
@@ -412,19 +461,22 @@ class TerminalChat:
             self._answer.note(f"[waiting: {event['position']} before this one]")
         elif event["type"] in ("response.incomplete", "response.completed"):
             if successor_of(event) is not None:
-                self._go_on(event["response"])
+                await self._go_on(event["response"])
         elif event["type"] in _NOTICES:
             self._answer.note(_NOTICES[event["type"]])
 
-    def _go_on(self, response: Response) -> None:
+    async def _go_on(self, response: Response) -> None:
         """The answer was interrupted, and what comes answers the messages that did."""
         self._tell("interrupted")
         if self._asked is None:
             return
         question, after, _ = self._asked
         self._transcript.add(question, self._text, response_id=response["id"], parent=after)
-        self._asked = ("\n".join(self._steered), self._transcript.head, ())
-        self._text, self._steered = "", []
+        committed = [each["id"] for each in steers_of(response) if each["status"] == "committed"]
+        messages = [each.text for each in await self._take_steered(committed)]
+        self._asked = ("\n".join(messages), self._transcript.head, ())
+        self._text = ""
+        await self._give_back(response)
 
     def _conclude(self, stream: EventStream[AsyncRunner], timing: Timing) -> None:
         response = stream.response

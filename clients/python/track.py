@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import ProtocolError
@@ -14,8 +14,14 @@ def successor_of(event: Mapping[str, Any]) -> str | None:
     """The response that goes on after the one that this event ends, if that was steered."""
     if event["type"] not in TERMINAL:
         return None
-    steers = (event["response"].get("penstock") or {}).get("steers", ())
+    steers = steers_of(event["response"])
     return next((each["successor_id"] for each in steers if "successor_id" in each), None)
+
+
+def steers_of(response: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What became of what an ended response was steered with."""
+    steers: Sequence[Mapping[str, Any]] = (response.get("penstock") or {}).get("steers", ())
+    return steers
 
 
 class Track:

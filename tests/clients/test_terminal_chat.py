@@ -5,8 +5,11 @@ The command itself is in `tests/system/test_clients.py`.
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +17,33 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.clients import RetryPolicy
+from penstock.clients import AsyncClient, RetryPolicy
 from penstock.clients.python.parameters import body_of
-from penstock.clients.python.terminal_chat import choose_model, ending
+from penstock.clients.python.terminal_chat import LoopThread, TerminalChat, choose_model, ending
+from penstock.clients.python.terminal_screen import Screen
 
-from ..system.processes import NUM_CONTEXT_TOKENS, Served
+from ..system.processes import END_S, NUM_CONTEXT_TOKENS, Served
 from . import terminal as terminal_of_tests
 from .cutting_proxy import CuttingProxy
 from .terminal import ASKED, COLOURS, CTRL_C, CTRL_D, ENDLESS, LONG, TOLD, Piped, Terminal
+
+
+class _HoldingProxy(CuttingProxy):
+    """Keeps each request that steers until its event of `held` is set."""
+
+    def __init__(self, upstream_url: str) -> None:
+        super().__init__(upstream_url, None)
+        self.held: queue.Queue[threading.Event] = queue.Queue()
+
+    def _up(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while data := client.recv(65_536):
+                if b"/steer HTTP" in data:
+                    may_go = threading.Event()
+                    self.held.put(may_go)
+                    may_go.wait(END_S)
+                server.sendall(data)
+            server.shutdown(socket.SHUT_WR)
 
 
 @pytest.fixture
@@ -209,6 +231,50 @@ def test_a_message_interrupts_the_answer(terminal: Terminal) -> None:
     terminal.say("/branch")
     assert f"*  2  {TOLD}" in COLOURS.sub("", terminal.read_until(TOLD))
     assert terminal.leave(CTRL_C) == 0
+
+
+def test_a_message_that_comes_too_late_is_the_next_one(demo_server: Served) -> None:
+    """The server gets it when the answer has already ended for the one before."""
+    with _HoldingProxy(demo_server.base_url) as proxy, Terminal(proxy.url) as terminal:
+        terminal.say(ENDLESS)
+        terminal.read_until("\x1b[2K")  # the answer is being drawn
+        terminal.press(f"{TOLD}\n")
+        first = proxy.held.get(timeout=END_S)
+        terminal.press(f"{ASKED}\n")
+        late = proxy.held.get(timeout=END_S)
+        first.set()
+        terminal.read_until("interrupted")
+        terminal.read_until("\x1b[2K")
+        late.set()
+        terminal.press(CTRL_C)
+        assert "stopped · " in terminal.read_until(" tokens\x1b[0m")
+        terminal.say("/branch")
+        outline = COLOURS.sub("", terminal.read_until(f"3  {ASKED}"))
+        assert f"2  {TOLD}\r\n" in outline
+        assert terminal.leave(CTRL_C) == 0
+
+
+def test_a_message_that_nobody_answers_is_the_next_one(capsys: pytest.CaptureFixture[str]) -> None:
+    error = {"message": "no room", "code": "successor_creation_failed"}
+    told = [
+        {"id": "steer_1", "status": "committed", "successor_id": "resp_2"},
+        {"id": "steer_2", "status": "failed", "error": error},
+    ]
+    response: Any = {"id": "resp_1", "penstock": {"steers": told}}
+
+    class Stream:
+        async def steer(self, message: str) -> dict[str, str]:
+            return {"id": message}
+
+    with LoopThread() as loop:
+        chat = TerminalChat(AsyncClient("http://127.0.0.1:1"), Screen(), loop)
+        stream: Any = Stream()
+        for message in ("steer_1", "steer_2"):
+            loop.start(chat._send_steer(stream, message)).result(END_S)
+        loop.start(chat._give_back(response)).result(END_S)
+        assert chat._messages.read() == "steer_2"
+    assert "not interrupted: no room" in capsys.readouterr().err
+    assert [each.text for each in chat._steered] == ["steer_1"]
 
 
 def test_a_connection_that_is_lost_in_the_middle(demo_server: Served) -> None:
