@@ -241,7 +241,18 @@ class ResponseTask:
             _LOG.warning("cannot store turn %s: the store was away for too long", ended.turn_id)
 
     async def _begun(self, end: EndEntry, successor: Successor | None) -> EndEntry:
-        """The end, once the successor has begun, or cannot."""
+        """The end, once the successor has begun, or no gateway can begin it."""
+        begun = await self._handed_over(end, successor)
+        fate = begun.steered
+        if fate is None or fate.status != "failed" or not self._log_run.is_current:
+            return begun
+        # A gateway that stands still may be about to begin it.
+        if await self._known(self._successors.rule_out, otherwise=True):
+            return begun
+        return self._with_fate(begun, dataclasses.replace(fate, status="committed", error=None))
+
+    async def _handed_over(self, end: EndEntry, successor: Successor | None) -> EndEntry:
+        """The end, once this gateway has begun the successor, or could not."""
         if successor is None or not self._log_run.is_current:
             return end
         if self._is_cancelled():  # while the successor was planned
@@ -258,17 +269,19 @@ class ResponseTask:
         """Also once the output has ended, and nobody tells this task any more."""
         return self.log.replica.is_cancelled
 
-    async def _has_begun(self) -> bool:
-        """Whether another gateway has begun the successor. While nobody can know, it waits: what it
+    async def _known(
+        self, ask: Callable[[ResponseLog], Awaitable[bool]], *, otherwise: bool
+    ) -> bool:
+        """What other gateways did about the successor. While the store is away, it waits: what it
         told would be no more than a guess."""
         while True:
             try:
-                return await self._successors.has_begun(self.log)
+                return await ask(self.log)
             except StoreUnavailableError:
                 await asyncio.sleep(_ASK_EVERY_S)
             except Exception:  # a bug
                 _LOG.exception("cannot look for the successor of %s", self.log.response_id)
-                return False
+                return otherwise
 
     async def _steered(self, end: EndEntry) -> tuple[EndEntry, Successor | None]:
         """The end of a response that was steered, with what becomes of the steers."""
@@ -278,7 +291,7 @@ class ResponseTask:
         is_cut = self._phase is Phase.STEERED and end.reason is FinishReason.ABORT
         drops_call = is_cut and newest is not None and newest[1] in CALLS and branch.is_calling
         successor: Successor | None = None
-        has_begun = await self._has_begun()
+        has_begun = await self._known(self._successors.has_begun, otherwise=False)
         if not (end.reason in _NATURAL or is_cut):
             message = "the response was stopped before its successor began"
             if end.error is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -495,18 +496,46 @@ class ResponseService:
         if run is None or not await run.verify(is_superseded=False):
             planned.generation.discard()
             return
-        with contextlib.suppress(LogExistsError):
+        try:
             log.successor = (await self._begin(planned)).log
+        except LogExistsError:
+            if not await self.has_log(log.header.tenant, planned.header.response_id):
+                await self._delete_turn_of(planned.header)  # it was ruled out meanwhile
+
+    async def rule_out_successor(self, log: ResponseLog) -> bool:
+        """Have no gateway begin the successor any more, by an ended log under its id; False: one
+        has begun it. Raises: StoreUnavailableError."""
+        header = replace(
+            log.header,
+            response_id=successor_id(log.response_id),
+            nonce=secrets.token_hex(16),
+            is_turn=False,
+            input_items=(),
+        )
+        try:
+            ended = await self._logs.create(header)
+        except LogExistsError:
+            return not await self.has_log(header.tenant, header.response_id)
+        self._end_at_once(ended, failure_of(already_completed(log.response_id)))
+        await self._delete_turn_of(header)
+        return True
+
+    async def _delete_turn_of(self, header: LogHeader) -> None:
+        """Delete the turn, if there is one, of a response that does not begin."""
+        try:
+            await self._conversations.delete_turn(header.tenant, header.response_id)
+        except RequestRefusedError as error:
+            _LOG.info("cannot delete the turn of %s: %s", header.response_id, error)
 
     async def has_log(self, tenant: str, response_id: str) -> bool:
         """Whether there is a response of this id, running or ended."""
         try:
-            await self._logs.find(tenant, response_id)
+            log = await self._logs.find(tenant, response_id)
         except RequestRefusedError as error:
             if error.code != "response_expired":
                 raise
             return False
-        return True
+        return log.header.is_turn
 
     # -- responses of gateways that ended ----------------------------------------------------
 
@@ -868,11 +897,12 @@ class _Successors:
         return _Successor(self._service, log, planned)
 
     async def has_begun(self, log: ResponseLog) -> bool:
-        # Nobody else begins one while this gateway runs the response from the first.
-        was_elsewhere = log.replica.epoch > 1 or log.outage is not None
-        return was_elsewhere and await self._service.has_log(
+        return _was_elsewhere(log) and await self._service.has_log(
             log.header.tenant, successor_id(log.response_id)
         )
+
+    async def rule_out(self, log: ResponseLog) -> bool:
+        return not _was_elsewhere(log) or await self._service.rule_out_successor(log)
 
 
 class _Successor:
@@ -933,6 +963,12 @@ def _header(
         compaction=compaction,
         settings=settings,
     )
+
+
+def _was_elsewhere(log: ResponseLog) -> bool:
+    """Whether another gateway, or this one before it was started again, may have begun a successor:
+    nobody else begins one while this gateway runs the response from the first."""
+    return log.replica.epoch > 1 or log.outage is not None
 
 
 def _former_caller(header: LogHeader) -> Caller:

@@ -69,7 +69,12 @@ class Successors(Protocol):
         ...
 
     async def has_begun(self, log: ResponseLog) -> bool:
-        """Whether another gateway has begun the successor."""
+        """Whether another gateway has begun the successor. Raises: StoreUnavailableError."""
+        ...
+
+    async def rule_out(self, log: ResponseLog) -> bool:
+        """Have no other gateway begin the successor; False: one has. Raises:
+        StoreUnavailableError."""
         ...
 
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.config import GatewayConfig
@@ -198,6 +199,55 @@ async def test_the_gateway_stands_still_after_it_began_the_successor(
     said = await _check(stage.http[1], first, [told["id"]])
     may_go_on.set()
     assert await _check(stage.http[0], first, [told["id"]]) == said
+
+
+@pytest.mark.redis
+async def test_the_gateway_stands_still_before_it_begins_the_successor(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one cannot begin it, and says so: then the first one cannot begin it either."""
+    original, plan_successor = ResponseService._begin, ResponseService.plan_successor
+    begin_original = ResponseService.begin_successor
+    stands_still, may_go_on, went_on = threading.Event(), threading.Event(), threading.Event()
+
+    async def begin(self: ResponseService, planned: Any, **options: Any) -> Any:
+        if planned.header.response_id != successor_id(first):
+            return await original(self, planned, **options)
+        stands_still.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return await original(self, planned, **options)
+
+    async def begin_successor(self: ResponseService, *args: Any) -> None:
+        await begin_original(self, *args)
+        went_on.set()
+
+    async def plan(self: ResponseService, log: Any, *args: Any) -> Any:
+        if log.replica.epoch > 1:
+            raise InvalidRequestError("no", param="input")
+        return await plan_successor(self, log, *args)
+
+    monkeypatch.setattr(ResponseService, "_begin", begin)
+    monkeypatch.setattr(ResponseService, "begin_successor", begin_successor)
+    monkeypatch.setattr(ResponseService, "plan_successor", plan)
+    first = ""
+    first = await stage.begun()
+    told = await stage.steer(0, first)
+    assert await asyncio.to_thread(stands_still.wait, PATIENCE_S)
+    stage.lose_first()
+    stage.engine.may_speak.set()
+    *_, ended, failed = await _read(stage.http[1], first)
+    assert failed["type"] == "response.steer.failed"
+    assert failed["steer"]["id"] == told["id"]
+    stored = (await stage.http[1].get(f"/v1/responses/{first}")).json()
+    assert stored["penstock"] == ended["response"]["penstock"]
+    may_go_on.set()
+    assert await asyncio.to_thread(went_on.wait, PATIENCE_S)
+    assert (await _read(stage.http[0], first))[-1] == failed
+    for http in stage.http:
+        assert (await http.get(f"/v1/responses/{successor_id(first)}")).status_code == 404
+        path = f"/v1/responses/{successor_id(first)}?stream=true"
+        assert (await http.get(path)).status_code == 404
+    assert successor_id(first) not in stage.engine.submitted
 
 
 # -- one gateway, which is stopped ---------------------------------------------------------------
