@@ -233,6 +233,7 @@ def test_a_message_interrupts_the_answer(terminal: Terminal) -> None:
     assert terminal.leave(CTRL_C) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_message_that_comes_too_late_is_the_next_one(demo_server: Served) -> None:
     """The server gets it when the answer has already ended for the one before."""
     with _HoldingProxy(demo_server.base_url) as proxy, Terminal(proxy.url) as terminal:
