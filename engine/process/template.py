@@ -110,7 +110,7 @@ def _fork_orphan() -> bool:
 
 def _give_up(error: BaseException) -> NoReturn:
     """End the process: it must not go on as the engine's, which would run twice."""
-    if not isinstance(error, BrokenPipeError):  # the supervisor needs no template any more
+    if not isinstance(error, ConnectionError):  # the supervisor needs no template any more
         line = f"penstock: a template of the engine gave up: {type(error).__name__}: {error}\n"
         with contextlib.suppress(OSError):
             os.write(_STDERR_FD, line.encode())

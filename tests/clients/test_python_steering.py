@@ -38,8 +38,14 @@ def _check(events: list[Any], num_answers: int) -> None:
     assert events[-1]["response"]["status"] == "cancelled"
 
 
-@pytest.mark.parametrize("wire", ["sse", "websocket"])
-@pytest.mark.parametrize("cuts", [(None,), pytest.param((0, 7), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("wire", "cuts"),
+    [
+        ("sse", (None,)),
+        ("websocket", (None,)),
+        pytest.param("sse", (0, 7), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_stream_goes_on_with_the_successor(
     demo_server: Served, wire: str, cuts: tuple[int | None, ...]
 ) -> None:
