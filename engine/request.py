@@ -345,6 +345,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             is_neutral = not declared.neutral or getattr(self, name) in declared.neutral
             _check(is_neutral, name, "is not allowed with beam search")
 
+    def ends_in_loop(self, token_ids: list[int], num_output_tokens: int) -> bool:
+        """Whether the output, the last of these tokens, ends because it repeats itself."""
+        loops = self.repetition_detection
+        return (
+            loops is not None
+            and num_output_tokens >= self.min_tokens
+            and loops.is_found(token_ids, num_output_tokens)
+        )
+
     @property
     def is_masked(self) -> bool:
         """Whether some tokens cannot be drawn."""

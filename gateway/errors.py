@@ -203,6 +203,18 @@ def refusal(status: int, *, code: str, message: str, param: str | None = None) -
     return Failure(status=status, type=kind, code=code, message=message, param=param)
 
 
+def key_reused(what: str) -> RequestRefusedError:
+    """An `Idempotency-Key` that came before, with another body or input (`what`)."""
+    error = RequestRefusedError(
+        f"this Idempotency-Key was already used with a different {what}",
+        code="idempotency_key_reused",
+        param="Idempotency-Key",
+        status=409,
+    )
+    error.headers = {"x-should-retry": "false"}  # OpenAI's clients retry other 409s
+    return error
+
+
 def shortened(text: str, max_chars: int) -> str:
     """The text, with an ellipsis in place of its middle if it is longer."""
     if len(text) <= max_chars:

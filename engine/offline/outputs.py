@@ -42,8 +42,7 @@ class CompletionOutput:
         score: of a beam search (see `BeamSearch.length_penalty`); else None.
         finish_reason: `stop` or `length`.
         stop_reason: the stop string, EOS id or stop token id that ended the output, or
-            "repetition"; None at the
-            length limit.
+            "repetition"; None at the length limit.
         items: of a chat: its messages, thoughts ("reasoning") and tool calls ("function_call", with
             a name and the arguments as JSON text), in order; empty if they are not looked for.
     """

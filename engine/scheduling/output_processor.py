@@ -57,11 +57,11 @@ class StopRule:
         )
         if is_end and sequence.num_output_tokens >= params.min_tokens:
             return FinishReason.STOP
-        loops = params.repetition_detection
-        if loops is not None:
-            num = sequence.num_output_tokens
-            if num >= params.min_tokens and loops.is_found(sequence.token_ids, num):
-                return FinishReason.REPETITION
+        # Nearly always None, and a call costs more than that to see.
+        if params.repetition_detection is not None and params.ends_in_loop(
+            sequence.token_ids, sequence.num_output_tokens
+        ):
+            return FinishReason.REPETITION
         is_full = self.fills(sequence, num_tokens=len(sequence.token_ids))
         return FinishReason.LENGTH if is_full else None
 

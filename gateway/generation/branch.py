@@ -49,8 +49,10 @@ class Delta(msgspec.Struct, gc=False):
     @property
     def is_told(self) -> bool:
         """Whether it has news beside the output."""
-        return not (self.notice is None and self.queue_position is None) or (
-            self.num_prefilled is not None
+        return (
+            self.notice is not None
+            or self.queue_position is not None
+            or self.num_prefilled is not None
         )
 
     @property

@@ -329,14 +329,9 @@ class Generation:
         ends = params.stop_token_ids + (() if params.ignore_eos else info.eos_token_ids)
         if len(token_ids) >= params.min_tokens and token_ids[-1] in ends:
             return FinishReason.STOP
-        loops, num_output = params.repetition_detection, len(token_ids)
-        if (
-            loops is not None
-            and num_output >= params.min_tokens
-            and loops.is_found(list(token_ids), num_output)
-        ):
+        if params.ends_in_loop(list(token_ids), len(token_ids)):
             return FinishReason.REPETITION
-        num_tokens = len(self.request.prompt_token_ids) + num_output
+        num_tokens = len(self.request.prompt_token_ids) + len(token_ids)
         is_full = len(token_ids) >= params.max_tokens or num_tokens >= info.max_model_len
         return FinishReason.LENGTH if is_full else None
 

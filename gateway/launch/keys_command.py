@@ -238,16 +238,11 @@ def _changed(path: Path, *, may_be_new: bool = False) -> Iterator[_Values]:
             for table in values.get("keys", []):
                 _hide(table)
             yield values
-            text = f"{json.dumps(values, indent=2)}\n" if _is_json(path) else _toml_of(values)
+            is_toml = isinstance(values, tomlkit.TOMLDocument)
+            text = tomlkit.dumps(values) if is_toml else f"{json.dumps(values, indent=2)}\n"
             _replace(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write the key file {path}: {error.strerror}") from error
-
-
-def _toml_of(values: _Values) -> str:
-    import tomlkit
-
-    return tomlkit.dumps(values)
 
 
 def _hide(table: _Values) -> None:

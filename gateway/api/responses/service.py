@@ -50,7 +50,7 @@ from penstock.gateway.api.responses.steering import (
     checked_text,
     committed_in,
     inherited,
-    key_reused,
+    messages_of,
     not_supported,
     pending_of,
     stored_steer,
@@ -60,7 +60,7 @@ from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_pool import EnginePool
-from penstock.gateway.errors import Failure, RequestRefusedError, failure_of
+from penstock.gateway.errors import Failure, RequestRefusedError, failure_of, key_reused
 from penstock.gateway.generation.generation import NO_USAGE, Generation, Usage
 from penstock.gateway.generation.paced_work import PacedWork
 from penstock.gateway.generation.request_planner import RequestPlanner
@@ -456,16 +456,9 @@ class ResponseService:
         """
         header = log.header
         assert header.settings is not None
-        values = [entry.input for entry in log.steers]
         body: dict[str, Any] = {
             **header.settings,
-            "input": [
-                message
-                for value in values
-                for message in (
-                    [{"role": "user", "content": value}] if isinstance(value, str) else value
-                )
-            ],
+            "input": [each for entry in log.steers for each in messages_of(entry.input)],
         }
         if header.takes_head:
             body["conversation"] = header.conversation_id
@@ -998,7 +991,7 @@ def _told_of(log: ResponseLog, steer_id: str, text: str) -> dict[str, Any] | Non
     for entry in log.entries[: log.replica.num_visible]:
         if isinstance(entry, SteerEntry) and entry.name == steer_id:
             if entry.text != text:
-                raise key_reused()
+                raise key_reused("input")
             return next(told for told in steers_objects(log) if told["id"] == steer_id)
     return None
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from penstock.gateway.api.schema.messages import MAX_ITEMS, InputItem, Message
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
-from penstock.gateway.errors import Failure, RequestRefusedError
+from penstock.gateway.errors import Failure, RequestRefusedError, key_reused
 from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.response_log.log import ResponseLog
 
@@ -112,12 +112,9 @@ def checked_text(value: Any) -> str:
     if isinstance(value, str):
         if not value:
             raise _invalid("input must not be empty", "input")
-        parts: Sequence[Any] = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value:
-        parts = value
-    else:
+    elif not (isinstance(value, list) and value):
         raise _invalid("input must be a text, or a list of messages that is not empty", "input")
-    for index, part in enumerate(parts):
+    for index, part in enumerate(messages_of(value)):
         param = f"input[{index}]"
         if not isinstance(part, dict) or part.get("type", "message") != "message":
             raise _invalid(f"{param} is not a message: only those can steer a response", param)
@@ -134,6 +131,12 @@ def checked_text(value: Any) -> str:
         if isinstance(item, Message) and not any(item.content):
             raise _invalid(f"input[{index}].content must not be empty", f"input[{index}].content")
     return orjson.dumps(value).decode()
+
+
+def messages_of(value: Any) -> Sequence[Any]:
+    """The messages of a steer's input: a text is one of the user."""
+    messages: Sequence[Any] = value
+    return [{"role": "user", "content": value}] if isinstance(value, str) else messages
 
 
 def items_of(inputs: Sequence[Any]) -> list[InputItem]:
@@ -190,17 +193,6 @@ def steer_error(failure: Failure) -> dict[str, str]:
     return {"type": "invalid_request_error", "code": code, "message": failure.message}
 
 
-def key_reused() -> RequestRefusedError:
-    error = RequestRefusedError(
-        "this Idempotency-Key was already used with a different input",
-        code="idempotency_key_reused",
-        param="Idempotency-Key",
-        status=409,
-    )
-    error.headers = {"x-should-retry": "false"}  # OpenAI's clients retry other 409s
-    return error
-
-
 def _invalid(message: str, param: str | None) -> RequestRefusedError:
     return RequestRefusedError(message, code="invalid_input", param=param)
 
@@ -234,7 +226,7 @@ def stored_steer(turn: StoredTurn, steer_id: str, value: Any) -> dict[str, Any] 
     for each in _steers_in(turn.response):
         if each["id"] == steer_id:
             if each.get("input", value) != value:
-                raise key_reused()
+                raise key_reused("input")
             return each
     return None
 

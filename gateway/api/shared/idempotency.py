@@ -30,7 +30,7 @@ from penstock.gateway.api.responses.logged_generation import LoggedGeneration
 from penstock.gateway.api.responses.response_task import ResponseTask
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.auth.callers import Caller, caller_of
-from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.errors import RequestRefusedError, key_reused
 from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.storage.conversations.ids import conversation_of, derived_response_id
 from penstock.gateway.storage.idempotency.claims import Claim, ClaimStore
@@ -169,7 +169,7 @@ class IdempotentAnswers:
             if log is None:
                 continue  # its log exists but can no longer be read
             if log.header.echo.get(_DIGEST) != key.digest:
-                raise _reused()
+                raise key_reused("body")
             if log.end is None or log.end.error is None:
                 return LoggedGeneration(log, is_resumed=is_resumed)
         raise AssertionError("unreachable")
@@ -197,7 +197,7 @@ class IdempotentAnswers:
                         return created
                     claim = created
             if claim.digest != key.digest:
-                raise _reused()
+                raise key_reused("body")
             log = await self._claimed(caller, claim)
             if log is not None and (log.end is None or log.end.error is None):
                 return log
@@ -275,17 +275,6 @@ def _header(generation: Generation, key: IdempotencyKey, *, continues_prompt: bo
         continues_prompt=continues_prompt,
         output_format=generation.output_format,
     )
-
-
-def _reused() -> RequestRefusedError:
-    error = RequestRefusedError(
-        f"this {HEADER} was already used with a different body",
-        code="idempotency_key_reused",
-        param=HEADER,
-        status=409,
-    )
-    error.headers = {"x-should-retry": "false"}  # OpenAI's clients retry other 409s
-    return error
 
 
 def _refused(rule: str) -> RequestRefusedError:
