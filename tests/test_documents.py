@@ -105,6 +105,7 @@ def test_every_option_that_bounds_is_among_the_limits() -> None:
     assert bounding - named - {"max-replicas", "max-stall-ms"} == set()  # of speed, not of load
 
 
+@pytest.mark.exhaustive
 def test_the_sample_configuration_is_valid(tmp_path: Path) -> None:
     [sample] = re.findall(
         r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL

@@ -190,6 +190,7 @@ def test_a_test_without_its_place_is_an_error(project: Path, file: str) -> None:
     assert any(f"tests/{file} has no place" in line for line in lines)
 
 
+@pytest.mark.exhaustive
 def test_cpu_time_is_that_of_a_test_and_of_what_it_starts(project: Path) -> None:
     burn = "while time.process_time() < 0.3: pass"
     (project / "tests" / "engine" / "test_a.py").write_text(

@@ -181,16 +181,16 @@ def _grown_bytes(
     from the beginning on at its worst (`max`)."""
     until_s = adversity.ended_s + _MEMORY_BACK_WITHIN_S
     from_s = adversity.ended_s if pick is min else adversity.began_s
-    before: dict[int, int] = {}
-    after: dict[int, int] = {}
+    before: dict[tuple[str, int], int] = {}  # a template that became the engine is another process
+    after: dict[tuple[str, int], int] = {}
     for sample in samples:
         for process in sample.processes:
-            pid, size = process.pid, process.rss_bytes
+            key, size = (process.name, process.pid), process.rss_bytes
             if sample.at_s <= adversity.began_s:
-                before[pid] = size
+                before[key] = size
             if from_s <= sample.at_s <= until_s:
-                after[pid] = pick(after.get(pid, size), size)
-    return max((after[pid] - before[pid] for pid in before.keys() & after.keys()), default=0)
+                after[key] = pick(after.get(key, size), size)
+    return max((after[key] - before[key] for key in before.keys() & after.keys()), default=0)
 
 
 def _ms(seconds: float | None) -> str:
@@ -393,12 +393,12 @@ def _held_findings(before: Sample, after: Sample, bounds: Bounds) -> Iterator[Fi
 
 
 def _process_findings(evidence: Evidence) -> Iterator[Finding]:
-    """All processes must be alive, and the same ones unless there were kills."""
+    """All must be alive, but for a template, and the same ones unless there were kills."""
     after = {process.name: process.pid for process in evidence.after.processes}
     for process in evidence.before.processes:
-        if process.name not in after:
+        if process.name not in after and process.name != "template":
             yield Finding(f"process {process.name}", "it is gone")
-        elif after[process.name] != process.pid and not evidence.journal.of(Kind.KILL):
+        elif after.get(process.name) != process.pid and not evidence.journal.of(Kind.KILL):
             yield Finding(f"process {process.name}", "it is another one now")
 
 

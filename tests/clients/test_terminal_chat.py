@@ -220,6 +220,7 @@ def test_stopping_an_answer_and_going_on(terminal: Terminal, stop: str) -> None:
     assert terminal.leave(CTRL_C) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_message_interrupts_the_answer(terminal: Terminal) -> None:
     terminal.say(ENDLESS)
     terminal.read_until("\x1b[2K")  # the answer is being drawn

@@ -299,6 +299,7 @@ def test_a_warm_cache_changes_no_bit(
     assert counters.prefix_hits - cold > num_prompt_tokens / 2 > cold
 
 
+@pytest.mark.exhaustive
 def test_a_model_through_transformers(tiny_checkpoint: Callable[..., Path]) -> None:
     """Whose operations are the kernels' or each row's own."""
     path = tiny_checkpoint("HeliumForCausalLM", dtype="bfloat16", max_position_embeddings=CONTEXT)

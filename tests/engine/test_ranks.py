@@ -229,6 +229,7 @@ def heard(core: EngineCore, given: list[Request]) -> dict[tuple[str, int], Heard
     return found
 
 
+@pytest.mark.exhaustive
 def test_stages_give_to_the_bit_what_one_rank_gives(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def requests() -> list[Request]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_outputs_depend_on_nothing_but_their_request(path: Path) -> None:
     """Alone, in a batch, swapped out, computed again, and with steps of few tokens."""
     core = build(path)

@@ -28,6 +28,7 @@ def test_it_is_ready_when_it_is_given(demo: Started) -> None:
     assert 0.0 < demo.ready_s < time.perf_counter()
 
 
+@pytest.mark.exhaustive
 def test_memory_is_each_process_own(demo: Started) -> None:
     memory = demo.memory()
     assert set(memory) == FAMILY

@@ -115,7 +115,7 @@ def test_the_demo_model_is_clean_for_a_moment(penstock: Penstock, tmp_path: Path
     done = penstock("bench", "soak", *flags, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "soak.json").read_text())
-    assert {each["name"] for each in report["samples"][0]["processes"]} == {
-        "supervisor", "gateway", "engine",
-    }  # fmt: skip
+    names = {each["name"] for each in report["samples"][0]["processes"]}
+    # The engine's template comes in a moment without work.
+    assert names | {"template"} == {"supervisor", "gateway", "engine", "template"}
     assert sum(row["ended"] for row in report["streams"]) > 20

@@ -177,6 +177,7 @@ async def test_a_process_frozen(
 
 
 @pytest.mark.parametrize("how", tiered(["killed", "stopped"], first=["killed"]))
+@pytest.mark.exhaustive
 async def test_everything_is_gone_and_starts_again(
     tmp_path: Path, undisturbed: list[dict[str, Any]], how: str
 ) -> None:

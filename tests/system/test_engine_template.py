@@ -44,34 +44,36 @@ def only(served: Served, name: str) -> psutil.Process:
     return named(served, name)[0]
 
 
-async def read(client: httpx.AsyncClient, on_chunk: Callable[[], None]) -> str:
-    text = ""
+async def read(client: httpx.AsyncClient, on_begin: Callable[[], None]) -> str:
+    """A stream's text; `on_begin` is called at its first token."""
+    pieces: list[str] = []
     async with client.stream("POST", "/v1/completions", json=_STORY) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                on_chunk()
-    return text
+                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+                if len(pieces) == 1:
+                    on_begin()
+    return "".join(pieces)
 
 
 async def outlive(served: Served, strike: Callable[[], None]) -> psutil.Process:
-    """Strike while streams run, each of which must be what it would have been; the engine that is
-    then there, with a template beside it that waits."""
+    """Strike when all streams run, each of which must be what it would have been; the engine that
+    is then there, with a template beside it that waits."""
     num_back = served.log.read_text().count("the engine is back after ")
-    num_chunks = 0
+    num_running = 0
 
-    def count() -> None:
-        nonlocal num_chunks
-        num_chunks += 1
-        if num_chunks == 4 * _NUM_STREAMS:
+    def begin() -> None:
+        nonlocal num_running
+        num_running += 1
+        if num_running == _NUM_STREAMS:
             strike()
 
     limits = httpx.Limits(max_connections=_NUM_STREAMS)
     base_url = served.base_url
     async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=END_S) as client:
         expected = await read(client, lambda: None)
-        texts = await asyncio.gather(*(read(client, count) for _ in range(_NUM_STREAMS)))
+        texts = await asyncio.gather(*(read(client, begin) for _ in range(_NUM_STREAMS)))
     assert set(texts) == {expected}
     log = served.log.read_text
     await asyncio.to_thread(

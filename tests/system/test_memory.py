@@ -130,6 +130,7 @@ async def test_a_parked_stream_goes_on_where_it_was(small_server: Served) -> Non
     assert num_told > 0
 
 
+@pytest.mark.exhaustive
 async def test_samples_and_beams_end_though_memory_is_short(small_server: Served) -> None:
     async with (
         asyncio.timeout(280),

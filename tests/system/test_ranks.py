@@ -39,6 +39,7 @@ def _flags(long_model: tuple[str, ...], flag: str) -> tuple[str, ...]:
     return (*long_model, "--dtype", "float32", flag, "2", "--num-threads", "1")
 
 
+@pytest.mark.exhaustive
 async def test_a_killed_rank_ends_the_engine(long_model: tuple[str, ...], tmp_path: Path) -> None:
     with serve(*_flags(long_model, "--tensor-parallel-size"), log=tmp_path / "log") as served:
         async with EndlessStreams(served.base_url, 4) as streams:

@@ -90,6 +90,7 @@ def _num_registered(redis: RedisServer) -> int:
         return len(client.keys("penstock:engines:*:127.0.0.1:*"))
 
 
+@pytest.mark.exhaustive
 async def test_an_engine_elsewhere_is_found_and_serves(remote: Remote) -> None:
     url = f"{remote.served.base_url}/ready"
     await asyncio.to_thread(wait_until, lambda: httpx.get(url).status_code == 200)

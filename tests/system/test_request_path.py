@@ -20,6 +20,7 @@ def chat_path() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("room", ["gateway", "engine"])
+@pytest.mark.exhaustive
 def test_a_chat_request_enters_files_in_the_order_of_the_readme(
     chat_path: list[str], room: str
 ) -> None:

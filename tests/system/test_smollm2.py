@@ -42,6 +42,7 @@ async def _tokens(client: openai.AsyncOpenAI) -> AsyncIterator[str]:
             yield each.token
 
 
+@pytest.mark.exhaustive
 async def test_a_stream_goes_on_when_the_engine_is_killed(served: Served) -> None:
     """No token is lost, none is there twice, and the next answer makes sense."""
     assert "model smollm2" in served.line

@@ -303,6 +303,7 @@ BOMBS: Mapping[str, dict[str, Any]] = {
 REFUSED = {"1 MB enum": "has more than 262144 bytes", "multiples": "takes too long to compile"}
 
 
+@pytest.mark.exhaustive
 async def test_what_is_hard_to_compile_leaves_other_streams_alone(demo_server: Served) -> None:
     story = _asked("a trip", temperature=0, max_tokens=300, ignore_eos=True)
     del story["response_format"]

@@ -175,6 +175,7 @@ async def test_a_second_signal_ends_at_once(long_model: tuple[str, ...], tmp_pat
 
 @pytest.mark.redis
 @pytest.mark.process_kills
+@pytest.mark.exhaustive
 def test_of_several_gateways_one_is_killed_and_the_rest_serve_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def undisturbed(stack: Stack) -> ToolLoop:
 
 
 @pytest.mark.parametrize("name", ["penstock-engine", "penstock-gateway"])
+@pytest.mark.exhaustive
 async def test_a_process_is_killed(stack: Stack, undisturbed: ToolLoop, name: str) -> None:
     num_tokens = undisturbed.outcome[0]["usage"]["output_tokens"]
     stack.pace.allow(num_tokens - _NUM_LEFT)

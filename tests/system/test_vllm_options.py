@@ -43,6 +43,7 @@ def test_what_has_no_meaning_here_is_said_in_one_line(tmp_path: Path) -> None:
     assert "--dtype" not in said
 
 
+@pytest.mark.exhaustive
 def test_where_all_has_a_meaning_nothing_is_said(tmp_path: Path) -> None:
     with serve("demo", "--max-model-len", "auto", log=tmp_path / "log") as served:
         assert served.stop() == 0

@@ -21,6 +21,7 @@ from ..quantized_models import CPU, load, logits
     ["LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM",
      "FalconForCausalLM", "GptOssForCausalLM"],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_layers_one_after_the_other_read_what_the_model_does(
     architecture: str, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
     own_cache: Path,

@@ -153,6 +153,7 @@ def test_tenants_that_left_are_forgotten() -> None:
     max_num_seqs=st.sampled_from([1, 3, 8, 16]),
     widths=st.sampled_from([[1], [1, 1, 2], [1, 1, 3, 16]]),
 )
+@pytest.mark.exhaustive
 def test_who_waits_has_its_share_or_no_slot_is_free(
     data: st.DataObject, max_num_seqs: int, widths: list[int]
 ) -> None:

@@ -134,6 +134,7 @@ async def test_the_engine_dies(
         assert stage.engine.num_deaths == _NUM_KINDS
 
 
+@pytest.mark.exhaustive
 async def test_redis_loses_its_connections(
     serve: Serve, redis: RedisServer, patient_logs: object
 ) -> None:
@@ -179,6 +180,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
+@pytest.mark.exhaustive
 async def test_a_gateway_is_gone_and_another_goes_on(
     config: GatewayConfig,
     redis: RedisServer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -375,7 +376,12 @@ async def test_responses_are_items_with_their_own_events(
             asked = {"input": "hello", "tools": TOOLS, "reasoning": reasoning}
             await send(socket, type="response.create", **asked)
             told = await until_end(socket)
-        assert [event["type"] for event in told] == [event["type"] for event in events]
+        assert _kinds(told) == _kinds(events)
+
+
+def _kinds(events: list[dict[str, Any]]) -> list[str]:
+    """Their types in order; how many deltas a text comes in depends on the reader."""
+    return [kind for kind, _ in itertools.groupby(event["type"] for event in events)]
 
 
 @pytest.mark.parametrize("summary", [None, "detailed"])

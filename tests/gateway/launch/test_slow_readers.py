@@ -159,6 +159,7 @@ async def test_they_cost_little_and_disturb_nobody(
         assert in_rounds[-1] - in_rounds[0] < 16 << 20, "it grows while they do not read"
 
 
+@pytest.mark.exhaustive
 async def test_they_are_let_go(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     num = 20
     async with _gateway(model_path, tokenizer, tmp_path, max_stall_s=0.3) as gateway:

@@ -73,6 +73,7 @@ def num_compilations(notes: Path) -> int:
     return len(notes.read_text().splitlines())
 
 
+@pytest.mark.exhaustive
 def test_it_is_compiled_once(compilations, monkeypatch):
     monkeypatch.delenv(ISA_VARIABLE)
     first = build_library(select_isa(), DEFINES)
@@ -211,6 +212,7 @@ def test_twelve_fit_into_a_process_whose_static_tls_is_full(compilations, tmp_pa
     assert subprocess.check_output(command, text=True) == "12\n"
 
 
+@pytest.mark.exhaustive
 def test_processes_that_start_together_get_a_whole_file_each(compilations, cache):
     code = (
         "import torch; from penstock.kernels.cpu.library import load_library;"

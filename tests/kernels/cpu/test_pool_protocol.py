@@ -122,6 +122,7 @@ def burners(number: int) -> Iterator[None]:
             burner.wait()
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_stands_still_at_the_end_of_a_run_harms_no_later_one(
     compiled: Callable[[str], Driver],
 ) -> None:

@@ -86,6 +86,7 @@ def write(program: Program, x: Buffer, weight: torch.Tensor) -> tuple[Buffer, Bu
     return raised, normed
 
 
+@pytest.mark.exhaustive
 def test_an_operation_is_added(extended, monkeypatch):
     dtype, num_rows, size = extended.dtype, 5, 50
     given, weight = (random(*shape, seed=0, dtype=dtype) for shape in ((num_rows, size), (size,)))

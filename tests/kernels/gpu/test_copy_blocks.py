@@ -30,6 +30,7 @@ def check(shape: tuple[int, ...], copies: list[tuple[int, int]], dtype, device: 
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
+@pytest.mark.exhaustive
 def test_any_copies(device, num_layers, plane, dtype, data):
     blocks = st.integers(0, NUM_BLOCKS - 1)
     destinations = data.draw(st.lists(blocks, min_size=1, unique=True))

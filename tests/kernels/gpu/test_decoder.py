@@ -124,6 +124,7 @@ def test_equals_torch(device, head_dim, has_qk_norm, dtype, monkeypatch):
     ("dtype", "is_fp8"),
     tiered([(torch.float16, True), (torch.float32, False)], [(torch.float16, True)]),
 )
+@pytest.mark.exhaustive
 def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, dtype, is_fp8, monkeypatch):
     """Token by token, as a prompt, and with rows beside them: what determinism needs of a model."""
     model = decoder(dtype, has_qk_norm=True, head_dim=32).to(device)

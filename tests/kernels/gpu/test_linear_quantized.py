@@ -150,6 +150,7 @@ def test_lookups(device, kind, bits, size, block):
         [("zero", 8, True), ("offsets", 4, False)],
     ),
 )
+@pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_its_batch(device, kind, bits, in_bytes):
     dtype = torch.float16
     codes = matrix(kind, 72, 200, bits=bits, block=64, device=device)

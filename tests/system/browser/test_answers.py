@@ -60,6 +60,7 @@ async def test_formulas_are_set(page: Page, demo_server: Served, api: httpx.Asyn
 _CODE = "# a comment\ndef f(x):\n    return 'text' * 12\n\n\nf(2)\n"
 
 
+@pytest.mark.exhaustive
 async def test_code_is_coloured_wrapped_copied_and_saved(
     page: Page, demo_server: Served, api: httpx.AsyncClient, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ async def many(page: Page, number: int) -> None:
     await page.route("**/v1/conversations?*", answer)
 
 
+@pytest.mark.exhaustive
 async def test_without_redis_it_promises_nothing_over_a_restart(
     page: Page, demo_server: Served
 ) -> None:
@@ -103,6 +104,7 @@ async def test_the_oldest_of_many_is_reached_by_scrolling(page: Page, demo_serve
     await expect(page.locator("#more-conversations")).to_be_hidden()
 
 
+@pytest.mark.exhaustive
 async def test_a_message_leaves_the_list_as_long_as_it_is(page: Page, demo_server: Served) -> None:
     await many(page, 205)
     await open_page(page, demo_server.base_url, max_output_tokens=5)

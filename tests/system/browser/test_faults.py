@@ -102,6 +102,7 @@ async def _same(page: Page, answer: str, undisturbed: str) -> None:
     assert "Nothing" not in await page.locator("#announcer").inner_text()
 
 
+@pytest.mark.exhaustive
 async def test_the_network_breaks_in_an_answer(
     page: Page, proxy: ToxicProxy, undisturbed: str
 ) -> None:

@@ -156,6 +156,7 @@ async def test_images_stay_with_the_draft_of_their_conversation(
             assert await names(page) == files
 
 
+@pytest.mark.exhaustive
 async def test_an_image_that_is_late_finds_its_conversation(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -201,6 +202,7 @@ async def test_a_refused_message_keeps_its_images(page: Page, demo_server: Serve
     assert await names(page) == ["a.png", "b.png"]
 
 
+@pytest.mark.exhaustive
 async def test_images_that_the_model_does_not_take(page: Page, demo_server: Served) -> None:
     """To send them again would be in vain, and is not offered; over a reload they are kept."""
     await seeing(page)
@@ -222,6 +224,7 @@ async def test_images_that_the_model_does_not_take(page: Page, demo_server: Serv
     await expect(page.locator(".turn img")).to_have_count(0)
 
 
+@pytest.mark.exhaustive
 async def test_the_remove_button_hides_nothing(page: Page, demo_server: Served) -> None:
     await seeing(page)
     await open_page(page, demo_server.base_url)
@@ -239,6 +242,7 @@ async def test_the_remove_button_hides_nothing(page: Page, demo_server: Served) 
 @pytest.mark.parametrize(
     ("takes_images", "accepted"), [(False, "takes text."), (True, "takes text and images.")]
 )
+@pytest.mark.exhaustive
 async def test_a_file_that_is_neither_text_nor_image(
     page: Page, demo_server: Served, takes_images: bool, accepted: str
 ) -> None:

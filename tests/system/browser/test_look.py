@@ -178,6 +178,7 @@ async def test_to_delete_does_not_look_like_to_save(page: Page, demo_server: Ser
     assert save != delete
 
 
+@pytest.mark.exhaustive
 async def test_all_of_a_conversation_is_printed(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -235,6 +236,7 @@ async def test_the_message_box_is_as_wide_as_the_text(
     await started.close()
 
 
+@pytest.mark.exhaustive
 async def test_a_quotation_from_right_to_left_has_its_bar_on_the_right(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

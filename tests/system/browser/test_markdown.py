@@ -167,6 +167,7 @@ async def test_code_in_lists_is_copied_as_it_is(
         assert await page.evaluate("navigator.clipboard.readText()") == code
 
 
+@pytest.mark.exhaustive
 async def test_what_is_drawn_stays_while_more_comes(page: Page, demo_server: Served) -> None:
     """Nodes are the same ones to the end, and so a selection is."""
     text = (
@@ -375,6 +376,7 @@ async def test_markdown_costs_as_much_as_it_is_long(page: Page, demo_server: Ser
     assert wrong == []
 
 
+@pytest.mark.exhaustive
 async def test_a_link_says_where_it_leads(page: Page, demo_server: Served) -> None:
     cases = {
         "[a](https://evil.example/x)": "a (evil.example)",

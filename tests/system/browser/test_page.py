@@ -108,6 +108,7 @@ async def test_regenerate_edit_and_branches(
     assert len(tree["data"]) == 6
 
 
+@pytest.mark.exhaustive
 async def test_versions_are_switched_where_they_differ(page: Page, demo_server: Served) -> None:
     """Under an answer that was made again, beside one that was edited; after a reload, too."""
     await open_page(page, demo_server.base_url, max_output_tokens=5)
@@ -247,6 +248,7 @@ async def test_settings_and_figures(
     await expect(page.get_by_label("Dark")).to_be_checked()
 
 
+@pytest.mark.exhaustive
 async def test_sampling_is_shown_and_changed(page: Page, demo_server: Served) -> None:
     """What the server says of the model, and what the user says instead."""
     sent: list[str] = []
@@ -306,6 +308,7 @@ async def test_figures_of_an_answer_with_drafts(
         body["prediction"] = {"type": "content", "content": text}
 
 
+@pytest.mark.exhaustive
 async def test_keyboard(page: Page, demo_server: Served) -> None:
     await stories(page)
     await open_page(page, demo_server.base_url)

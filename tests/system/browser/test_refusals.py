@@ -134,7 +134,7 @@ async def test_titles_and_messages_cut_no_character_in_halves(
     await open_page(page, demo_server.base_url, max_output_tokens=5)
     text = "a" * 79 + "😀 hello"
     await ask(page, text)
-    title = page.locator("#conversations a").first
+    title = page.locator("#conversations a[aria-current]")
     await expect(title).to_have_text(text[:80])
     await page.evaluate(f"({_WRITE})('half a pair: \\ud83d')")
     await page.keyboard.press("Enter")
@@ -165,6 +165,7 @@ async def test_a_conversation_that_cannot_be_begun(page: Page, demo_server: Serv
     await expect(page.locator("#refusal")).to_be_hidden()
 
 
+@pytest.mark.exhaustive
 async def test_what_was_not_deleted_or_renamed_stays(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
@@ -253,6 +254,7 @@ async def listed(page: Page) -> list[str]:
     return ids
 
 
+@pytest.mark.exhaustive
 async def test_focus_after_deleting(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

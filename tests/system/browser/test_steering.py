@@ -47,6 +47,7 @@ async def test_a_message_interrupts_the_answer_and_is_answered(
     await expect(page.locator(".turn").first).to_contain_text("Interrupted.")
 
 
+@pytest.mark.exhaustive
 async def test_a_message_that_comes_too_late_interrupts_the_next_answer(
     page: Page, demo_server: Served
 ) -> None:

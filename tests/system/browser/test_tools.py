@@ -58,6 +58,7 @@ async def test_a_call_is_run_and_shown(new_page: NewPage, demo_server: Served) -
 
 
 @pytest.mark.parametrize(("think", "effort"), [("on", "low"), ("", "none")])
+@pytest.mark.exhaustive
 async def test_whether_to_think_is_always_said(
     new_page: NewPage, demo_server: Served, think: str, effort: str
 ) -> None:
