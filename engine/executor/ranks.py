@@ -52,7 +52,7 @@ from penstock.engine.errors import ConfigError, EngineDeadError, EngineError
 from penstock.engine.executor.in_process import DoneHandle, InProcessExecutor, OverlappedExecutor
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.models.registry import is_native
-from penstock.engine.parallel.ranks import ALONE, Link, SharedRanks
+from penstock.engine.parallel.ranks import ALONE, Link, SharedRanks, shared_file
 from penstock.engine.pooling.settings import ModelPooling
 from penstock.engine.process.launch import EXIT_STUCK, HEARTBEAT_FD, die_with_parent
 from penstock.engine.process.sandbox import give_way
@@ -60,7 +60,7 @@ from penstock.engine.request import Adapter, StructuredOutputs
 from penstock.engine.runner.kv_swap import NoBlockBytes
 from penstock.engine.runner.model_runner import ModelRunner, PendingStage, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
-from penstock.kernels.cpu.cores import pin_rank
+from penstock.kernels.cpu.cores import keep_on, pin_rank, usable_cpus
 
 _HEARTBEAT_S = 0.25
 # Without a heartbeat. The thread that sends it needs the GIL; no step holds that for long.
@@ -260,7 +260,7 @@ class RanksExecutor:
         self._folder = Path(folder)
         self._num_stages = config.device.pipeline_parallel_size
         # See `_make_ranks`.
-        self._fds = tuple(os.memfd_create("penstock-ranks") for _ in range(2 * self._num_stages))
+        self._fds = tuple(shared_file() for _ in range(2 * self._num_stages))
         self._results: _Results | None = None  # of another stage
         self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}  # that no other rank knows yet
         store = str(self._folder / "store")
@@ -290,7 +290,7 @@ class RanksExecutor:
                 if result_fds is not None:
                     os.close(result_fds[1])
                     self._results = _Results(os.fdopen(result_fds[0], "rb"))
-            self._affinity = os.sched_getaffinity(0)
+            self._affinity = usable_cpus()
             self._ranks.num_on_cores = pin_rank(0, size)
             runner = ModelRunner(
                 config, model_path, eos_token_ids=eos_token_ids, pooling=pooling, ranks=self._ranks
@@ -386,7 +386,7 @@ class RanksExecutor:
             self._results.close()
         self._ranks.close()
         self._close_files()
-        os.sched_setaffinity(0, self._affinity)
+        keep_on(self._affinity)
 
     def _tell(self, message: bytes) -> None:
         """Write a message for all other ranks; any thread may call it."""

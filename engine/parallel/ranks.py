@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from ctypes import Structure, c_int64
@@ -114,11 +115,20 @@ class Alone:
 ALONE = Alone()
 
 
+def shared_file() -> int:
+    """A descriptor of an empty file without a name, in memory where the system has such files. The
+    caller closes it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("penstock-ranks")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 class SharedMemory:
     """Memory of all ranks, in which regions are found by the order of their making.
 
     Args:
-        fd: of a file in memory (`memfd_create`) that the ranks have in common.
+        fd: of a `shared_file` that the ranks have in common.
     """
 
     def __init__(self, fd: int) -> None:

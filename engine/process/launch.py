@@ -14,7 +14,6 @@ import ctypes
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -92,9 +91,7 @@ def _status() -> Status:
 
 def die_with_parent(parent_pid: int) -> None:
     """Have this process killed when its parent dies, for whatever reason."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
+    if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:  # it died before the call
         os._exit(1)
@@ -103,9 +100,16 @@ def die_with_parent(parent_pid: int) -> None:
 def adopt_orphans() -> bool:
     """Have processes whose parent dies become this one's children, if it started that parent;
     whether the system can do so."""
-    if sys.platform != "linux":
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, argument: int) -> bool:
+    """Set an attribute of this process; False where the system has no such attributes."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except AttributeError:  # not Linux
         return False
-    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0)
+    return bool(prctl(option, argument) == 0)
 
 
 def _watch_parent(parent_pid: int) -> None:

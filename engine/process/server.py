@@ -57,7 +57,7 @@ from penstock.engine.request import (
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.engine.structured_outputs.grammar_sandbox import GrammarSandbox
-from penstock.kernels.cpu.cores import share_of_cores
+from penstock.kernels.cpu.cores import keep_on, share_of_cores
 
 _LOG = logging.getLogger(__name__)
 _TITLE = "penstock-engine"
@@ -430,8 +430,7 @@ def _take_share(index: int, num: int) -> None:
     """Use one share of this machine's cores or GPUs, of several engines on it."""
     if num == 1:
         return
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share_of_cores(index, num))
+    keep_on(share_of_cores(index, num))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(_num_gpus())]
     if len(gpus) > 1:

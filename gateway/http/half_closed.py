@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import select
-import sys
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -34,7 +33,7 @@ def can_outlive_input(transport: asyncio.Transport, cycle: RequestResponseCycle)
     the connection when their client has left).
     """
     return (
-        sys.platform == "linux"
+        hasattr(select, "epoll")
         and cycle.scope["http_version"] == "1.1"
         and transport.get_extra_info("sslcontext") is None
     )

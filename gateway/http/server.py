@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
             listener.setblocking(False)
             # Its connections inherit this. The kernel would otherwise take megabytes for a reader
             # that does not read, who would not be found to be slow before.
-            if listener.family != socket.AF_UNIX:
+            if listener.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
             listener.listen(self.config.backlog)
         self._start_accepting()

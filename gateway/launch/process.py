@@ -55,6 +55,7 @@ _UNDER_WAY_S = 0.1  # for requests that a client has sent, and this process not 
 _FLUSH_S = 2  # for connections to close once their streams have ended
 _SWITCH_S = 0.0005  # for which the event loop waits for a thread that holds Python's lock
 _GC_OBJECTS = 50_000  # allocated and not freed between two collections
+_OPEN_MAX = 10_240  # on a Mac
 _SPARE_FILES = 128  # for files other than connections: Redis, the engine, the log, …
 _TRIM_EVERY_S = 1.0
 _MAX_TRIM_PAUSE_S = 30.0  # between two tries that free nothing
@@ -154,15 +155,18 @@ def _make_room_for(max_connections: int) -> int:
         How many connections are possible: fewer than requested if need be, so that files are left
         for Redis and for answering 503.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_spare = _SPARE_FILES + MAX_REFUSED_CONNECTIONS
-    if hard == resource.RLIM_INFINITY or hard >= max_connections + num_spare:
+    num_files = hard
+    if hard == resource.RLIM_INFINITY:  # which a Mac says, and does not take
+        num_files = max(soft, min(max_connections + num_spare, _OPEN_MAX))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    if num_files >= max_connections + num_spare:
         return max_connections
-    room = max(1, hard - num_spare)
+    room = max(1, num_files - num_spare)
     _LOG.warning(
         "only %d files may be open, %d of them connections: fewer than --max-connections (%d)",
-        hard,
+        num_files,
         room,
         max_connections,
     )

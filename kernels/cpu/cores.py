@@ -1,4 +1,4 @@
-"""How many cores this process may keep busy."""
+"""How many cores this process may keep busy, and which."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ _NODE_FOLDER = Path("/sys/devices/system/node")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
+def usable_cpus() -> set[int]:
+    """The CPUs that this thread may run on; all, where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def keep_on(cpus: Iterable[int]) -> None:
+    """Keep this thread, and those that it starts, on these CPUs, where the system can do so."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
+
+
 def num_usable_cores() -> int:
     """Physical cores the process may run on, within the quota of its control group.
 
     Two hardware threads of one core share its multipliers, so a second one gains nothing.
     """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cpus = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
-    return max(1, min(_num_physical(cpus), _quota(_QUOTA)))
+    return max(1, min(_num_physical(usable_cpus()), _quota(_QUOTA)))
 
 
 def share_of_cores(index: int, num: int) -> list[int]:
     """The CPUs of one of `num` equal shares of those this process may run on: hardware threads of
     one core are in the same share, and a core is in several only if there are more shares."""
     by_core: dict[str, list[int]] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
+    for cpu in sorted(usable_cpus()):
         by_core.setdefault(_siblings(_CPU_FOLDER / f"cpu{cpu}", cpu), []).append(cpu)
     cores = list(by_core.values())
     mine = cores[len(cores) * index // num : len(cores) * (index + 1) // num]
@@ -36,14 +47,12 @@ def share_of_cores(index: int, num: int) -> list[int]:
 def pin_rank(rank: int, num_ranks: int) -> int:
     """Keep this thread, and those that it starts, on its rank's NUMA nodes, if there are several;
     the number of ranks that share its cores."""
-    if not hasattr(os, "sched_setaffinity"):
-        return num_ranks
-    usable = os.sched_getaffinity(0)
+    usable = usable_cpus()
     nodes = [cpus for each in read_nodes(_NODE_FOLDER) if (cpus := each & usable)]
     if len(nodes) < 2:
         return num_ranks
     shares = [cpus_of_rank(each, num_ranks, nodes) for each in range(num_ranks)]
-    os.sched_setaffinity(0, shares[rank])
+    keep_on(shares[rank])
     return shares.count(shares[rank])
 
 

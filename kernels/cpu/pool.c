@@ -5,16 +5,11 @@
 #include "pool.h"
 #include "waiting.h"
 
-#include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 enum { MAX_THREADS = 256, NUM_SPINS = 2000, SPINS_PER_LOOK = 64 };
 enum { COUNT_BITS = 32, ITEM_BITS = 24, STATE_BITS = 8, MAX_ITEMS = 1 << ITEM_BITS };
@@ -48,7 +43,7 @@ static struct {
     char pad0[56];
     atomic_long num_done; /* of the job's items */
     char pad1[56];
-    atomic_int epoch; /* number of jobs announced; threads wait for it to change */
+    _Atomic uint32_t epoch; /* number of jobs announced; threads wait for it to change */
     atomic_int num_sleeping, is_running;
     atomic_long item_ns; /* approximate time of one of the job's items; 0: not known yet */
     atomic_long num_repeated, num_calls;
@@ -126,7 +121,7 @@ static void begin_next_job(void) {
     /* Last, since the caller may then return and start another run. */
     if (!job.num_items) atomic_store(&pool.is_running, 0);
     else if (atomic_load(&pool.num_sleeping))
-        syscall(SYS_futex, &pool.epoch, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+        wake_all(&pool.epoch);
 }
 
 static void do_item(const struct job *job, unsigned number, uint64_t item) {
@@ -183,7 +178,7 @@ static long patience_ns(void) {
 
 /* Wait for another epoch, and take over items that others do not finish. Returns when the run has
  * ended. */
-static void wait_for_job(int epoch) {
+static void wait_for_job(uint32_t epoch) {
     long begin_ns = 0;
     for (long spin = 1; atomic_load_explicit(&pool.epoch, memory_order_acquire) == epoch; spin++) {
         if (!atomic_load_explicit(&pool.is_running, memory_order_acquire)) return;
@@ -198,21 +193,21 @@ static void wait_for_job(int epoch) {
     }
 }
 
-static void sleep_until_job(int epoch) {
+static void sleep_until_job(uint32_t epoch) {
     for (int spin = 0; spin < NUM_SPINS; spin++) {
         if (atomic_load_explicit(&pool.epoch, memory_order_acquire) != epoch) return;
         pause_cpu();
     }
     atomic_fetch_add(&pool.num_sleeping, 1);
     while (atomic_load(&pool.epoch) == epoch)
-        syscall(SYS_futex, &pool.epoch, FUTEX_WAIT_PRIVATE, epoch, NULL, NULL, 0);
+        sleep_while(&pool.epoch, epoch);
     atomic_fetch_sub(&pool.num_sleeping, 1);
 }
 
 static void *work(void *slot) {
     my_slot = slot;
     for (;;) {
-        int epoch = atomic_load(&pool.epoch);
+        uint32_t epoch = atomic_load(&pool.epoch);
         take_items();
         wait_for_job(epoch);
         if (!atomic_load_explicit(&pool.is_running, memory_order_acquire)) sleep_until_job(epoch);
@@ -247,7 +242,7 @@ void pool_run(const struct call *calls, long num_calls, int is_shared) {
     atomic_store(&pool.is_running, 1);
     begin_next_job();
     while (atomic_load_explicit(&pool.is_running, memory_order_acquire)) {
-        int epoch = atomic_load(&pool.epoch);
+        uint32_t epoch = atomic_load(&pool.epoch);
         take_items();
         wait_for_job(epoch);
     }
@@ -267,7 +262,7 @@ void pool_describe(char *text, long num_bytes) {
     static const char *const names[] = {"free", "fixed", "open", "writing", "lost"};
     uint64_t ticket = atomic_load(&pool.ticket);
     long num_written = snprintf(text, (size_t)num_bytes,
-        "job %u, epoch %d, %s, items taken %lu of %lu, done %ld, sleeping %d, repeated %ld",
+        "job %u, epoch %u, %s, items taken %lu of %lu, done %ld, sleeping %d, repeated %ld",
         atomic_load(&pool.number), atomic_load(&pool.epoch),
         atomic_load(&pool.is_running) ? "running" : "at rest", (unsigned long)(uint32_t)ticket,
         (unsigned long)(ticket >> COUNT_BITS), atomic_load(&pool.num_done),

@@ -2,17 +2,12 @@
 #include "ranks.h"
 #include "waiting.h"
 
-#include <limits.h>
-#include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 /* Ranks come to a sum of a decoding step within some microseconds of each other. One that is later was
  * descheduled, and may need this core; one that is much later still plans its step. */
-enum { MAX_SPIN_NS = 10000, MAX_YIELD_NS = 200000, SPINS_PER_LOOK = 16, LOOK_NS = 50000000 };
+enum { MAX_SPIN_NS = 10000, MAX_YIELD_NS = 200000, SPINS_PER_LOOK = 16 };
 
 /* One rank's line of the shared memory; after the last there is one whose first member is not zero once the
  * ranks have been given up. */
@@ -38,10 +33,9 @@ static void wait_for(struct place *other, uint32_t meeting, struct place *end) {
     /* Counted before the last look, and looked for after the counter has changed: one of both sees the other. */
     atomic_fetch_add(&other->num_sleeping, 1);
     for (;;) {
-        const struct timespec look = {.tv_nsec = LOOK_NS};
         const uint32_t seen = atomic_load(&other->num_meetings);
         if (has_come(seen, meeting) || atomic_load(&end->num_meetings)) break;
-        syscall(SYS_futex, &other->num_meetings, FUTEX_WAIT, seen, &look, NULL, 0);
+        ranks_sleep_while(&other->num_meetings, seen);
     }
     atomic_fetch_sub(&other->num_sleeping, 1);
 }
@@ -55,7 +49,7 @@ void ranks_come(const struct ranks *ranks) {
     struct place *own = (struct place *)ranks->places + ranks->rank;
     atomic_store(&own->num_meetings, ranks_count(ranks) + 1);
     if (atomic_load(&own->num_sleeping))
-        syscall(SYS_futex, &own->num_meetings, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+        ranks_wake_all(&own->num_meetings);
 }
 
 void ranks_await(const struct ranks *ranks, long rank, uint32_t count) {

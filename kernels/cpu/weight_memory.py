@@ -7,6 +7,7 @@ are mapped from a file: the system keeps in memory what is used, and reads the r
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -61,6 +62,17 @@ def _new_region(num_bytes: int) -> Tensor:
 def _map(folder: Path, num_bytes: int) -> Tensor:
     """uint8 [num_bytes] of a new file."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # not at a page's first write
+        _reserve(file.fileno(), num_bytes)
         memory = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    """Give an empty file its size now: a disk that is full at a page's first write kills."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, num_bytes)
+        return
+    space = os.statvfs(fd)
+    if space.f_bavail * space.f_frsize < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(fd, num_bytes)

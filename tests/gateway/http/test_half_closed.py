@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -19,7 +19,7 @@ from penstock.gateway.http.http_protocol import HttpLimits, limited_protocol
 
 from ..conftest import PATIENCE_S, Served, serving, until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs epoll")
+pytestmark = pytest.mark.skipif(not hasattr(select, "epoll"), reason="needs epoll")
 
 _LIMITS = HttpLimits(max_connections=100, header_timeout_s=60.0, body_timeout_s=60.0)
 _GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -18,6 +18,7 @@ from .pool_model import Job, Order, Pool, ProtocolError, Search
 _DRIVER = Path(__file__).with_name("pool_driver.c")
 _POOL = Path(__file__).parents[3] / "kernels/cpu"
 _HANG_S = "60"  # without a single run of microseconds, in ticks of the driver
+_NO_FUTEX = "#define WITHOUT_FUTEX\n"  # as outside Linux
 _END_OF_RUN = "    if (!job.num_items) atomic_store(&pool.is_running, 0);\n"
 
 Driver = Callable[..., subprocess.CompletedProcess[str]]
@@ -145,19 +146,24 @@ def test_it_would_harm_one_if_the_run_were_said_to_be_over_first(
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_threads", "duration_s"),
+    ("mode", "num_threads", "duration_s", "defines"),
     [
-        ("random", "3", "1"),
+        ("random", "3", "1", ""),
         *(
-            pytest.param(mode, num_threads, "4", marks=pytest.mark.exhaustive)
-            for mode, num_threads in (("plain", "2"), ("random", "2"), ("random", "3"))
+            pytest.param(mode, num_threads, "4", defines, marks=pytest.mark.exhaustive)
+            for mode, num_threads, defines in (
+                ("plain", "2", ""),
+                ("random", "2", ""),
+                ("random", "3", ""),
+                ("plain", "3", _NO_FUTEX),
+            )
         ),
     ],
 )
 def test_short_runs_on_busy_cores_end_and_are_right(
-    compiled: Callable[[str], Driver], mode: str, num_threads: str, duration_s: str
+    compiled: Callable[[str], Driver], mode: str, num_threads: str, duration_s: str, defines: str
 ) -> None:
-    run = compiled((_POOL / "pool.c").read_text())
+    run = compiled(defines + (_POOL / "pool.c").read_text())
     with burners(2):
         done = run(mode, num_threads, duration_s, _HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr

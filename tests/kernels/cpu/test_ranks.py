@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.parallel.ranks import Link, SharedRanks
+from penstock.engine.parallel.ranks import Link, SharedRanks, shared_file
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.rms_norm import rms_norm
 from penstock.kernels.torch_operations import NO_STEP, query_key_norm, query_key_squares
@@ -28,7 +28,7 @@ Body = Callable[[SharedRanks], Any]
 def on_ranks(size: int, body: Body) -> list[Any]:
     """What each rank's thread returns: threads share memory as processes do, and the calls let
     them run at the same time."""
-    fd = os.memfd_create("test")
+    fd = shared_file()
     try:
         ranks = [SharedRanks(rank=rank, size=size, fd=fd, store="") for rank in range(size)]
         with ThreadPoolExecutor(size) as threads:
@@ -121,7 +121,7 @@ def test_links_hand_on_rows_in_their_order(library: CpuLibrary, data: st.DataObj
     width, seed = data.draw(st.integers(1, 70), "size"), data.draw(st.integers(0, 9), "seed")
     generator = torch.Generator().manual_seed(seed)
     sent = [torch.randn(n, width, generator=generator).to(library.dtype) for n in counts]
-    fd = os.memfd_create("test")
+    fd = shared_file()
 
     def body(rank: int) -> list[Tensor]:
         rng, received = random.Random(seed * 10 + rank), []
@@ -221,7 +221,7 @@ def test_nobody_waits_for_ranks_that_were_given_up() -> None:
 def test_nobody_waits_for_a_link_that_was_given_up() -> None:
     library = load_library(torch.float32)
     assert library is not None
-    fd = os.memfd_create("test")
+    fd = shared_file()
     link = Link(fd, rank=0, num_ranks=2, num_steps=1)
     ends = threading.Timer(0.05, link.give_up)
     ends.start()
@@ -232,7 +232,7 @@ def test_nobody_waits_for_a_link_that_was_given_up() -> None:
 
 
 def test_regions_do_not_change_what_another_rank_has_written() -> None:
-    fd = os.memfd_create("test")
+    fd = shared_file()
     first, second = (SharedRanks(rank=rank, size=2, fd=fd, store="") for rank in range(2))
     regions = [first.memory.region(4096) for _ in range(2)]
     for region in regions:

@@ -26,7 +26,7 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.through_transformers.backend import TransformersModel
-from penstock.engine.parallel.ranks import ALONE, Ranks, SharedRanks
+from penstock.engine.parallel.ranks import ALONE, Ranks, SharedRanks, shared_file
 
 from ..conftest import BLOCK_SIZE, run_paged
 from .test_backend import config_of
@@ -115,7 +115,7 @@ def on_two_ranks() -> Iterator[OnTwoRanks]:
     process.start()
 
     def run(job: Job, *, num_stages: int = 1) -> tuple[TransformersModel, Tensor]:
-        file = os.memfd_create("ranks")
+        file = shared_file()
         ours.send((job, [file], num_stages))
         try:
             return compute(job, make_ranks(0, [file], os.getpid(), num_stages))
@@ -220,7 +220,7 @@ def test_what_ranks_cannot_share_is_refused_before_weights_are_read(
     for name, value in fields.items():
         setattr(config, name, value)
     config.save_pretrained(tmp_path)  # and no weights
-    file = os.memfd_create("ranks")
+    file = shared_file()
     with pytest.raises(ConfigError, match=re.escape(message)):
         compute(Job(tmp_path, {}), make_ranks(0, [file], os.getpid(), num_stages))
     os.close(file)
@@ -232,7 +232,7 @@ def test_a_plan_that_we_cannot_carry_out_is_refused(
     plan = LlamaConfig.base_model_tp_plan | {"layers.*.mlp.up_proj": "colwise_in_pairs"}
     monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", plan)
     config_of("llama").save_pretrained(tmp_path)
-    file = os.memfd_create("ranks")
+    file = shared_file()
     with pytest.raises(
         ConfigError, match=r"LlamaForCausalLM has model\.layers\.0\.mlp\.up_proj colwise_in_pairs"
     ):
