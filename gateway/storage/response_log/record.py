@@ -70,9 +70,8 @@ class LogHeader:
     """Everything that is known before the first token.
 
     Attributes:
-        nonce: tells two headers of one response id apart; the ids of its items and calls are made
-            from it. In a turn it is the response id without its prefix, so that an item's id leads
-            to its turn.
+        nonce: the ids of its items and calls are made from it. In a turn it is the response id
+            without its prefix, so that an item's id leads to its turn.
         echo: the fields of the Response object that only repeat the request.
         request: as sent to the engine, with its seed; its `request_id` is the response's id. With
             `compaction`, its prompt is known once there is a summary.

@@ -39,9 +39,10 @@ from penstock.gateway.storage.response_log.redis_stream import (
     cancel_key,
     ends,
     header_of,
-    is_begun_by,
     is_refused_id,
+    is_same_gateway,
     log_key,
+    opener_of,
     parse_id,
     read_first,
     read_last,
@@ -91,8 +92,9 @@ def open_log(log: RedisLog, gateway_id: str, *, ttl_s: float) -> Steps[None]:
         LogExistsError: another log has this id.
         ResponseError: Redis has something else in place of the notes.
     """
-    header = add_header(log.key, log.header)
-    log.num_bytes = len(header[-1])
+    header = add_header(log.key, log.header, log.opener)
+    *_, body, _, opener = header
+    log.num_bytes = len(body) + len(opener)
     noted = note(gateway_id, log.response_id, 1)
     # First the note: a log without one would never be taken over.
     _checked(*(yield [noted]))
@@ -105,8 +107,10 @@ def open_log(log: RedisLog, gateway_id: str, *, ttl_s: float) -> Steps[None]:
         raise added
     # Redis already has the header, and the reply was lost, or another response's, or something else
     (first,) = yield [read_first(log.key)]
-    if not is_begun_by(unless_foreign(first) or (), log.header):
-        yield [forget(gateway_id, log.response_id, 1)]
+    found = opener_of(unless_foreign(first))
+    if found != log.opener:
+        if not is_same_gateway(log.opener, found):  # whose note it is, too
+            yield [forget(gateway_id, log.response_id, 1)]
         raise LogExistsError(log.response_id)
 
 
@@ -276,7 +280,7 @@ def mark_broken(log: RedisLog) -> Steps[Commands]:
         (first,) = yield [read_first(log.key)]
         if isinstance(first, RedisAwayError):
             return do.NOTHING
-        is_ours = not isinstance(first, Exception) and is_begun_by(first, log.header)
+        is_ours = not isinstance(first, Exception) and opener_of(first) == log.opener
         commands = replica.first_read(is_ours=is_ours)
         if commands != do.MEND:
             return commands

@@ -48,6 +48,7 @@ from penstock.gateway.storage.response_log.redis_stream import (
     ends,
     header_of,
     log_key,
+    new_opener,
     read_first,
     read_key,
     read_last,
@@ -127,7 +128,8 @@ class RedisLogStore:
         self._tasks = [asyncio.create_task(each) for each in work]
 
     async def create(self, header: LogHeader) -> ResponseLog:
-        log = RedisLog(header, key=_key(header.response_id), storage=self)
+        opener = new_opener(self.gateway_id)
+        log = RedisLog(header, key=_key(header.response_id), storage=self, opener=opener)
         if self._leases.is_leaving:
             raise store_unavailable("this gateway is shutting down")
         try:

@@ -1,15 +1,16 @@
 """The format of a response in Redis: one stream with its entries in order.
 
-    <epoch>-<last sequence number>   h header | d delta or steer | e end
+    <epoch>-<last sequence number>   h header, o opener | d delta or steer | e end
     <epoch>-0                        f fence: the id of the gateway that owns it from here on
     <epoch>-<2^64-1>                 x broken: the owner continued without Redis; no replay
 
 The protocol relies on Redis accepting ids only in rising order. The epoch is 1 for the gateway that
 creates the stream, and increases with each takeover. A new owner's fence makes Redis refuse
 everything that the previous owner still sends, and of two gateways that write the same fence one is
-refused. After a broken mark nothing can follow under its epoch. Every entry after the header is
-added with NOMKSTREAM, so that an expired or lost stream is not created again without its beginning.
-A reader accepts an entry only if its number is the next one.
+refused. Which of two gateways created a stream is told by the opener, which no other attempt has.
+After a broken mark nothing can follow under its epoch. Every entry after the header is added with
+NOMKSTREAM, so that an expired or lost stream is not created again without its beginning. A reader
+accepts an entry only if its number is the next one.
 
 A stream is never trimmed, because that would leave a gap: the writer bounds its size, and the key's
 time to live its age. The keys of a response contain {tree}, its conversation's part of its id, so
@@ -18,6 +19,7 @@ they are in one slot of a cluster.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +41,7 @@ from penstock.gateway.storage.response_log.log import ResponseLog, Storage
 from penstock.gateway.storage.response_log.record import EndEntry, Entry, LogHeader
 from penstock.gateway.storage.response_log.replica import BrokenLogError, Role
 
-HEADER, DELTA, END, FENCE, BROKEN = b"h", b"d", b"e", b"f", b"x"
+HEADER, OPENER, DELTA, END, FENCE, BROKEN = b"h", b"o", b"d", b"e", b"f", b"x"
 LAST_NUMBER = (1 << 64) - 1
 PAGE_ENTRIES = 512  # per XRANGE
 
@@ -69,9 +71,11 @@ def read_key(response_id: str) -> str:
     return f"penstock:read:{{{tree_of(response_id)}}}:{response_id}"
 
 
-def add_header(key: str, header: LogHeader) -> tuple[str, str, str, bytes, bytes]:
+def add_header(
+    key: str, header: LogHeader, opener: bytes
+) -> tuple[str, str, str, bytes, bytes, bytes, bytes]:
     entry_id = f"1-{header.num_opening_events - 1}"
-    return "XADD", key, entry_id, HEADER, encode_header(header)
+    return "XADD", key, entry_id, HEADER, encode_header(header), OPENER, opener
 
 
 def add_entry(key: str, epoch: int, entry: Entry) -> tuple[str, str, str, str, bytes, bytes]:
@@ -116,15 +120,23 @@ class RedisLog(ResponseLog):
         key: of its stream.
         num_bytes: of header and entries that were sent or read.
         node: the cluster's node that confirmed the entries; "" while it is unknown.
+        opener: of this attempt to create the stream; empty if it was read.
     """
 
-    __slots__ = ("key", "node", "num_bytes")
+    __slots__ = ("key", "node", "num_bytes", "opener")
 
     def __init__(
-        self, header: LogHeader, *, key: str, storage: Storage, role: Role = Role.OPENING
+        self,
+        header: LogHeader,
+        *,
+        key: str,
+        storage: Storage,
+        role: Role = Role.OPENING,
+        opener: bytes = b"",
     ) -> None:
         super().__init__(header, storage=storage, role=role)
         self.key = key
+        self.opener = opener
         self.num_bytes = 0
         self.node = ""
 
@@ -171,12 +183,17 @@ def header_of(fields: dict[bytes, bytes]) -> LogHeader:
         raise BrokenLogError(f"no header: {error}") from error
 
 
-def is_begun_by(first: Sequence[StreamEntry], header: LogHeader) -> bool:
-    """Whether a stream's first entry is this header."""
-    try:
-        return bool(first) and header_of(first[0][1]).nonce == header.nonce
-    except BrokenLogError:
-        return False
+def new_opener(gateway_id: str) -> bytes:
+    return f"{gateway_id} {secrets.token_hex(8)}".encode()
+
+
+def opener_of(first: Sequence[StreamEntry] | None) -> bytes | None:
+    """What created the stream that has this first entry; None: nothing, or an older gateway."""
+    return first[0][1].get(OPENER) if first else None
+
+
+def is_same_gateway(opener: bytes, other: bytes | None) -> bool:
+    return other is not None and opener.partition(b" ")[0] == other.partition(b" ")[0]
 
 
 def is_refused_id(error: object) -> bool:

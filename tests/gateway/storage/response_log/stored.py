@@ -46,7 +46,7 @@ def entries(client: redis.Redis, response_id: str) -> list[tuple[int, int, str]]
     found = []
     for entry_id, fields in client.xrange(log_key(response_id)):
         epoch, number = map(int, entry_id.split(b"-"))
-        (kind,) = fields
+        kind, *_ = fields
         found.append((epoch, number, kind.decode()))
     return found
 
