@@ -13,6 +13,7 @@ place: a replay produces the same bytes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -180,6 +181,18 @@ def num_closing_events(
     return num + (0 if steered is None or steered.status == "committed" else len(log.steers))
 
 
+def failed_end(log: ResponseLog, message: str) -> EndEntry:
+    """The end of a response that cannot go on, as of now."""
+    return EndEntry(
+        number=log.next_number,
+        num_events=num_closing_events(log, None),
+        reason=None,
+        usage=(len(log.header.request.prompt_token_ids), 0, len(log.token_ids)),
+        ended_at=int(time.time()),
+        error=("server_error", message),
+    )
+
+
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
     """The Response object as it is now, or as it will be once `end` is appended."""
     end = end or log.end
@@ -258,28 +271,6 @@ def _ended_output(log: ResponseLog, end: EndEntry) -> list[_Object]:
         is_whole = newest is not None and newest[1] in CALLS and not steered.drops_call
         status = "completed" if is_whole else "incomplete"
     return _output(log, "completed" if status == "completed" else "incomplete")
-
-
-def is_steerable(log: ResponseLog) -> bool:
-    """Whether a response can have a successor for which it ends."""
-    header = log.header
-    return (
-        header.is_turn
-        and header.settings is not None
-        and header.generates
-        and header.compaction is None
-        and not header.compacts
-    )
-
-
-def waits_for_calls(log: ResponseLog, *, drops_call: bool) -> bool:
-    """Whether the output has a tool call, which the client is to answer.
-
-    Args:
-        drops_call: the last item is half a call, which does not count.
-    """
-    calls = {entry.output_index for entry in log.deltas if entry.kind in CALLS}
-    return len(calls) > drops_call
 
 
 def steers_objects(log: ResponseLog, end: EndEntry | None = None) -> list[_Object]:

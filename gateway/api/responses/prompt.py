@@ -21,8 +21,7 @@ from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.request import ImageInput
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.gateway.api.responses.schema import MAX_SUMMARY_TOKENS, ResponsesRequest
-from penstock.gateway.api.responses.steering import items_of as items_of_steers
-from penstock.gateway.api.responses.steering import pending_of
+from penstock.gateway.api.responses.steering import items_of_inputs, pending_of
 from penstock.gateway.api.responses.truncation import droppable, room_for_output, without
 from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
 from penstock.gateway.api.shared.items import (
@@ -229,7 +228,7 @@ class PromptBuilder:
         with contextlib.suppress(NotFoundError):
             await self._conversations.turn(previous.tenant, successor_id(previous.turn_id))
             return []  # another request has it
-        return items_of_steers(inputs)
+        return items_of_inputs(inputs)
 
     async def _output_format(self, request: ResponsesRequest, text: str) -> OutputFormat | None:
         if not request.generates:
@@ -593,11 +592,13 @@ class LaneMemory:
         kept = turn.response if pending_of(turn) else b""
         self._turns[self._lane] = dataclasses.replace(turn, response=kept)
 
-    def take_steers(self, response_id: str) -> None:
-        """A response has what this one was steered with: no other gets it."""
+    def take_steers(self, response_id: str) -> bool:
+        """A response gets what this one was steered with; False: another has it."""
         for lane, turn in self._turns.items():
-            if turn.turn_id == response_id:
+            if turn.turn_id == response_id and pending_of(turn):
                 self._turns[lane] = dataclasses.replace(turn, response=b"")
+                return True
+        return False
 
     def forget_continued(self) -> None:
         """The next turn has failed."""

@@ -3,14 +3,13 @@
 Each running response has one task, and a callback for new deltas (`delta_writer`). The turn is
 stored (`running_turn`) before any reader sees the end, unless the store is away for longer than a
 log's entry waits: then it is stored later. A response that nobody has read for too long is ended
-(`reader_grace`). One that was steered (`steering`) begins its successor before its own end is
-logged: if this gateway dies in between, the one that takes the response over finds both.
+(`reader_grace`). One that was steered begins its successor before its own end is logged
+(`successors`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import enum
 import logging
@@ -19,16 +18,11 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import FinishReason
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.responses.compaction import Summary
 from penstock.gateway.api.responses.delta_writer import DeltaWriter, SummaryText
-from penstock.gateway.api.responses.events import (
-    is_steerable,
-    num_closing_events,
-    waits_for_calls,
-)
+from penstock.gateway.api.responses.events import num_closing_events
 from penstock.gateway.api.responses.reader_grace import ReaderGrace
 from penstock.gateway.api.responses.running_turn import (
     ended_turn,
@@ -36,23 +30,15 @@ from penstock.gateway.api.responses.running_turn import (
     store_end,
     turn_of,
 )
-from penstock.gateway.api.responses.steering import (
-    Successor,
-    Successors,
-    check_room,
-    not_supported,
-)
-from penstock.gateway.api.shared.items import CALLS
+from penstock.gateway.api.responses.steering import check_room, is_steerable, not_supported
+from penstock.gateway.api.responses.successors import Succession
 from penstock.gateway.errors import Failure, GenerationFailedError, SupersededError, failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.generation.prompt_ids import origin_of, rendering_of
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.records import StoredTurn
-from penstock.gateway.storage.conversations.store import (
-    ConversationStore,
-    StoreUnavailableError,
-)
+from penstock.gateway.storage.conversations.store import ConversationStore
 from penstock.gateway.storage.response_log.log import (
     ResponseLog,
     Run,
@@ -63,7 +49,6 @@ from penstock.gateway.storage.response_log.record import (
     INTERRUPTED,
     EndEntry,
     LogHeader,
-    Steered,
     SteerEntry,
 )
 
@@ -130,7 +115,7 @@ class ResponseTask:
         remember: called with the ended turn, before any reader sees the end.
         prompt_text: the text that the prompt was tokenised from, if known.
         summary: what is written first, the prompt being made from it.
-        successors: makes its successor if it is steered.
+        succession: made if it is steered.
 
     Attributes:
         log: the response's log.
@@ -147,7 +132,7 @@ class ResponseTask:
         remember: Callable[[StoredTurn], None] | None = None,
         prompt_text: str | None = None,
         summary: Summary | None = None,
-        successors: Successors,
+        succession: Callable[[Run], Succession],
         settings: ResponseTaskSettings,
     ) -> None:
         self.log = log
@@ -161,7 +146,7 @@ class ResponseTask:
         self._remember = remember
         self._prompt_text = prompt_text
         self._settings = settings
-        self._successors = successors
+        self._succession = succession
         self._writer = DeltaWriter(run, generation, tokenizer)
         self._grace = ReaderGrace(
             run,
@@ -187,11 +172,12 @@ class ResponseTask:
         return self._task
 
     async def _run(self, after: Callable[[], Awaitable[None]] | None) -> None:
+        succession: Succession | None = None
         try:
             end = await self._generate(after)
-            if self.log.steers:  # which may have come because the engine died
-                with contextlib.suppress(EngineDeadError):
-                    await self._successors.ready()
+            if self.log.steers:
+                succession = self._succession(self._log_run)
+                await succession.ready()
         finally:
             self._log_run.end()
             self._grace.stop()
@@ -202,126 +188,50 @@ class ResponseTask:
             self._move_to(Phase.LOST)
             self.failure = None
             return
-        successor: Successor | None = None
-        if self.log.steers:
+        if succession is not None:
             if not await self._log_run.stored():
                 self._move_to(Phase.LOST)
                 return
-            end, successor = await self._steered(end)
+            end = await self._settled(end, succession)
         self._move_to(Phase.ENDED)
         try:
-            await self._store(end, successor)
+            await self._store(end, succession)
         finally:
-            if successor is not None:
-                successor.discard()
+            if succession is not None:
+                succession.discard()
 
-    async def _store(self, end: EndEntry, successor: Successor | None) -> None:
+    async def _settled(self, end: EndEntry, succession: Succession) -> EndEntry:
+        return await succession.settle(
+            end,
+            is_whole=end.reason in _NATURAL,
+            is_cut=self._phase is Phase.STEERED and end.reason is FinishReason.ABORT,
+            is_calling=self._generation.branches[0].is_calling,
+            ended=self._ended,
+        )
+
+    async def _store(self, end: EndEntry, succession: Succession | None) -> None:
         """Store the turn, begin the successor if there is one, and log the end."""
         conversations = self._conversations
-        if self._remember is None and conversations is None:
-            self._log_run.append(end)
-            return
-        ended = self._ended(turn_of(self.log.header), end)
         if self._remember is not None:
-            self._remember(ended)
+            self._remember(self._ended(end))
         if conversations is None:
-            self._log_run.append(await self._begun(end, successor))
+            self._log_run.append(end if succession is None else await succession.begin(end))
             return
+        ended = self._ended(end)
         patience_s = self._settings.store_patience_s
         is_stored = await store_end(conversations, ended, within_s=patience_s)
-        begun = await self._begun(end, successor)
-        fate = begun.steered
-        # Another gateway may have stored the turn, and have died before it logged the end.
-        is_second = self.log.replica.epoch > 1 and fate is not None and fate.status != "pending"
-        if begun is not end or is_second:
-            ended = self._ended(turn_of(self.log.header), begun)
-            await replace_end(conversations, ended)
-        self._log_run.append(begun)
+        if succession is not None:
+            begun = await succession.begin(end)
+            # Another gateway may have stored the turn, and have died before it logged the end.
+            is_pending = begun.steered is not None and begun.steered.status == "pending"
+            is_second = self.log.replica.epoch > 1 and not is_pending
+            if begun is not end or is_second:
+                ended = self._ended(begun)
+                await replace_end(conversations, ended)
+            end = begun
+        self._log_run.append(end)
         if not (is_stored or await store_end(conversations, ended, within_s=_STORE_WITHIN_S)):
             _LOG.warning("cannot store turn %s: the store was away for too long", ended.turn_id)
-
-    async def _begun(self, end: EndEntry, successor: Successor | None) -> EndEntry:
-        """The end, once the successor has begun, or no gateway can begin it."""
-        begun = await self._handed_over(end, successor)
-        fate = begun.steered
-        if fate is None or fate.status != "failed" or not self._log_run.is_current:
-            return begun
-        # A gateway that stands still may be about to begin it.
-        if await self._known(self._successors.rule_out, otherwise=True):
-            return begun
-        return self._with_fate(begun, dataclasses.replace(fate, status="committed", error=None))
-
-    async def _handed_over(self, end: EndEntry, successor: Successor | None) -> EndEntry:
-        """The end, once this gateway has begun the successor, or could not."""
-        if successor is None or not self._log_run.is_current:
-            return end
-        if self._is_cancelled():  # while the successor was planned
-            return self._with_fate(end, _failed("the response was cancelled"))
-        try:
-            await successor.begin()
-        except Exception as error:
-            return self._without_successor(end, error)
-        if self._is_cancelled() and self.log.successor is not None:
-            self.log.successor.cancel()
-        return end
-
-    def _is_cancelled(self) -> bool:
-        """Also once the output has ended, and nobody tells this task any more."""
-        return self.log.replica.is_cancelled
-
-    async def _known(
-        self, ask: Callable[[ResponseLog], Awaitable[bool]], *, otherwise: bool
-    ) -> bool:
-        """What other gateways did about the successor. While the store is away, it waits: what it
-        told would be no more than a guess."""
-        while True:
-            try:
-                return await ask(self.log)
-            except StoreUnavailableError:
-                await asyncio.sleep(_ASK_EVERY_S)
-            except Exception:  # a bug
-                _LOG.exception("cannot look for the successor of %s", self.log.response_id)
-                return otherwise
-
-    async def _steered(self, end: EndEntry) -> tuple[EndEntry, Successor | None]:
-        """The end of a response that was steered, with what becomes of the steers."""
-        log = self.log
-        branch = self._generation.branches[0]
-        newest = log.open_item
-        is_cut = self._phase is Phase.STEERED and end.reason is FinishReason.ABORT
-        drops_call = is_cut and newest is not None and newest[1] in CALLS and branch.is_calling
-        successor: Successor | None = None
-        has_begun = await self._known(self._successors.has_begun, otherwise=False)
-        if not (end.reason in _NATURAL or is_cut):
-            message = "the response was stopped before its successor began"
-            if end.error is not None:
-                message = end.error[1]
-            fate = Steered(status="committed") if has_begun else _failed(message)
-        elif waits_for_calls(log, drops_call=drops_call):
-            fate = Steered(status="pending", is_cut=is_cut, drops_call=drops_call)
-        else:
-            fate = Steered(status="committed", is_cut=is_cut, drops_call=drops_call)
-        end = self._with_fate(end, fate)
-        if fate.status == "committed" and not has_begun:
-            try:
-                ended = self._ended(turn_of(log.header), end)
-                successor = await self._successors.plan(log, ended)
-            except Exception as error:
-                end = self._without_successor(end, error)
-        return end, successor
-
-    def _with_fate(self, end: EndEntry, fate: Steered) -> EndEntry:
-        num_events = num_closing_events(self.log, end.reason, fate)
-        # There may be more steers by now than when the output ended.
-        number = self.log.next_number
-        return dataclasses.replace(end, number=number, steered=fate, num_events=num_events)
-
-    def _without_successor(self, end: EndEntry, error: Exception) -> EndEntry:
-        """The end of a response whose successor cannot begin."""
-        assert end.steered is not None
-        message = failure_of(error).message
-        told = ("successor_creation_failed", message)
-        return self._with_fate(end, dataclasses.replace(end.steered, status="failed", error=told))
 
     async def _generate(self, after: Callable[[], Awaitable[None]] | None) -> EndEntry:
         generation = self._generation
@@ -409,7 +319,9 @@ class ResponseTask:
             prefix_id=self._generation.prefix_id,
         )
 
-    def _ended(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
+    def _ended(self, end: EndEntry) -> StoredTurn:
+        """The turn with this end."""
+        turn = turn_of(self.log.header)
         token_ids: Sequence[int] = self._generation.branches[0].token_ids
         if not token_ids:  # perhaps it was to go on, and has not
             token_ids = token_ids_of(self.log.parts[1])
@@ -460,11 +372,6 @@ class ResponseTask:
         if self._phase in (Phase.STARTING, Phase.GENERATING):
             self._move_to(phase)
             self._writing.cancel()
-
-
-def _failed(message: str) -> Steered:
-    """The fate of the steers of a response that was stopped."""
-    return Steered(status="failed", error=("response_not_active", message))
 
 
 def _logged(usage: Usage, header: LogHeader) -> tuple[int, ...]:

@@ -9,12 +9,9 @@ It defines the order of a response's steps and what is stored of it. `events` ma
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,20 +19,17 @@ from weakref import WeakValueDictionary
 import orjson
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import Retention, SamplingParams
-from penstock.gateway.admission.admission import PartReservation, Reservation
 from penstock.gateway.api.responses.compaction import Summary
-from penstock.gateway.api.responses.events import (
-    is_steerable,
-    num_closing_events,
-    steers_objects,
-)
+from penstock.gateway.api.responses.events import failed_end
 from penstock.gateway.api.responses.prompt import (
     LaneMemory,
     Prompt,
     PromptBuilder,
-    SummaryPrompt,
-    TurnPosition,
+)
+from penstock.gateway.api.responses.response_planner import (
+    Asked,
+    PlannedResponse,
+    ResponsePlanner,
 )
 from penstock.gateway.api.responses.response_task import (
     ResponseInterruptedError,
@@ -46,27 +40,21 @@ from penstock.gateway.api.responses.running_turn import turn_of
 from penstock.gateway.api.responses.schema import CompactRequest, ResponsesRequest
 from penstock.gateway.api.responses.steering import (
     already_completed,
-    check_room,
     checked_text,
-    committed_in,
     inherited,
-    messages_of,
-    not_supported,
-    pending_of,
+    steer,
     stored_steer,
 )
-from penstock.gateway.api.schema.parsing import parse_request
-from penstock.gateway.api.schema.tools import echo_of
+from penstock.gateway.api.responses.successors import Succession, Successors
 from penstock.gateway.api.shared.items import without_ids, without_item
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_pool import EnginePool
-from penstock.gateway.errors import Failure, RequestRefusedError, failure_of, key_reused
+from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.generation.generation import NO_USAGE, Generation, Usage
 from penstock.gateway.generation.paced_work import PacedWork
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import (
-    new_conversation_id,
     new_response_id,
     successor_id,
 )
@@ -87,13 +75,10 @@ from penstock.gateway.storage.response_log.log_store import LogExistsError, LogS
 from penstock.gateway.storage.response_log.record import (
     Compaction,
     DeltaEntry,
-    EndEntry,
     LogHeader,
-    SteerEntry,
 )
 from penstock.gateway.telemetry.metrics import Metrics
 
-_ASK_AGAIN_S = 2.0  # a gateway that takes a response over has not heard of its steers
 _LOG = logging.getLogger(__name__)
 
 
@@ -114,35 +99,6 @@ class ResponseServiceSettings:
     needs_storage: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a response is for.
-
-    Attributes:
-        model: its name in the answer.
-        memory: see `ResponseService.create`.
-        settings: see `LogHeader`.
-    """
-
-    request: ResponsesRequest
-    caller: Caller
-    model: str
-    deadline_s: float | None
-    memory: LaneMemory | None
-    settings: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A response that is admitted and not stored."""
-
-    asked: _Asked
-    prompt: Prompt
-    header: LogHeader
-    generation: Generation
-    summary: Generation | None
-
-
 class ResponseService:
     """All responses of one gateway."""
 
@@ -158,13 +114,23 @@ class ResponseService:
         caller_of_tenant: Callable[[str], Caller | None],
     ) -> None:
         self._metrics = metrics
-        self._caller_of_tenant = caller_of_tenant
         self._planner = planner
         self._engine = engine
         self._conversations = conversations
         self._logs = logs
         self._settings = settings
         self._prompts = PromptBuilder(planner, conversations)
+        self._responses = ResponsePlanner(planner, retention_s=settings.retention_s)
+        self._successors = Successors(
+            self._responses,
+            prompts=self._prompts,
+            adapters=planner.adapters,
+            conversations=conversations,
+            logs=logs,
+            begin=self._begun_log,
+            ready=self.wait_for_engine,
+            caller_of_tenant=caller_of_tenant,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: WeakValueDictionary[str, ResponseTask] = WeakValueDictionary()
         self._deletions: set[asyncio.Task[None]] = set()
@@ -185,6 +151,7 @@ class ResponseService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._successors.close()
 
     # -- new responses -----------------------------------------------------------------------
 
@@ -218,56 +185,26 @@ class ResponseService:
         """
         settings = None if body is None else inherited(body)
         model = await self._planner.adapters.require(request.model, caller, task="generate")
-        asked = _Asked(request, caller, model, deadline_s, memory, settings)
+        asked = Asked(request, caller, model, deadline_s, memory, settings)
         prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.position.conversation_id)
         previous = prompt.position.previous
         if prompt.takes_steers and previous is not None and not prompt.position.is_new:
             response_id = successor_id(previous.turn_id)
-        planned = await self._plan(asked, prompt, response_id)
+        planned = await self._responses.plan(asked, prompt, response_id)
         try:
             return await self._begin(planned, claim=claim)
         except LogExistsError:
             if not prompt.takes_steers:
                 raise
+            await self._successors.tell_taken(planned)
         # Another request has what the turn before was steered with.
         return await self.create(
             request, caller, deadline_s=deadline_s, memory=memory, claim=claim, body=body
         )
 
-    async def _plan(self, asked: _Asked, prompt: Prompt, response_id: str) -> _Planned:
-        """Plan a response. Raises as `create`."""
-        request, caller = asked.request, asked.caller
-        retention = self._retention if request.store else None
-        generation = await self._planned(
-            response_id, request, prompt, caller, deadline_s=asked.deadline_s, retention=retention
-        )
-        try:
-            summary = None
-            if prompt.summary is not None:
-                summary = await self._planned(
-                    f"{response_id}_summary",
-                    prompt.summary.request,
-                    prompt.summary,
-                    caller,
-                    reservation=PartReservation(generation.reservation),
-                )
-            header = _header(
-                request,
-                caller,
-                prompt=prompt,
-                generation=generation,
-                summary=summary,
-                model=asked.model,
-                settings=asked.settings,
-            )
-        except BaseException:
-            generation.discard()
-            raise
-        return _Planned(asked, prompt, header, generation, summary)
-
     async def _begin(
-        self, planned: _Planned, *, claim: Callable[[str], Awaitable[None]] | None = None
+        self, planned: PlannedResponse, *, claim: Callable[[str], Awaitable[None]] | None = None
     ) -> ResponseTask:
         """Store a response that was planned, and start it. Raises as `create`.
 
@@ -280,18 +217,13 @@ class ResponseService:
         try:
             if claim is not None:
                 await claim(header.response_id)
-            if prompt.takes_steers and not request.store:
-                await self._take_steers(planned)
+            if prompt.takes_steers:
+                await self._successors.take(planned)
             log = await self._stored(header, prompt) if request.store else None
         except BaseException:
             generation.discard()
             raise
         is_stored = log is not None
-        if prompt.takes_steers and request.store:
-            try:
-                await self._take_steers(planned)
-            except (LogExistsError, RequestRefusedError) as error:  # the stored child tells it too
-                _LOG.warning("cannot mark what %s took as taken: %s", header.response_id, error)
         if log is None:
             # It was to be resumable; without `store` nobody expects it.
             log = ResponseLog(header, is_resumable=not request.store)
@@ -306,27 +238,13 @@ class ResponseService:
             asked=planned.asked,
         )
         self._keep(task.start(after=self.wait_for_engine))  # it may have died meanwhile
+        if prompt.takes_steers:
+            await self._successors.tell_taken_soon(planned)
         return task
 
-    async def _take_steers(self, planned: _Planned) -> None:
-        """Record at a turn that a response has what it was steered with, so that no other gets it.
-
-        Raises:
-            LogExistsError: another response has it.
-            RequestRefusedError: it cannot be recorded.
-        """
-        position, memory = planned.prompt.position, planned.asked.memory
-        previous = position.previous
-        assert previous is not None
-        if memory is not None:
-            memory.take_steers(previous.turn_id)
-        if position.is_new:
-            return
-        turn = await self._conversations.turn(previous.tenant, previous.turn_id)
-        if not pending_of(turn):
-            raise LogExistsError(planned.header.response_id)
-        response = committed_in(turn.response, planned.header.response_id)
-        await self._conversations.replace_items(replace(turn, response=response))
+    async def _begun_log(self, planned: PlannedResponse) -> ResponseLog:
+        """The log of a response that was planned, once it runs. Raises as `_begin`."""
+        return (await self._begin(planned)).log
 
     async def compaction(
         self, request: CompactRequest, caller: Caller, *, deadline_s: float | None = None
@@ -336,38 +254,13 @@ class ResponseService:
         await self._planner.adapters.require(request.model, caller, task="generate")
         prompt = await self._prompts.build(request, caller, None)
         plan = partial(
-            self._planned, request=request, prompt=prompt, caller=caller, deadline_s=deadline_s
-        )
-        return prompt, plan
-
-    async def _planned(
-        self,
-        response_id: str,
-        request: ResponsesRequest,
-        prompt: Prompt | SummaryPrompt,
-        caller: Caller,
-        *,
-        deadline_s: float | None = None,
-        retention: Retention | None = None,
-        reservation: Reservation | None = None,
-    ) -> Generation:
-        """Plan the generation of a prompt. Raises as `create`.
-
-        Args:
-            reservation: see `RequestPlanner.plan`.
-        """
-        options = request.options(self._planner.model.sampling_defaults())
-        return await self._planner.plan(
-            response_id,
-            prompt.token_ids,
-            await self._planner.constrained(options, request.offered, prompt.output_format),
-            param="input",
+            self._responses.generation,
+            request=request,
+            prompt=prompt,
             caller=caller,
             deadline_s=deadline_s,
-            retention=retention,
-            images=prompt.images,
-            reservation=reservation,
         )
+        return prompt, plan
 
     async def num_input_tokens(self, request: ResponsesRequest, caller: Caller) -> int:
         """How many tokens the prompt of a request would have. Raises as `create`."""
@@ -392,7 +285,11 @@ class ResponseService:
         return log
 
     async def _stored(self, header: LogHeader, prompt: Prompt) -> ResponseLog | None:
-        """Begin the turn and create the log; None if the response is to run without storage."""
+        """Begin the turn and create the log; None if the response is to run without storage.
+
+        Raises:
+            LogExistsError: there is a log of its id.
+        """
         position = prompt.position
         try:
             if position.is_new:
@@ -410,6 +307,9 @@ class ResponseService:
             if turn.parent_id is None:
                 self._metrics.count("sessions")
             return await self._logs.create(header)
+        except LogExistsError:
+            await self._successors.retract(header)
+            raise
         except StoreUnavailableError:
             if self._settings.needs_storage or position.takes_head:
                 raise
@@ -424,7 +324,7 @@ class ResponseService:
         text: str | None,
         remember: Callable[[StoredTurn], None] | None = None,
         summary: Summary | None = None,
-        asked: _Asked | None = None,
+        asked: Asked | None = None,
     ) -> ResponseTask:
         """
         Args:
@@ -438,97 +338,10 @@ class ResponseService:
             remember=remember,
             prompt_text=text,
             summary=summary,
-            successors=_Successors(self, asked),
+            succession=partial(Succession, self._successors, asked=asked),
             settings=self._settings.task,
         )
         return task
-
-    # -- successors of responses that were steered --------------------------------------------
-
-    async def plan_successor(
-        self, log: ResponseLog, ended: StoredTurn, asked: _Asked | None
-    ) -> _Planned:
-        """Plan the response to what one was steered with. Raises as `create`.
-
-        Args:
-            ended: its turn, as it will be stored.
-            asked: what began it; None: another gateway did.
-        """
-        header = log.header
-        assert header.settings is not None
-        body: dict[str, Any] = {
-            **header.settings,
-            "input": [each for entry in log.steers for each in messages_of(entry.input)],
-        }
-        if header.takes_head:
-            body["conversation"] = header.conversation_id
-        else:
-            body["previous_response_id"] = header.response_id
-        memory = None if asked is None else asked.memory
-        if asked is None:
-            caller = self._caller_of_tenant(header.tenant) or _former_caller(header)
-        else:
-            caller = asked.caller
-        request = parse_request(ResponsesRequest, body)
-        model = await self._planner.adapters.require(request.model, caller, task="generate")
-        position = TurnPosition(conversation_id=new_conversation_id(), is_new=True, path=[ended])
-        if header.echo["store"]:
-            *path, _ = await self._conversations.path(header.tenant, header.response_id)
-            position = TurnPosition(
-                conversation_id=header.conversation_id,
-                takes_head=header.takes_head,
-                path=[*path, ended],
-            )
-        prompt = await self._prompts.build(request, caller, memory, position=position)
-        again = _Asked(request, caller, model, None, memory, header.settings)
-        return await self._plan(again, prompt, successor_id(header.response_id))
-
-    async def begin_successor(self, log: ResponseLog, planned: _Planned) -> None:
-        """Begin the response that was planned, unless another gateway has. Raises as `create`."""
-        run = log.run
-        if run is None or not await run.verify(is_superseded=False):
-            planned.generation.discard()
-            return
-        try:
-            log.successor = (await self._begin(planned)).log
-        except LogExistsError:
-            if not await self.has_log(log.header.tenant, planned.header.response_id):
-                await self._delete_turn_of(planned.header)  # it was ruled out meanwhile
-
-    async def rule_out_successor(self, log: ResponseLog) -> bool:
-        """Have no gateway begin the successor any more, by an ended log under its id; False: one
-        has begun it. Raises: StoreUnavailableError."""
-        header = replace(
-            log.header,
-            response_id=successor_id(log.response_id),
-            nonce=secrets.token_hex(16),
-            is_turn=False,
-            input_items=(),
-        )
-        try:
-            ended = await self._logs.create(header)
-        except LogExistsError:
-            return not await self.has_log(header.tenant, header.response_id)
-        self._end_at_once(ended, failure_of(already_completed(log.response_id)))
-        await self._delete_turn_of(header)
-        return True
-
-    async def _delete_turn_of(self, header: LogHeader) -> None:
-        """Delete the turn, if there is one, of a response that does not begin."""
-        try:
-            await self._conversations.delete_turn(header.tenant, header.response_id)
-        except RequestRefusedError as error:
-            _LOG.info("cannot delete the turn of %s: %s", header.response_id, error)
-
-    async def has_log(self, tenant: str, response_id: str) -> bool:
-        """Whether there is a response of this id, running or ended."""
-        try:
-            log = await self._logs.find(tenant, response_id)
-        except RequestRefusedError as error:
-            if error.code != "response_expired":
-                raise
-            return False
-        return log.header.is_turn
 
     # -- responses of gateways that ended ----------------------------------------------------
 
@@ -540,21 +353,8 @@ class ResponseService:
             try:
                 self._take_over(log)
             except Exception as error:  # a bug, which must not keep others from being taken over
-                self._end_at_once(log, failure_of(error))
-
-    def _end_at_once(self, log: ResponseLog, failure: Failure) -> None:
-        """End a response that cannot be continued."""
-        assert log.run is not None
-        log.run.append(
-            EndEntry(
-                number=log.next_number,
-                num_events=num_closing_events(log, None),
-                reason=None,
-                usage=(len(log.header.request.prompt_token_ids), 0, len(log.token_ids)),
-                ended_at=int(time.time()),
-                error=("server_error", failure.message),
-            )
-        )
+                assert log.run is not None
+                log.run.append(failed_end(log, failure_of(error).message))
 
     def _take_over(self, log: ResponseLog) -> None:
         """Continue a response whose gateway has died, from the last entry it stored."""
@@ -752,30 +552,13 @@ class ResponseService:
                 if told is None:
                     raise already_completed(response_id) from None
                 return told
-        text = checked_text(value)
-        if not is_steerable(log):
-            raise not_supported(response_id)
-        is_counted = False
-        asked_again_s = 0.0
-        with log.read(log.replica.last_stored_number) as reader:
-            while (told := _told_of(log, steer_id, text)) is None:
-                if log.is_ended:
-                    raise already_completed(response_id)
-                if all(entry.name != steer_id for entry in log.steers):  # not yet visible
-                    check_room(log, text)
-                if not is_counted:
-                    is_counted = True
-                    await self._planner.count(caller)
-                    continue  # it may have ended meanwhile
-                if log.run is not None:
-                    log.steer(steer_id, text)
-                elif time.monotonic() >= asked_again_s:
-                    await self._logs.steer(caller.tenant, response_id, steer_id, text)
-                    asked_again_s = time.monotonic() + _ASK_AGAIN_S
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_ASK_AGAIN_S):
-                        await next_of(reader)
-        return told
+        return await steer(
+            log,
+            steer_id,
+            value,
+            count=partial(self._planner.count, caller),
+            ask=partial(self._logs.steer, caller.tenant, response_id, steer_id),
+        )
 
     async def successor(self, caller: Caller, log: ResponseLog) -> ResponseLog | None:
         """The log of the response that answers what one was steered with; None: there is none.
@@ -864,171 +647,6 @@ class ResponseService:
             adapter=None if adapter is None else adapter.digest,
             images=turn.places,
         )
-
-    @property
-    def _retention(self) -> Retention | None:
-        seconds = self._settings.retention_s
-        return Retention(duration_s=seconds) if seconds > 0 else None
-
-
-class _Successors:
-    """Of one response.
-
-    Args:
-        asked: what began it; None: another gateway did.
-    """
-
-    def __init__(self, service: ResponseService, asked: _Asked | None) -> None:
-        self._service = service
-        self._asked = asked
-
-    async def ready(self) -> None:
-        await self._service.wait_for_engine()
-
-    async def plan(self, log: ResponseLog, ended: StoredTurn) -> _Successor:
-        planned = await self._service.plan_successor(log, ended, self._asked)
-        return _Successor(self._service, log, planned)
-
-    async def has_begun(self, log: ResponseLog) -> bool:
-        return _was_elsewhere(log) and await self._service.has_log(
-            log.header.tenant, successor_id(log.response_id)
-        )
-
-    async def rule_out(self, log: ResponseLog) -> bool:
-        return not _was_elsewhere(log) or await self._service.rule_out_successor(log)
-
-
-class _Successor:
-    """
-    Args:
-        log: of the response before.
-    """
-
-    def __init__(self, service: ResponseService, log: ResponseLog, planned: _Planned) -> None:
-        self._service = service
-        self._log = log
-        self._planned: _Planned | None = planned  # None: it has begun, or is not to
-
-    async def begin(self) -> None:
-        planned, self._planned = self._planned, None
-        if planned is not None:
-            await self._service.begin_successor(self._log, planned)
-
-    def discard(self) -> None:
-        if self._planned is not None:
-            self._planned.generation.discard()
-
-
-def _header(
-    request: ResponsesRequest,
-    caller: Caller,
-    *,
-    prompt: Prompt,
-    generation: Generation,
-    summary: Generation | None,
-    model: str,
-    settings: Mapping[str, Any] | None,
-) -> LogHeader:
-    position, rendering = prompt.position, prompt.rendering
-    compaction = None
-    if summary is not None and prompt.summary is not None:
-        compaction = Compaction(
-            request=summary.request,
-            output_format=summary.output_format,
-            around=prompt.summary.around,
-        )
-    return LogHeader(
-        response_id=generation.request.request_id,
-        conversation_id=position.conversation_id,
-        tenant=caller.tenant,
-        nonce=generation.request.request_id.removeprefix("resp_"),
-        created_at=int(time.time()),
-        echo=_echo_of(request, model=model, params=generation.request.sampling_params),
-        request=generation.request,
-        parent_id=None if position.parent is None else position.parent.turn_id,
-        takes_head=position.takes_head,
-        generates=request.generates,
-        is_background=request.background,
-        continues=request.penstock.continues,
-        input_items=prompt.items,
-        rendering=(rendering.num_chars, rendering.digest, rendering.origin),
-        output_format=generation.output_format,
-        compaction=compaction,
-        settings=settings,
-    )
-
-
-def _was_elsewhere(log: ResponseLog) -> bool:
-    """Whether another gateway, or this one before it was started again, may have begun a successor:
-    nobody else begins one while this gateway runs the response from the first."""
-    return log.replica.epoch > 1 or log.outage is not None
-
-
-def _former_caller(header: LogHeader) -> Caller:
-    """The caller of a response whose tenant has no key any more. Its requests get the priority and
-    the cache salt that the response has."""
-    request = header.request
-    salt, own = request.cache_salt, (header.settings or {}).get("cache_salt") or ""
-    tenant_salt, used = "", ""
-    if salt != own:
-        tenant_salt, _, used = salt.partition("\n")
-    return Caller(
-        tenant=header.tenant,
-        weight=request.weight,
-        priority=request.priority,
-        priority_bounds=None,
-        allows_cache_salt=salt == own or bool(used),
-        cache_salt=tenant_salt,
-    )
-
-
-def _told_of(log: ResponseLog, steer_id: str, text: str) -> dict[str, Any] | None:
-    """What readers know of a steer; None: nothing.
-
-    Raises:
-        RequestRefusedError: it has another input.
-    """
-    for entry in log.entries[: log.replica.num_visible]:
-        if isinstance(entry, SteerEntry) and entry.name == steer_id:
-            if entry.text != text:
-                raise key_reused("input")
-            return next(told for told in steers_objects(log) if told["id"] == steer_id)
-    return None
-
-
-def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -> dict[str, Any]:
-    """The fields of a Response object that repeat the request.
-
-    Args:
-        model: the model name in the answer.
-        params: the effective sampling parameters.
-    """
-    conversation = request.conversation
-    return {
-        "model": model,
-        "instructions": request.instructions,
-        "metadata": dict(request.metadata),
-        "previous_response_id": request.previous_response_id,
-        "conversation": None if conversation is None else {"id": conversation},
-        "max_output_tokens": request.max_output_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_logprobs": params.logprobs or 0,
-        "store": request.store,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "tool_choice": echo_of(request.tool_choice) or "auto",
-        "tools": [echo_of(tool) for tool in request.tools],
-        "max_tool_calls": request.max_tool_calls,
-        "reasoning": request.reasoning.echo(),
-        "safety_identifier": request.safety_identifier,
-        "prompt_cache_key": request.prompt_cache_key,
-        "text": request.text.echo(),
-        "truncation": request.truncation,
-        "background": request.background,
-        "service_tier": "default",
-    }
 
 
 def _not_found(response_id: str) -> RequestRefusedError:

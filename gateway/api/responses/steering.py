@@ -6,25 +6,32 @@
 
 A steer is an entry of the response's log (`record.SteerEntry`), and so is its outcome
 (`record.Steered`, in the end), so that who reads the log to its end knows both, on any gateway.
-The successor's id depends on the response's alone: whichever gateway begins it, there is one.
+Who begins the successor is in `successors`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
 
+from penstock.gateway.api.responses.events import steers_objects
 from penstock.gateway.api.schema.messages import MAX_ITEMS, InputItem, Message
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.shared.items import CALLS
 from penstock.gateway.errors import Failure, RequestRefusedError, key_reused
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.record import SteerEntry
 
 MAX_PENDING = 16  # steers of one response
 MAX_PENDING_BYTES = 1 << 20  # of their input, as JSON
@@ -34,6 +41,7 @@ CODES = frozenset(
     response_already_completed response_not_active successor_creation_failed
     """.split()  # noqa: SIM905
 )
+_ASK_AGAIN_S = 2.0  # a gateway that takes a response over has not heard of its steers
 _MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status"})
 # Of a request: its input, its place in a conversation, and what is about its own stream.
 _NOT_INHERITED = frozenset(
@@ -42,40 +50,6 @@ _NOT_INHERITED = frozenset(
     prompt_cache_options
     """.split()  # noqa: SIM905
 )
-
-
-class Successor(Protocol):
-    """A response that is ready to begin."""
-
-    async def begin(self) -> None:
-        """Store and start it, unless another gateway has. Raises as `ResponseService.create`."""
-        ...
-
-    def discard(self) -> None:
-        """It will not begin."""
-        ...
-
-
-class Successors(Protocol):
-    """Makes the successor of a response."""
-
-    async def ready(self) -> None:
-        """Wait until one can run. Raises: EngineDeadError."""
-        ...
-
-    async def plan(self, log: ResponseLog, ended: StoredTurn) -> Successor:
-        """The successor of a response whose turn will be stored so. Raises as
-        `ResponseService.create`."""
-        ...
-
-    async def has_begun(self, log: ResponseLog) -> bool:
-        """Whether another gateway has begun the successor. Raises: StoreUnavailableError."""
-        ...
-
-    async def rule_out(self, log: ResponseLog) -> bool:
-        """Have no other gateway begin the successor; False: one has. Raises:
-        StoreUnavailableError."""
-        ...
 
 
 class SteerRequest(Model):
@@ -112,9 +86,10 @@ def checked_text(value: Any) -> str:
     if isinstance(value, str):
         if not value:
             raise _invalid("input must not be empty", "input")
-    elif not (isinstance(value, list) and value):
+        return orjson.dumps(value).decode()
+    if not (isinstance(value, list) and value):
         raise _invalid("input must be a text, or a list of messages that is not empty", "input")
-    for index, part in enumerate(messages_of(value)):
+    for index, part in enumerate(value):
         param = f"input[{index}]"
         if not isinstance(part, dict) or part.get("type", "message") != "message":
             raise _invalid(f"{param} is not a message: only those can steer a response", param)
@@ -124,7 +99,7 @@ def checked_text(value: Any) -> str:
             if name not in _MESSAGE_FIELDS:
                 raise _invalid(f"{param}.{name}: a message that steers has no such field", param)
     try:
-        items = items_of([value])
+        items = _items_of(value)
     except RequestRefusedError as error:
         raise _invalid(str(error), error.param) from error
     for index, item in enumerate(items):
@@ -133,21 +108,14 @@ def checked_text(value: Any) -> str:
     return orjson.dumps(value).decode()
 
 
-def messages_of(value: Any) -> Sequence[Any]:
-    """The messages of a steer's input: a text is one of the user."""
-    messages: Sequence[Any] = value
-    return [{"role": "user", "content": value}] if isinstance(value, str) else messages
-
-
-def items_of(inputs: Sequence[Any]) -> list[InputItem]:
+def items_of_inputs(inputs: Sequence[Any]) -> list[InputItem]:
     """The items of some steers' inputs, in order. Raises: RequestRefusedError."""
-    items: list[InputItem] = []
-    for value in inputs:
-        parsed = parse_fields(SteerRequest, {"input": value}).input
-        if isinstance(parsed, str):
-            parsed = [Message(role="user", content=(parsed,))]
-        items += parsed
-    return items
+    return [item for value in inputs for item in _items_of(value)]
+
+
+def _items_of(value: Any) -> Sequence[InputItem]:
+    parsed = parse_fields(SteerRequest, {"input": value}).input
+    return [Message(role="user", content=(parsed,))] if isinstance(parsed, str) else parsed
 
 
 def check_room(log: ResponseLog, text: str) -> None:
@@ -165,6 +133,88 @@ def check_room(log: ResponseLog, text: str) -> None:
             param="input",
             status=429,
         )
+
+
+def is_steerable(log: ResponseLog) -> bool:
+    """Whether a response can have a successor for which it ends."""
+    header = log.header
+    return (
+        header.is_turn
+        and header.settings is not None
+        and header.generates
+        and header.compaction is None
+        and not header.compacts
+    )
+
+
+def waits_for_calls(log: ResponseLog, *, drops_call: bool) -> bool:
+    """Whether the output has a tool call, which the client is to answer.
+
+    Args:
+        drops_call: the last item is half a call, which does not count.
+    """
+    calls = {entry.output_index for entry in log.deltas if entry.kind in CALLS}
+    return len(calls) > drops_call
+
+
+async def steer(
+    log: ResponseLog,
+    steer_id: str,
+    value: Any,
+    *,
+    count: Callable[[], Awaitable[None]],
+    ask: Callable[[str], Awaitable[None]],
+) -> dict[str, Any]:
+    """Steer a response, on whichever gateway it runs, once for an id.
+
+    Args:
+        value: the input.
+        count: counts it as a request of the tenant. Raises: RequestRefusedError.
+        ask: asks the gateway that runs the response to take a `SteerEntry.text`.
+
+    Returns: what is known of the steer (`events.steers_objects`) once it is in the log.
+
+    Raises:
+        RequestRefusedError: the steer was not accepted; `CODES` says why.
+    """
+    text = checked_text(value)
+    if not is_steerable(log):
+        raise not_supported(log.response_id)
+    is_counted = False
+    asked_again_s = 0.0
+    with log.read(log.replica.last_stored_number) as reader:
+        while (told := _told_of(log, steer_id, text)) is None:
+            if log.is_ended:
+                raise already_completed(log.response_id)
+            if all(entry.name != steer_id for entry in log.steers):  # not yet visible
+                check_room(log, text)
+            if not is_counted:
+                is_counted = True
+                await count()
+                continue  # it may have ended meanwhile
+            if log.run is not None:
+                log.steer(steer_id, text)
+            elif time.monotonic() >= asked_again_s:
+                await ask(text)
+                asked_again_s = time.monotonic() + _ASK_AGAIN_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ASK_AGAIN_S):
+                    await next_of(reader)
+    return told
+
+
+def _told_of(log: ResponseLog, steer_id: str, text: str) -> dict[str, Any] | None:
+    """What readers know of a steer; None: nothing.
+
+    Raises:
+        RequestRefusedError: it has another input.
+    """
+    for entry in log.entries[: log.replica.num_visible]:
+        if isinstance(entry, SteerEntry) and entry.name == steer_id:
+            if entry.text != text:
+                raise key_reused("input")
+            return next(told for told in steers_objects(log) if told["id"] == steer_id)
+    return None
 
 
 def not_supported(response_id: str) -> RequestRefusedError:

@@ -13,9 +13,10 @@ import websockets
 from openai.types.responses import ResponsesServerEvent
 from pydantic import TypeAdapter
 
-from penstock.gateway.api.responses import service as service_module
+from penstock.gateway.api.responses import steering
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.api.responses.steering import MAX_PENDING, MAX_PENDING_BYTES
+from penstock.gateway.api.responses.successors import Successors
 from penstock.gateway.storage.conversations.ids import conversation_of, successor_id
 from penstock.gateway.storage.response_log.log import InMemory
 
@@ -274,7 +275,7 @@ async def test_a_response_takes_so_many_steers(served: Served, soon_alarmed: Non
 async def test_the_last_steer_that_has_room_is_accepted_however_late_it_is_stored(
     served: Served, soon_alarmed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(steering, "_ASK_AGAIN_S", 0.01)
     async with served.connect() as socket:
         first = await _begun(served, socket)
         served.engine.kill()
@@ -446,9 +447,8 @@ async def test_a_pending_steer_goes_with_the_response_that_took_it(serve: Serve)
         assert "<user>two\n" not in served.prompt_of()
 
 
-async def test_two_requests_with_keys_that_answer_one_call_get_their_own_answers(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next two responses are stored at the same time."""
     original = ResponseService._begin
     both = asyncio.Barrier(2)
     num_begun = 0
@@ -460,9 +460,34 @@ async def test_two_requests_with_keys_that_answer_one_call_get_their_own_answers
             await both.wait()
         return await original(self, *args, **options)
 
+    monkeypatch.setattr(ResponseService, "_begin", begin)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_of_two_lanes_at_once_one_gets_a_pending_steer(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+) -> None:
+    """Also if the response before is one that only the connection remembers."""
+    async with serve(tool_call_parser="hermes") as served, served.connect() as socket:
+        answer = await _waiting(served, socket, stream_id="a", store=is_stored)
+        _begin_together(monkeypatch)
+        for lane in ("b", "c"):
+            place = {"store": False, "stream_id": lane}
+            await send(socket, type="response.create", **answer, **place)
+        ends: list[dict[str, Any]] = []
+        while len(ends) < 2:
+            ends += (await until_end(socket))[-1:]
+        assert {end["type"] for end in ends} == {"response.completed"}
+        prompts = [served.prompt_of(-1), served.prompt_of(-2)]
+        assert sorted("<user>two\n" in prompt for prompt in prompts) == [False, True]
+
+
+async def test_two_requests_with_keys_that_answer_one_call_get_their_own_answers(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serve(tool_call_parser="hermes") as served, served.connect() as socket:
         answer = await _waiting(served, socket)
-        monkeypatch.setattr(ResponseService, "_begin", begin)
+        _begin_together(monkeypatch)
         posts = [
             served.http.post("/v1/responses", json=answer, headers={"Idempotency-Key": key})
             for key in ("k1", "k2")
@@ -505,17 +530,17 @@ async def test_cancelling_after_a_steer_ends_both(served: Served) -> None:
 async def test_a_cancel_while_the_successor_is_planned_stops_both(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ResponseService.plan_successor
+    original = Successors.plan
     cancels: list[asyncio.Task[Any]] = []
 
-    async def plan(self: ResponseService, log: Any, *args: Any) -> Any:
+    async def plan(self: Successors, log: Any, *args: Any) -> Any:
         planned = await original(self, log, *args)
         path = f"/v1/responses/{log.response_id}/cancel"
         cancels.append(asyncio.create_task(served.http.post(path)))  # answered at the end
         await until(lambda: log.replica.is_cancelled)
         return planned
 
-    monkeypatch.setattr(ResponseService, "plan_successor", plan)
+    monkeypatch.setattr(Successors, "plan", plan)
     async with served.connect() as socket:
         first = await _begun(served, socket)
         await send(socket, type="response.steer", previous_response_id=first, input="two")

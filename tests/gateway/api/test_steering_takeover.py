@@ -18,10 +18,12 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.responses.successors import Successors
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines import engine_link
 from penstock.gateway.storage.conversations.ids import successor_id
 from penstock.gateway.storage.conversations.store import store_unavailable
+from penstock.gateway.storage.response_log.log_store import LogExistsError
 
 from ...redis_server import RedisServer
 from ..conftest import ANSWER, PATIENCE_S, Serve, until
@@ -29,6 +31,8 @@ from ..fake_engine import FakeEngine
 from ..standing_still import Gateway
 
 _NUM_SAID = 4  # tokens before the steer
+_CALLED = 'Hi.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+_TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 
 
 def _events(text: str) -> list[dict[str, Any]]:
@@ -79,17 +83,23 @@ class Stage:
     """
 
     def __init__(
-        self, gateways: list[Gateway], http: list[httpx.AsyncClient], engine: FakeEngine, redis: Any
+        self,
+        gateways: list[Gateway],
+        http: list[httpx.AsyncClient],
+        engine: FakeEngine,
+        redis: Any,
+        tokenizer: Tokenizer,
     ) -> None:
         self.gateways = gateways
         self.http = http
         self.engine = engine
         self._redis = redis
+        self._tokenizer = tokenizer
 
-    async def begun(self) -> str:
+    async def begun(self, num_said: int = _NUM_SAID, **settings: Any) -> str:
         """A response at the first gateway, which has said a bit and then holds its breath."""
-        self.engine.holds_in = _NUM_SAID
-        body = {"input": "one", "background": True}
+        self.engine.holds_in = num_said
+        body = {"input": "one", "background": True, **settings}
         response_id: str = (await self.http[0].post("/v1/responses", json=body)).json()["id"]
         await until(lambda: not self.engine.may_speak.is_set())
         return response_id
@@ -100,6 +110,23 @@ class Stage:
         assert answer.status_code == 200, answer.text
         told: dict[str, Any] = answer.json()
         return told
+
+    async def waiting(self) -> tuple[str, dict[str, Any]]:
+        """A response that has made a call and been steered, and the request with its result."""
+        said = self._tokenizer.encode(_CALLED)
+        self.engine.script = [*said, *self._tokenizer.encode(" And so on.")]
+        first = await self.begun(len(said), tools=[_TOOL])
+        self.engine.script = self._tokenizer.encode(ANSWER)
+        await self.steer(0, first)
+        *_, pending = await _read(self.http[0], first)
+        assert pending["type"] == "response.steer.pending"
+        self.engine.may_speak.set()
+        result = {**pending["required_input"][0], "output": "3"}
+        del result["name"]
+        return first, {"input": [result], "previous_response_id": first, "tools": [_TOOL]}
+
+    def prompt_of(self, response_id: str) -> str:
+        return self._tokenizer.decode(self.engine.submitted[response_id].prompt_token_ids)
 
     def lose_first(self) -> None:
         """The lease of the first gateway, which stands still, runs out."""
@@ -123,6 +150,7 @@ async def stage(
         model=ModelConfig(model=str(model_path)),
         redis_url=redis_server.patient_url,
         redis_patience_ms=int(1000 * PATIENCE_S),
+        tool_call_parser="hermes",
     )
     async with contextlib.AsyncExitStack() as stack:
         address = config.engine_address
@@ -134,7 +162,7 @@ async def stage(
             client = httpx.AsyncClient(base_url=gateway.base_url, timeout=PATIENCE_S)
             clients.append(await stack.enter_async_context(client))
         redis = stack.enter_context(redis_server.client())
-        yield Stage(gateways, clients, engine, redis)
+        yield Stage(gateways, clients, engine, redis, tokenizer)
 
 
 @pytest.mark.redis
@@ -171,26 +199,26 @@ async def test_the_gateway_stands_still_after_it_began_the_successor(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one takes both over, although it cannot ask at first whether there are two."""
-    has_log, num_asked = ResponseService.has_log, 0
+    exists, num_asked = Successors._exists, 0
 
-    async def has_log_later(self: ResponseService, *args: Any) -> bool:
+    async def exists_later(self: Successors, *args: Any) -> bool:
         nonlocal num_asked
         num_asked += 1
         if num_asked <= 2:
             raise store_unavailable("the store is away")
-        return await has_log(self, *args)
+        return await exists(self, *args)
 
-    monkeypatch.setattr(ResponseService, "has_log", has_log_later)
-    original = ResponseService.begin_successor
+    monkeypatch.setattr(Successors, "_exists", exists_later)
+    original = Successors.begin
     stands_still, may_go_on = threading.Event(), threading.Event()
 
-    async def begin(self: ResponseService, *args: Any) -> None:
+    async def begin(self: Successors, *args: Any) -> None:
         await original(self, *args)
         if not stands_still.is_set():
             stands_still.set()
             assert may_go_on.wait(PATIENCE_S)
 
-    monkeypatch.setattr(ResponseService, "begin_successor", begin)
+    monkeypatch.setattr(Successors, "begin", begin)
     first = await stage.begun()
     told = await stage.steer(0, first)
     assert await asyncio.to_thread(stands_still.wait, PATIENCE_S)
@@ -206,8 +234,8 @@ async def test_the_gateway_stands_still_before_it_begins_the_successor(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one cannot begin it, and says so: then the first one cannot begin it either."""
-    original, plan_successor = ResponseService._begin, ResponseService.plan_successor
-    begin_original = ResponseService.begin_successor
+    original, plan_successor = ResponseService._begin, Successors.plan
+    begin_original = Successors.begin
     stands_still, may_go_on, went_on = threading.Event(), threading.Event(), threading.Event()
 
     async def begin(self: ResponseService, planned: Any, **options: Any) -> Any:
@@ -217,18 +245,18 @@ async def test_the_gateway_stands_still_before_it_begins_the_successor(
         assert may_go_on.wait(PATIENCE_S)
         return await original(self, planned, **options)
 
-    async def begin_successor(self: ResponseService, *args: Any) -> None:
+    async def begin_successor(self: Successors, *args: Any) -> None:
         await begin_original(self, *args)
         went_on.set()
 
-    async def plan(self: ResponseService, log: Any, *args: Any) -> Any:
+    async def plan(self: Successors, log: Any, *args: Any) -> Any:
         if log.replica.epoch > 1:
             raise InvalidRequestError("no", param="input")
         return await plan_successor(self, log, *args)
 
     monkeypatch.setattr(ResponseService, "_begin", begin)
-    monkeypatch.setattr(ResponseService, "begin_successor", begin_successor)
-    monkeypatch.setattr(ResponseService, "plan_successor", plan)
+    monkeypatch.setattr(Successors, "begin", begin_successor)
+    monkeypatch.setattr(Successors, "plan", plan)
     first = ""
     first = await stage.begun()
     told = await stage.steer(0, first)
@@ -248,6 +276,81 @@ async def test_the_gateway_stands_still_before_it_begins_the_successor(
         path = f"/v1/responses/{successor_id(first)}?stream=true"
         assert (await http.get(path)).status_code == 404
     assert successor_id(first) not in stage.engine.submitted
+
+
+@pytest.mark.redis
+async def test_a_gateway_that_was_frozen_begins_no_second_successor(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still when it is about to create the successor's log, which the other one does."""
+    original = ResponseService._begin
+    stands_still, may_go_on, is_refused = threading.Event(), threading.Event(), threading.Event()
+
+    async def begin(self: ResponseService, planned: Any, **options: Any) -> Any:
+        if planned.header.response_id != successor_id(first) or stands_still.is_set():
+            return await original(self, planned, **options)
+        stands_still.set()
+        assert may_go_on.wait(PATIENCE_S)
+        try:
+            return await original(self, planned, **options)
+        except LogExistsError:
+            is_refused.set()
+            raise
+
+    monkeypatch.setattr(ResponseService, "_begin", begin)
+    first = ""
+    first = await stage.begun()
+    told = await stage.steer(0, first)
+    assert await asyncio.to_thread(stands_still.wait, PATIENCE_S)
+    stage.lose_first()
+    stage.engine.may_speak.set()
+    said = await _check(stage.http[1], first, [told["id"]])
+    may_go_on.set()
+    assert await asyncio.to_thread(is_refused.wait, PATIENCE_S)
+    assert await _check(stage.http[0], first, [told["id"]]) == said
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    "stores",
+    [
+        (False, False),
+        pytest.param((True, False), marks=pytest.mark.exhaustive),
+        pytest.param((True, True), marks=pytest.mark.exhaustive),
+    ],
+)
+async def test_of_two_requests_at_two_gateways_one_gets_a_pending_steer(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, stores: tuple[bool, bool]
+) -> None:
+    first, answer = await stage.waiting()
+    both = threading.Barrier(2)
+    begin = ResponseService._begin
+    num_begun = 0
+
+    async def begin_together(self: ResponseService, *args: Any, **options: Any) -> Any:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun <= 2:  # not when one of them begins again, without the steer
+            await asyncio.to_thread(both.wait, PATIENCE_S)
+        return await begin(self, *args, **options)
+
+    monkeypatch.setattr(ResponseService, "_begin", begin_together)
+    posts = [
+        http.post("/v1/responses", json={**answer, "store": store})
+        for http, store in zip(stage.http, stores, strict=True)
+    ]
+    made = [each.json() for each in await asyncio.gather(*posts)]
+    assert [each["status"] for each in made] == ["completed", "completed"]
+    prompts = [stage.prompt_of(each["id"]) for each in made]
+    assert sorted("<user>two\n" in prompt for prompt in prompts) == [False, True]
+    taker = made["<user>two\n" in prompts[1]]
+    assert taker["id"] == successor_id(first)
+    stored = (await stage.http[0].get(f"/v1/responses/{first}")).json()
+    (told,) = stored["penstock"]["steers"]
+    assert (told["status"], told["successor_id"]) == ("committed", taker["id"])
+    for each, is_stored in zip(made, stores, strict=True):
+        found = await stage.http[1].get(f"/v1/responses/{each['id']}")
+        assert found.status_code == (200 if is_stored else 404)
 
 
 # -- one gateway, which is stopped ---------------------------------------------------------------
