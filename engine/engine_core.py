@@ -27,6 +27,7 @@ from penstock.engine.preparation.resources import (
     Grammars,
     ImageResources,
     Images,
+    VocabularyResources,
 )
 from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.scheduling import Scheduler
@@ -137,7 +138,9 @@ class EngineCore:
             quarantine=quarantine,
         )
         self.images = ImageResources(images, max_bytes=max_image_bytes)
-        self.preparation = PreparationQueue((self.grammars, self.adapters, self.images), scheduler)
+        vocabulary = VocabularyResources(executor.grammars)
+        kinds = (self.grammars, vocabulary, self.adapters, self.images)
+        self.preparation = PreparationQueue(kinds, scheduler)
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[Batch, Handle]] = deque()

@@ -169,6 +169,29 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, array_like=
         return False
 
 
+class ThoughtLimit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How thoughts are marked in an output, and how one is ended that has used up
+    `thinking_token_budget`. `engine.chat_formats` makes it from the output's format.
+
+    Attributes:
+        begins, ends: texts that begin and end a thought; each is one token or several.
+        marks: tokens that are shown as one of these texts or a part of it, and their texts.
+        end_token_ids: the tokens that are generated at the budget. With the last one the thought is
+            over.
+        is_thinking: the output begins within a thought.
+        recurs: there may be several, anywhere; otherwise one, at the beginning.
+        never: where the budget is used up, the second token of each pair may not follow the first.
+    """
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    marks: tuple[tuple[TokenId, str], ...] = ()
+    end_token_ids: tuple[TokenId, ...] = ()
+    is_thinking: bool = False
+    recurs: bool = False
+    never: tuple[tuple[TokenId, TokenId], ...] = ()
+
+
 class DefaultLimit(int):
     """A limit that the caller did not set. `LLM.chat` replaces it by what fits the context."""
 
@@ -239,6 +262,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         _common(ge=0, rule=_MIN_TOKENS),
         "EOS and stop tokens are masked until this many tokens were generated.",
     ] = 0
+    thinking_token_budget: Annotated[
+        int,
+        _model(ge=-1, le=(1 << 53), rule="must be -1 (no limit), 0 (no thoughts) or positive"),
+        "After this many tokens of thoughts, the tokens that end them are generated, and the "
+        "answer follows; 0: no thoughts, -1: no limit. Without effect where a model has none.",
+    ] = -1
     ignore_eos: Annotated[bool, _common(), "EOS does not end the output."] = False
     stop_token_ids: Annotated[
         tuple[int, ...], Declared(), "Extra ids that end the output, like EOS."
@@ -273,6 +302,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         RepetitionDetection | None,
         Declared(),
         "End the output when its newest tokens repeat one pattern; None: never.",
+    ] = None
+    thought_limit: Annotated[
+        ThoughtLimit | None,
+        Declared(),
+        "What `thinking_token_budget` means in the output's format; made from it.",
     ] = None
     # `engine.text` uses these, where ids become text; they never reach the engine core.
     stop: Annotated[
@@ -358,7 +392,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     def is_masked(self) -> bool:
         """Whether some tokens cannot be drawn."""
         has_list = self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
-        return has_list or self.structured_outputs is not None
+        is_limited = has_list or self.thought_limit is not None
+        return is_limited or self.structured_outputs is not None
 
     @property
     def num_branches(self) -> int:

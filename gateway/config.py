@@ -211,6 +211,8 @@ class GatewayConfig(SharedConfig):
     reasoning_parser: str | None = setting(None, Group.MODEL, "how it writes thoughts (qwen3, "
         "deepseek_r1, …) or none; default: as its chat template shows",
         spellings=_REASONING_SPELLINGS, is_daily=True)
+    reasoning_budget_message: str | None = setting(None, Group.MODEL, "text before the end of a "
+        "thought that has used up its budget; default: what the model's family has learnt")
     default_chat_template_kwargs: str | None = setting(None, Group.MODEL, "variables of the chat "
         'template where a request has none, such as {"enable_thinking": false}', JSON,
         is_daily=True)

@@ -60,6 +60,7 @@ class SamplingParams(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
+    thinking_token_budget: int
     ignore_eos: bool
     min_tokens: int
     priority: int

@@ -13,6 +13,7 @@ tool_format     what a format is, and what several share
 literals        arguments as in Python
 grammar         grammars in a format
 history         earlier calls as chat templates want them
+thought_end     how a thought is ended that has used up its budget
 tools_in_text   tools, calls and results for chat templates that do not show them
 system_messages those in the middle, for chat templates that show them elsewhere
 contents        joins contents of messages
@@ -37,6 +38,7 @@ from penstock.engine.chat_formats.parser import OutputParser, Piece, Tool
 from penstock.engine.chat_formats.reasoning import REASONING_FORMATS, ReasoningFormat
 from penstock.engine.chat_formats.syntax import OutputSyntax
 from penstock.engine.chat_formats.template_facts import ModelFacts, TemplateFacts, facts_of
+from penstock.engine.chat_formats.thought_end import sentence_of, thought_limit
 from penstock.engine.chat_formats.tools_in_text import of_request
 
 __all__ = [
@@ -66,7 +68,9 @@ __all__ = [
     "kept_facts",
     "of_request",
     "pieces_after",
+    "sentence_of",
     "template_messages",
+    "thought_limit",
     "tool_format_of",
     "with_known_effort",
 ]

@@ -4,10 +4,12 @@ are rendered, how calls are found, and which grammar enforces them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
+
+import msgspec
 
 from penstock.engine.chat_formats.call_format import CallFormat
 from penstock.engine.chat_formats.formats import tool_format_of
@@ -18,6 +20,7 @@ from penstock.engine.chat_formats.reasoning import ReasoningFormat
 from penstock.engine.chat_formats.syntax import OutputSyntax, syntax_of, texts_of
 from penstock.engine.chat_formats.system_messages import placed
 from penstock.engine.chat_formats.template_facts import ModelFacts, TemplateFacts
+from penstock.engine.chat_formats.thought_end import thought_limit
 from penstock.engine.chat_formats.tools_in_text import (
     FALLBACK_FORMAT,
     Messages,
@@ -26,7 +29,7 @@ from penstock.engine.chat_formats.tools_in_text import (
     with_tools_in_text,
 )
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.request import StructuredOutputs
+from penstock.engine.request import SamplingParams, StructuredOutputs
 from penstock.engine.structured_outputs.enforceable import enforceable
 from penstock.engine.structured_outputs.json_schema import check_schema
 
@@ -41,12 +44,14 @@ class ModelFormats:
         tools, reasoning: formats, or their names; empty: it writes none.
         added_tokens: of its tokenizer.
         facts: of its templates.
+        sentence: around the end of a thought that is cut short.
     """
 
     tools: CallFormat | str = ""
     reasoning: ReasoningFormat | str = ""
     added_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
     facts: ModelFacts = field(default_factory=ModelFacts)
+    sentence: tuple[str, str] = ("", "")
 
     @classmethod
     def of(
@@ -56,10 +61,12 @@ class ModelFormats:
         *,
         tools: str | None = None,
         reasoning: str | None = None,
+        sentence: tuple[str, str] = ("", ""),
     ) -> ModelFormats:
         """The formats that a model's chat templates show.
 
         Args:
+            sentence: as of the model.
             tools, reasoning: formats that are used instead; None: those of the template.
         """
         found = facts.with_tools.calls
@@ -71,6 +78,7 @@ class ModelFormats:
             reasoning=_reasoning_of(facts.plain) if reasoning is None else reasoning,
             added_tokens=added_tokens,
             facts=facts,
+            sentence=sentence,
         )
 
     @property
@@ -147,6 +155,27 @@ class ModelFormats:
             # The prompt would have begun the thought.
             return OutputSyntax(syntax.tools, answer=syntax.answer)
         return syntax
+
+    def limited(
+        self, params: SamplingParams, syntax: OutputSyntax, encode: Callable[[str], Sequence[int]]
+    ) -> SamplingParams:
+        """Parameters with what their `thinking_token_budget` means in an output.
+
+        Args:
+            encode: to tokens, in which markers are special ones.
+        """
+        budget, sentence = params.thinking_token_budget, self.sentence
+        if budget < 0:
+            return params
+        if params.structured_outputs is not None and self._has_tokens(sentence[0]):
+            sentence = "", sentence[1]  # a grammar knows thoughts as text
+        limit = thought_limit(
+            syntax, encode, tokens=self.marker_tokens(syntax), budget=budget, sentence=sentence
+        )
+        return msgspec.structs.replace(params, thought_limit=limit)
+
+    def _has_tokens(self, text: str) -> bool:
+        return any(_is_marker(token) and token in text for token in self.added_tokens)
 
     def marker_tokens(self, syntax: OutputSyntax) -> Mapping[str, int]:
         """The markers of thoughts and calls that are tokens of their own."""

@@ -71,6 +71,7 @@ _POLL_S, _CLOSE_S = 0.001, 5.0
 _CHECK_S = 0.1  # while a result is awaited
 # Kinds of messages.
 _BATCH, _LOAD, _DROP, _COMPILE, _DROP_GRAMMAR = b"b", b"l", b"d", b"c", b"g"
+_READ_VOCABULARY = b"v"
 _LOG = logging.getLogger(__name__)
 
 
@@ -221,6 +222,10 @@ class RankGrammars:
     def compile(self, grammar: StructuredOutputs, *, is_checked: bool = False) -> None:
         self._tell(_COMPILE + msgspec.msgpack.encode(grammar))
         self._own.compile(grammar, is_checked=is_checked)
+
+    def read_vocabulary(self) -> None:
+        self._tell(_READ_VOCABULARY)
+        self._own.read_vocabulary()
 
     def drop(self, grammar: StructuredOutputs) -> None:
         self._tell(_DROP_GRAMMAR + msgspec.msgpack.encode(grammar))
@@ -638,6 +643,8 @@ class _OtherRank:
             self._runner.adapters.drop(bytes(data).decode())
         elif kind == _COMPILE:
             self._compiling.submit(self._compile, self._grammars.decode(data))
+        elif kind == _READ_VOCABULARY:
+            self._compiling.submit(self._runner.grammars.read_vocabulary)
         else:  # after those that are being compiled, of which it may be one
             self._compiling.submit(self._runner.grammars.drop, self._grammars.decode(data))
 

@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -28,6 +29,7 @@ from penstock.engine.chat_formats import (
     ModelFormats,
     facts_of,
     of_request,
+    sentence_of,
     template_messages,
 )
 from penstock.engine.engine_core import EngineCore
@@ -122,7 +124,9 @@ class LLM:
                 model=config.model.model,
             )
         self._formats = ModelFormats.of(
-            ModelFacts.found_in(self._chat_template), self.tokenizer.added_tokens
+            ModelFacts.found_in(self._chat_template),
+            self.tokenizer.added_tokens,
+            sentence=sentence_of(path),
         )
         self._message_parts = parts_of(self._chat_template, self._image_tokens)
         self._adapters = AdapterFinder(config.lora, self._core)
@@ -253,7 +257,11 @@ class LLM:
             each
             if output_format is None
             else msgspec.structs.replace(
-                each,
+                self._formats.limited(
+                    each,
+                    output_format.syntax,
+                    partial(self.tokenizer.encode, add_special_tokens=False),
+                ),
                 structured_outputs=offered.grammar(
                     output_format, self._formats, each.structured_outputs
                 ),

@@ -1,4 +1,4 @@
-"""The kinds of resources that requests wait for: grammars, adapters, images.
+"""The kinds of resources that requests wait for: grammars, the vocabulary, adapters, images.
 
 Each kind says which resources a request needs, and how one is loaded and dropped. `loader` loads
 them in a thread, `preparation_queue` decides in which order, for all kinds alike. KV blocks from a
@@ -135,6 +135,14 @@ class Grammars(Protocol):
         """
         ...
 
+    def read_vocabulary(self) -> None:
+        """Read what limits of thoughts need of the tokens, which may take seconds.
+
+        Raises:
+            InvalidRequestError: it cannot be used.
+        """
+        ...
+
     def drop(self, grammar: StructuredOutputs) -> None:
         """Forget a grammar; sequences that have it keep it."""
         ...
@@ -193,6 +201,39 @@ class GrammarResources:
 
     def title(self, _: Need) -> str:
         return "structured_outputs"
+
+
+class VocabularyResources:
+    """What limits of thoughts need to know of the tokens: the same for all requests.
+
+    Args:
+        grammars: whose vocabulary it is.
+    """
+
+    name, param = "vocabulary", "thinking_token_budget"
+    bounds = Bounds(1, 1)  # one that is not counted
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+
+    def needs(self, request: Request) -> Sequence[Need]:
+        return () if request.sampling_params.thought_limit is None else (Need(self, None, None),)
+
+    def load(self, _: Need) -> None:
+        self._grammars.read_vocabulary()
+
+    def drop(self, _: Hashable) -> None:
+        """It stays in memory."""
+
+    def size(self, _: Hashable) -> int:
+        """It is not counted."""
+        return 0
+
+    def hand_over(self, request: Request) -> Request:
+        return request
+
+    def title(self, _: Need) -> str:
+        return "the vocabulary"
 
 
 # -- adapters -------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from penstock.engine.request import ImageInput, RequestOutput, SamplingParams
 _MAX_ID_CHARS = 1024
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_GRAMMAR_CHARS = 4 << 20  # of what a gateway makes of 256 KiB, or of many tools
+_MAX_MARK_CHARS = 4096  # of thoughts
 _token_ids, _logprobs = attrgetter("token_ids"), attrgetter("logprobs")
 _of_prompt = attrgetter("prompt_logprobs")
 
@@ -56,6 +57,13 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError(
             f"a grammar has more than {_MAX_GRAMMAR_CHARS} characters", param="structured_outputs"
         )
+    limit = params.thought_limit
+    if limit is not None:
+        texts = (*limit.begins, *limit.ends, *(text for _, text in limit.marks))
+        if not all(texts) or sum(map(len, texts)) > _MAX_MARK_CHARS or not limit.end_token_ids:
+            raise InvalidRequestError("thoughts are not marked", param="thinking_token_budget")
+        pairs = chain(*limit.never, (token_id for token_id, _ in limit.marks))
+        _check_ids((*limit.end_token_ids, *pairs), vocab_size, "thinking_token_budget")
     for token_ids in params.bad_words_token_ids:
         if not token_ids:
             raise InvalidRequestError("a bad word has no tokens", param="bad_words")

@@ -30,12 +30,14 @@ from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.language_model import StepOutput
+from penstock.engine.request import SamplingParams
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
 from penstock.engine.runner.step_extensions import PlannedRows, ResultPart, SequenceExtension
 from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.sampler import Sampled
 from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
-from penstock.engine.sampling.token_limits import TokenLimits, limits_of
+from penstock.engine.sampling.thought_limit import ThoughtRules, thought_rules
+from penstock.engine.sampling.token_limits import limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -153,6 +155,9 @@ class InputBatch:
         # known when their step ends.
         self._may_run = draws_tokens and staging is None
         self._run: SteadyDecode | None = None
+        # Of a run, the sequences whose grammars need masks at times only: numbers in the step,
+        # grammars, and whether the run has their masks.
+        self._idle_grammars: list[tuple[int, SequenceGrammar, bool]] = []
         self._grammars = grammars
         self._sampling = SamplingTable(
             max_num_seqs,
@@ -165,7 +170,11 @@ class InputBatch:
     def update(self, batch: Batch) -> None:
         """Remove sequences that left, add those that entered, extend block tables."""
         run = self._run
-        if run is not None and (batch.left_seq_ids or not run.goes_on(batch.scheduled)):
+        if run is not None and (
+            batch.left_seq_ids
+            or not run.goes_on(batch.scheduled)
+            or (self._idle_grammars and self._has_other_masks(run, batch.scheduled))
+        ):
             self._end_run(run)
         left: dict[int, SequenceGrammar] = {}
         for seq_id in batch.left_seq_ids:
@@ -239,6 +248,12 @@ class InputBatch:
             kind = SteadyVerify if drafts_of_rows else SteadyDecode
             histories = [sequence.token_ids for sequence in sequences]
             self._run = kind(inputs, scheduled, rows, histories, self._block_size)
+            self._idle_grammars = [
+                (number, grammar, grammar.needs_mask(len(histories[number]) - num_drafts))
+                for number, (sequence, item) in enumerate(zip(sequences, scheduled, strict=True))
+                if (grammar := sequence.grammar) is not None and grammar.is_idle_at_times
+                for num_drafts in (len(item.draft_token_ids),)
+            ]
             return self._run.first()
         return inputs
 
@@ -356,6 +371,14 @@ class InputBatch:
             token_ids.append(ON_DEVICE)
         return destinations
 
+    def _has_other_masks(self, run: SteadyDecode, scheduled: Sequence[ScheduledSequence]) -> bool:
+        """Whether a step needs masks that the run does not have, or has some that none needs."""
+        return any(
+            is_masked
+            != grammar.needs_mask(len(run.histories[number]), scheduled[number].draft_token_ids)
+            for number, grammar, is_masked in self._idle_grammars
+        )
+
     def _end_run(self, run: SteadyDecode) -> None:
         """Copy a run's counts back to the columns."""
         self._run = None
@@ -426,8 +449,7 @@ class InputBatch:
         self._num_computed[row] = entry.num_computed_tokens
         self._last_token[row] = entry.token_ids[-1]
         if entry.params.is_masked:
-            limits = limits_of(entry.params, self._grammars.vocab_size)
-            sequence.grammar = self._grammar_of(sequence, entry, limits, left)
+            sequence.grammar = self._grammar_of(sequence, entry, left)
         self._sampling.enter(
             row,
             SamplingRow(
@@ -461,7 +483,6 @@ class InputBatch:
         self,
         sequence: DeviceSequence,
         entry: SequenceEntry,
-        limits: TokenLimits | None,
         left: Mapping[int, SequenceGrammar],
     ) -> SequenceGrammar:
         """A new sequence's grammar: a copy of its parent's, or one from the beginning.
@@ -487,9 +508,16 @@ class InputBatch:
             if params.ignore_eos and has_grammar
             else (),
             is_beam=params.beam_search is not None,
-            is_drafted=entry.is_drafted and has_grammar,
-            limits=limits,
+            is_drafted=entry.is_drafted and (has_grammar or params.thought_limit is not None),
+            limits=limits_of(params, vocab_size),
+            thoughts=self._thoughts_of(params),
         )
+
+    def _thoughts_of(self, params: SamplingParams) -> ThoughtRules | None:
+        limit, budget = params.thought_limit, params.thinking_token_budget
+        if limit is None or budget < 0:
+            return None
+        return thought_rules(limit, budget, self._grammars)
 
     def _extend_table(self, item: ScheduledSequence) -> int:
         """Append a sequence's new blocks to its table; the index of the first."""

@@ -1,4 +1,4 @@
-"""Masks of the tokens that the grammars of a step's sequences allow.
+"""Masks of the tokens that the grammars of a step's sequences allow, and limits beside grammars.
 
 A sequence's matcher is behind its newest token until the next step: then it takes the tokens that
 came since (2 µs each), and writes a mask. A sequence that enters or re-enters the device takes its
@@ -21,6 +21,7 @@ import torch
 
 from penstock.engine.request import FinishReason, StructuredOutputs
 from penstock.engine.sampling.lazy_matcher import LazyMatcher
+from penstock.engine.sampling.thought_limit import ThoughtRules, ThoughtState
 from penstock.engine.sampling.token_limits import AnyText, TokenLimits
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.token_masks import TokenMasks, mask_words
@@ -39,6 +40,7 @@ class SequenceGrammar:
         min_tokens: with fewer in the output, none of `end_token_ids` is allowed.
         never_token_ids: not allowed at all.
         limits: of the request.
+        thoughts: how its thoughts are limited; None: not at all.
         is_beam: its likeliest allowed tokens are wanted, not a draw.
         is_drafted: `forced` is wanted.
     """
@@ -54,6 +56,8 @@ class SequenceGrammar:
         "_num_prompt",
         "_num_short",
         "_num_taken",
+        "_thought",
+        "_thoughts",
         "_token_ids",
         "is_beam",
         "is_drafted",
@@ -72,12 +76,16 @@ class SequenceGrammar:
         is_beam: bool,
         is_drafted: bool = False,
         limits: TokenLimits | None = None,
+        thoughts: ThoughtRules | None = None,
     ) -> None:
         self._compiler, self._grammar, self._limits = compiler, grammar, limits
         self._kept = None if grammar is None else compiler.compiled(grammar)
-        self._matcher = self._at_begin()
+        self._thoughts = thoughts
         self._token_ids = token_ids
-        self._num_prompt = self._num_taken = num_prompt
+        self._num_prompt = num_prompt
+        self._matcher: LLMatcher | AnyText | LazyMatcher
+        self._thought: ThoughtState | None
+        self._begin_again()
         self._num_short = num_prompt + min_tokens
         self._early_token_ids = (*end_token_ids, *never_token_ids)
         self._never_token_ids = never_token_ids
@@ -93,21 +101,43 @@ class SequenceGrammar:
         begin, compiler = kept.matcher.deep_copy, self._compiler
         return LazyMatcher(grammar, begin, compiler.tokenizer, compiler.vocab_size)
 
-    def needs_mask(self, num_known: int) -> bool:
-        """Whether the grammar may forbid a token now, or after drafts.
+    def _begin_again(self) -> None:
+        self._matcher, self._num_taken = self._at_begin(), self._num_prompt
+        self._thought = None if self._thoughts is None else self._thoughts.begin
+
+    @property
+    def is_idle_at_times(self) -> bool:
+        """Whether there may be steps in which it allows every token."""
+        is_lazy = isinstance(self._matcher, LazyMatcher | AnyText)
+        return is_lazy and self._limits is None and not self.is_beam
+
+    def needs_mask(self, num_known: int, drafts: Sequence[int] | None = None) -> bool:
+        """Whether it may forbid a token now, or after drafts.
 
         Args:
             num_known: tokens before the drafts.
+            drafts: None: those that follow in the sequence.
         """
         matcher = self._matcher
-        if not isinstance(matcher, LazyMatcher) or self._limits is not None or self.is_beam:
+        if not self.is_idle_at_times:
             return True
         token_ids = self._token_ids
+        given = token_ids[num_known:] if drafts is None else drafts
+        num_unknown = 0  # to the host
         while num_known > self._num_taken and token_ids[num_known - 1] < 0:
-            num_known -= 1  # only the device knows them
+            num_known -= 1
+            num_unknown += 1
         self._advance(num_known)
-        drafts = [each for each in token_ids[num_known:] if each >= 0]
-        return matcher.is_active or matcher.would_begin(drafts)
+        if (
+            self._thoughts is not None
+            and self._thought is not None
+            and self._thoughts.may_restrict(self._thought, num_unknown + len(given))
+        ):
+            return True
+        if not isinstance(matcher, LazyMatcher):
+            return False
+        known = [each for each in given if each >= 0]
+        return matcher.is_active or matcher.would_begin(known)
 
     def fork(self, token_ids: Sequence[int]) -> SequenceGrammar:
         """For a sequence that begins with all tokens which this one's matcher has taken."""
@@ -132,7 +162,7 @@ class SequenceGrammar:
         self._compute(address, masks[0])
         if self._matcher.is_error():
             self._start_again(address, masks[0], num_known)
-        end = self._restrict(masks[0], num_known)
+        end = self._restrict(masks[0], num_known, self._thought)
         if num_drafts:
             self._write_after_drafts(address, masks, num_known)
         return end
@@ -143,6 +173,10 @@ class SequenceGrammar:
         if self._token_ids[-1] < 0:
             return ()
         self._advance(len(self._token_ids))
+        if self._thoughts is not None and self._thought is not None:
+            to_come = self._thoughts.to_come(self._thought)
+            if to_come:
+                return to_come
         if self._matcher.is_error() or self._matcher.is_stopped():
             return ()
         return tuple(self._matcher.compute_ff_tokens())
@@ -152,7 +186,7 @@ class SequenceGrammar:
     ) -> None:
         """The masks from the second on; zeros from the first draft on that cannot be. A row with
         such a mask has no token: it is drawn again in the next step, if the drafts are right."""
-        matcher = self._matcher
+        matcher, thought = self._matcher, self._thought
         masks[1:] = 0
         num_taken = 0
         for mask, token_id in zip(masks[1:], self._token_ids[num_known:], strict=True):
@@ -163,13 +197,18 @@ class SequenceGrammar:
             if matcher.is_error():
                 mask[:] = 0
                 break
-            self._restrict(mask, num_known + num_taken)
+            if self._thoughts is not None and thought is not None:
+                thought = self._thoughts.after(thought, (token_id,))
+            self._restrict(mask, num_known + num_taken, thought)
         if matcher.is_error() or not (num_taken == 0 or matcher.rollback(num_taken)):
-            self._matcher, self._num_taken = self._at_begin(), self._num_prompt
+            self._begin_again()
 
     def _advance(self, num_tokens: int) -> None:
         if num_tokens > self._num_taken:
-            self._matcher.consume_tokens(list(self._token_ids[self._num_taken : num_tokens]))
+            new = list(self._token_ids[self._num_taken : num_tokens])
+            self._matcher.consume_tokens(new)
+            if self._thoughts is not None and self._thought is not None:
+                self._thought = self._thoughts.after(self._thought, new)
             self._num_taken = num_tokens
 
     def _compute(self, address: int, mask: npt.NDArray[np.uint32]) -> None:
@@ -177,12 +216,18 @@ class SequenceGrammar:
         if self._kept is not None:
             self._kept.num_masks += 1
 
-    def _restrict(self, mask: npt.NDArray[np.uint32], num_tokens: int) -> FinishReason | None:
+    def _restrict(
+        self, mask: npt.NDArray[np.uint32], num_tokens: int, thought: ThoughtState | None
+    ) -> FinishReason | None:
         """Take out of a mask what its sequence of so many tokens may not have; why it has no next
         token, if that leaves none."""
         is_short = num_tokens < self._num_short
         banned = self._early_token_ids if is_short else self._never_token_ids
         is_stopped = self._matcher.is_stopped()
+        if self._thoughts is not None and thought is not None and not is_stopped:
+            is_forced = self._thoughts.restrict(mask, thought)
+            if is_forced:  # no list of the request's forbids the tokens that end a thought
+                return None
         if not (is_stopped or banned or self._limits):
             return None
         is_whole = self._matcher.is_accepting() and not self._matcher.is_error()
@@ -202,7 +247,7 @@ class SequenceGrammar:
         assert self._grammar is not None
         for stale in (None, self._kept):
             self._kept = self._compiler.compiled(self._grammar, stale=stale)
-            self._matcher, self._num_taken = self._at_begin(), self._num_prompt
+            self._begin_again()
             self._advance(num_tokens)
             self._compute(address, mask)
             if not self._matcher.is_error():

@@ -9,8 +9,12 @@ from __future__ import annotations
 import importlib
 import json
 import threading
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.process.native_panics import is_panic
@@ -90,9 +94,41 @@ class GrammarCompiler:
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """That of the grammars, of which there must be one."""
+        """That of the grammars, which must have been read."""
         assert self._tokenizer is not None
         return self._tokenizer
+
+    def read_tokenizer(self) -> LLTokenizer:
+        """The same; the first call reads it, which may take a second.
+
+        Raises:
+            ModelLoadError: it cannot be used.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                self._library = importlib.import_module("llguidance")
+                self._tokenizer = self._made_tokenizer()
+            return self._tokenizer
+
+    @cached_property
+    def whole_tokens(self) -> npt.NDArray[np.uint32]:
+        """A mask of the tokens that are whole characters. Raises as `read_tokenizer`."""
+        tokenizer = self.read_tokenizer()
+        is_whole = np.zeros(-(-self.vocab_size // 32) * 32, dtype=np.bool_)
+        for token_id in range(min(self.vocab_size, tokenizer.vocab_size)):
+            is_whole[token_id] = _is_text(tokenizer.decode_bytes([token_id]))
+        return np.packbits(is_whole, bitorder="little").view(np.uint32)
+
+    def read_vocabulary(self) -> None:
+        """Read what limits of thoughts need of the tokens, which may take seconds.
+
+        Raises:
+            InvalidRequestError: it cannot be used.
+        """
+        try:
+            _ = self.whole_tokens
+        except ModelLoadError as error:
+            raise InvalidRequestError(str(error), param="thinking_token_budget") from error
 
     def matcher(self, grammar: StructuredOutputs) -> LLMatcher:
         """A matcher at the beginning of an output. Raises as `compiled`."""
@@ -119,10 +155,7 @@ class GrammarCompiler:
         known = self.kept.get(grammar)
         if known is not None and known is not stale:
             return known
-        with self._lock:
-            if self._tokenizer is None:
-                self._library = importlib.import_module("llguidance")
-                self._tokenizer = self._read_tokenizer()
+        self.read_tokenizer()
 
         def compiled() -> LLMatcher:
             if not is_checked and stale is None:
@@ -133,7 +166,7 @@ class GrammarCompiler:
 
         return self.kept.made(grammar, compiled)
 
-    def _read_tokenizer(self) -> LLTokenizer:
+    def _made_tokenizer(self) -> LLTokenizer:
         try:
             text = self._file.read_text(encoding="utf-8")
             text = _without_special_texts(text, vocab_size=self.vocab_size)
@@ -206,6 +239,14 @@ def _check(grammar: StructuredOutputs) -> None:
             check_lark(grammar.text)
     except (ValueError, RecursionError) as error:  # nested too deeply
         raise InvalidRequestError(_first_line(str(error)), param="") from error
+
+
+def _is_text(written: bytes) -> bool:
+    try:
+        written.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _without_special_texts(tokenizer: str, *, vocab_size: int) -> str:

@@ -6,6 +6,7 @@ Pure functions of the engine's `EngineInfo`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ from penstock.gateway.auth.callers import Caller
 _MIN_PROMPT_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 16  # four times the average of English
 UNKNOWN_LIMIT = (1 << 31) - 1
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
         prediction: what it may be.
         model: the name of the model, or of an adapter.
         has_end_logprobs: logprobs are reported of the token that ends it, too, which has no text.
+        effort: how much to think, where `thinking_token_budget` does not say it.
     """
 
     sampling_params: SamplingParams
@@ -56,6 +59,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     prediction: str = ""
     model: str | None = None
     has_end_logprobs: bool = False
+    effort: Effort | None = None
 
 
 def default_prompt_bytes(max_model_len: int) -> int:

@@ -52,6 +52,7 @@ from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.context_limits import (
+    Effort,
     GenerationOptions,
     check_logprobs,
     check_prompt_bytes,
@@ -79,6 +80,8 @@ _MAX_SHORT_S = 0.05  # of a template on the event loop; ordinary ones take a ten
 NUM_CONTEXT_TOKENS = 64  # last tokens of a prompt on which the continuing text can depend
 _MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
 _MAX_OPEN = 64  # running and waiting; each keeps its text in memory
+# Google's, of the OpenAI-compatible API of Gemini 2.5; more effort is no limit.
+_EFFORT_BUDGETS = {"none": 0, "minimal": 1024, "low": 1024, "medium": 8192, "high": 24576}
 _NAME_CHARS = 12  # of a digest in a fingerprint
 _Result = TypeVar("_Result")
 
@@ -364,6 +367,7 @@ class RequestPlanner:
         priority = effective_priority(caller, options.priority, info.scheduling_policy)
         params = _fitting_params(options, len(prompt_token_ids), info=info, param=param)
         params = await self._with_bad_words(params)
+        params = self._with_thought_limit(params, options, prompt_token_ids)
         prediction_token_ids = await self._tokenise_prediction(options.prediction, info)
         for name, token_ids in (
             (param, prompt_token_ids),
@@ -438,6 +442,34 @@ class RequestPlanner:
         is_long = sum(map(len, params.bad_words)) >= LONG_TEXT_CHARS
         token_ids = await self.long_work.run(encode, is_long=is_long)
         return msgspec.structs.replace(params, bad_words_token_ids=token_ids)
+
+    def _with_thought_limit(
+        self, params: SamplingParams, options: GenerationOptions, prompt_token_ids: Sequence[int]
+    ) -> SamplingParams:
+        """The parameters with what their `thinking_token_budget` means in the output."""
+        if params.thinking_token_budget < 0 and options.effort is not None:
+            budget = self._budget_of(options.effort)
+            params = msgspec.structs.replace(params, thinking_token_budget=budget)
+        if params.thinking_token_budget < 0:
+            return params
+        tokenizer, formats = self.model.tokenizer, self.model.formats
+        if options.output_format is not None:
+            syntax = options.output_format.syntax
+        elif params.structured_outputs is None:  # of a prompt that may be a rendered conversation
+            end = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
+            text = tokenizer.decode(end, skip_special_tokens=False)
+            syntax = formats.syntax_after(text, has_tools=False)
+        else:
+            return params
+        return formats.limited(params, syntax, partial(tokenizer.encode, add_special_tokens=False))
+
+    def _budget_of(self, effort: Effort) -> int:
+        """The tokens of thoughts that an effort stands for; -1: as many as the model wants. Where
+        the chat template reads efforts, the model knows best; but none is none."""
+        source = self.model.chat_template.source or ""
+        if effort != "none" and "reasoning_effort" in source:
+            return -1
+        return _EFFORT_BUDGETS.get(effort, -1)
 
     async def _tokenise_prediction(self, text: str, info: EngineInfo) -> tuple[int, ...]:
         """Token ids of what an output may be. What is beyond the context is cut off: it could not

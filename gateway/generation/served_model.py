@@ -19,6 +19,7 @@ from penstock.engine.chat_formats import (
     ModelFormats,
     keep_facts,
     kept_facts,
+    sentence_of,
 )
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files.resolve import (
@@ -206,5 +207,13 @@ def _read_model(config: GatewayConfig, path: Path, *, checks_template: bool) -> 
             model=config.model.model,
         ),
         pooling=read_pooling(path, config.model.model),
-        formats=ModelFormats.of(facts, tokenizer.added_tokens, tools=tools, reasoning=reasoning),
+        formats=ModelFormats.of(
+            facts,
+            tokenizer.added_tokens,
+            tools=tools,
+            reasoning=reasoning,
+            sentence=sentence_of(path)
+            if config.reasoning_budget_message is None
+            else (config.reasoning_budget_message, ""),
+        ),
     )

@@ -25,6 +25,7 @@ from penstock.gateway.api.schema.tools import (
     template_kwargs,
 )
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.context_limits import Effort
 
 _MIN_BUDGET = 1024  # Anthropic's
 _CLEARS_THOUGHTS = "clear_thinking_20251015"
@@ -70,7 +71,7 @@ class Thinking(Model):
     """Whether to think. Where it is absent or `adaptive`, the chat template decides.
 
     Attributes:
-        budget_tokens: chat templates have it as `thinking_budget`; the output is not cut there.
+        budget_tokens: as `thinking_token_budget`.
         display: `omitted`: thoughts are sealed in their signatures.
         block_binding: without effect: thoughts that are sent back are not checked.
     """
@@ -187,14 +188,28 @@ class Conversation(SamplingRequest):
         return isinstance(self.messages[-1], AssistantMessage)
 
     @property
+    def _thinks(self) -> bool | None:
+        known = {"enabled": True, "disabled": False}
+        return None if self.thinking is None else known.get(self.thinking.type)
+
+    @property
+    def effort(self) -> Effort | None:
+        return "none" if self._thinks is False else self.output_config.effort
+
+    @property
+    def thought_budget(self) -> int:
+        own = None if self.thinking is None else self.thinking.budget_tokens
+        return super().thought_budget if own is None else own
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        thinking = self.thinking
-        known = {"enabled": True, "disabled": False}
-        thinks = None if thinking is None else known.get(thinking.type)
-        asked = template_kwargs(self.output_config.effort, thinks=thinks, verbosity=None)
-        if thinking is not None and thinking.budget_tokens is not None:
-            asked["thinking_budget"] = thinking.budget_tokens
+        asked = template_kwargs(
+            self.output_config.effort,
+            thinks=self._thinks,
+            verbosity=None,
+            budget=self.thought_budget,
+        )
         return {**asked, **self.chat_template_kwargs}
 
     @property

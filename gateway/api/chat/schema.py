@@ -21,7 +21,6 @@ from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.tools import (
     ChatTool,
     ChatToolChoice,
-    Effort,
     Verbosity,
     check_thinking,
     choice_of,
@@ -29,6 +28,7 @@ from penstock.gateway.api.schema.tools import (
     template_kwargs,
 )
 from penstock.gateway.api.tokens.schema import TemplatedChat
+from penstock.gateway.generation.context_limits import Effort
 from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.generation.request_planner import ChatPrompt
 
@@ -82,10 +82,17 @@ class ChatRequest(ChoicesRequest):
         return self.continue_final_message
 
     @property
+    def effort(self) -> Effort | None:
+        return "none" if self.enable_thinking is False else self.reasoning_effort
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template."""
         asked = template_kwargs(
-            self.reasoning_effort, thinks=self.enable_thinking, verbosity=self.verbosity
+            self.reasoning_effort,
+            thinks=self.enable_thinking,
+            verbosity=self.verbosity,
+            budget=self.thought_budget,
         )
         documents = {"documents": self.documents} if self.documents else {}
         return {**asked, **documents, **self.chat_template_kwargs}

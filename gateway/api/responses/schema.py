@@ -38,6 +38,7 @@ from penstock.gateway.api.schema.tools import (
     template_kwargs,
 )
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.context_limits import Effort
 
 MAX_SUMMARY_TOKENS = 4096
 _MAX_EVENTS = 8
@@ -181,10 +182,17 @@ class ResponsesRequest(SamplingRequest):
         return replace(found, choice="none", named="", allowed=None) if self.compacts else found
 
     @property
+    def effort(self) -> Effort | None:
+        return "none" if self.enable_thinking is False else self.reasoning.effort
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template."""
         asked = template_kwargs(
-            self.reasoning.effort, thinks=self.enable_thinking, verbosity=self.text.verbosity
+            self.reasoning.effort,
+            thinks=self.enable_thinking,
+            verbosity=self.text.verbosity,
+            budget=self.thought_budget,
         )
         return {**asked, **self.chat_template_kwargs}
 

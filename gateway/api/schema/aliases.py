@@ -52,7 +52,7 @@ def limit(target: str) -> Alias:
 
 def thinking(name: str) -> Alias:
     """Whether to think, as a boolean; in Ollama's form also how much; or as DeepSeek's and
-    Anthropic's object with a `type`. Anthropic's budget is a target, and has no effect."""
+    Anthropic's object with a `type`, and for how many tokens."""
 
     def convert(value: Any) -> Mapping[str, Any]:
         if isinstance(value, bool):
@@ -65,9 +65,17 @@ def thinking(name: str) -> Alias:
         if kind not in (*_ON, *_OFF):
             known = ", ".join((*_ON, *_OFF, *_AUTO))
             raise invalid(name, f"must be a boolean, an effort, or have a `type` of {known}")
-        return {"enable_thinking": kind in _ON}
+        budget = value.get("budget_tokens")
+        if budget is None:
+            return {"enable_thinking": kind in _ON}
+        if kind in _OFF:
+            raise invalid(f"{name}.budget_tokens", f"has no meaning where `type` is {kind}")
+        return {"enable_thinking": True, "thinking_token_budget": budget}
 
-    return Alias("`enable_thinking`, or an effort as in `reasoning_effort`.", convert)
+    return Alias(
+        "`enable_thinking` and `thinking_token_budget`, or an effort as in `reasoning_effort`.",
+        convert,
+    )
 
 
 def thinking_of_responses(name: str) -> Alias:
@@ -87,7 +95,7 @@ _REASONING_FIELDS = ("effort", "enabled", "exclude", "max_tokens", "summary", "g
 
 
 def _reasoning(value: Any) -> Mapping[str, Any]:
-    """OpenRouter's `reasoning`, or that of responses. A budget and summaries have no effect."""
+    """OpenRouter's `reasoning`, or that of responses. Summaries have no effect."""
     if not isinstance(value, dict):
         raise invalid("reasoning", "must be an object")
     given = {name: item for name, item in value.items() if item is not None}
@@ -108,10 +116,15 @@ def _reasoning(value: Any) -> Mapping[str, Any]:
         meant["enable_thinking"] = given["enabled"]
     if "exclude" in given:
         meant["include_reasoning"] = not given["exclude"]
+    if "max_tokens" in given:
+        meant["thinking_token_budget"] = given["max_tokens"]
     return meant
 
 
-REASONING = Alias("`reasoning_effort`, `enable_thinking` and `include_reasoning`.", _reasoning)
+REASONING = Alias(
+    "`reasoning_effort`, `enable_thinking`, `include_reasoning` and `thinking_token_budget`.",
+    _reasoning,
+)
 
 
 def _reasoning_format(value: Any) -> Mapping[str, Any]:

@@ -39,7 +39,7 @@ from penstock.gateway.api.schema.structured_outputs import (
     constraint_of,
     given,
 )
-from penstock.gateway.generation.context_limits import UNKNOWN_LIMIT, GenerationOptions
+from penstock.gateway.generation.context_limits import UNKNOWN_LIMIT, Effort, GenerationOptions
 
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARS = 64
@@ -237,6 +237,7 @@ if TYPE_CHECKING:
 
     class _Common(_Generating):
         skip_special_tokens: bool  # what is read of them by name
+        thinking_token_budget: int | None
 
 else:
     _Common = create_model("_Common", __base__=_Generating, **_COMMON)
@@ -293,12 +294,15 @@ class SamplingRequest(_Common):
             prediction="" if self.prediction is None else self.prediction.text,
             model=self.model,
             has_end_logprobs=self.has_end_logprobs,
+            effort=self.effort,
         )
 
     def _sampling_params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
         branching = self.branching
         defaults = model_defaults if branching.beam_search is None else _SEARCH_DEFAULTS
         given = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
+        if self.thought_budget >= 0:
+            given["thinking_token_budget"] = self.thought_budget
         seed = model_defaults.get("seed") if self.seed is None else self.seed
         loops = self.repetition_detection
         drawn = {
@@ -341,6 +345,16 @@ class SamplingRequest(_Common):
     def continues_prompt(self) -> bool:
         """Whether the output continues the prompt's text instead of starting a new one."""
         return False
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much to think."""
+        return None
+
+    @property
+    def thought_budget(self) -> int:
+        """The requested maximum of tokens of thoughts; -1: there is none."""
+        return -1 if self.thinking_token_budget is None else self.thinking_token_budget
 
     @property
     def output_limit(self) -> int | None:

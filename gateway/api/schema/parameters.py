@@ -115,8 +115,6 @@ _ROWS: tuple[_Row, ...] = (
     (_ALL, Use.REFUSED, "dry_multiplier adaptive_target", (0, -1)),
     (_ALL, Use.REFUSED, "min_keep", (0, 1)),
     (_ALL, Use.REFUSED, "t_max_predict_ms", (0, -1)),
-    (_BOTH, Use.REFUSED, "reasoning_budget thinking_budget thinking_budget_tokens", (-1,)),
-    (_BOTH, Use.REFUSED, "thinking_token_budget", (-1,)),
     (_BOTH, Use.REFUSED, "post_sampling_probs return_hidden_states penalize_nl", (False,)),
     (_BOTH, Use.REFUSED, "stop_regex plugins lora image_data", ("",)),
     (_BOTH, Use.REFUSED, "lora_path session_params custom_logit_processor custom_params", ()),
@@ -175,8 +173,19 @@ _LOGGED: tuple[tuple[tuple[Endpoint, ...], str, str], ...] = (
 )
 
 
+# llama.cpp's names of vLLM's `thinking_token_budget`, and Qwen's.
+_BUDGETS = (
+    "reasoning_budget",
+    "reasoning_budget_tokens",
+    "thinking_budget_tokens",
+    "thinking_budget",
+)
+
+
 def _alias_table() -> dict[Endpoint, dict[str, Alias]]:
+    budgets = dict.fromkeys(_BUDGETS, same_as("thinking_token_budget"))
     both = {
+        **budgets,
         "repeat_penalty": same_as("repetition_penalty"),
         "num_predict": limit("max_tokens"),
         "n_predict": limit("max_tokens"),
@@ -194,6 +203,7 @@ def _alias_table() -> dict[Endpoint, dict[str, Alias]]:
         "reasoning_format": aliases.REASONING_FORMAT,
     }
     responses = {
+        **budgets,
         "repeat_penalty": same_as("repetition_penalty"),
         "num_predict": limit("max_output_tokens"),
         "n_predict": limit("max_output_tokens"),

@@ -17,6 +17,7 @@ from penstock.engine.structured_outputs.patterns import is_balanced
 from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.api.schema.structured_outputs import MAX_BYTES, MAX_DEPTH, depth_of
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.context_limits import Effort
 
 _MAX_TOOLS = 512
 _MAX_DESCRIPTION_CHARS = 64 << 10
@@ -26,7 +27,6 @@ _T = TypeVar("_T", bound=Model)
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 _Description = Annotated[str, Field(max_length=_MAX_DESCRIPTION_CHARS)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
@@ -507,11 +507,19 @@ def check_thinking(thinks: bool | None, effort: Effort | None, param: str) -> No
 
 
 def template_kwargs(
-    effort: Effort | None, *, thinks: bool | None, verbosity: Verbosity | None
+    effort: Effort | None, *, thinks: bool | None, verbosity: Verbosity | None, budget: int = -1
 ) -> dict[str, Any]:
     """What they mean to chat templates. Of thoughts, gpt-oss reads the first, Qwen3 the second,
-    DeepSeek and Granite the third."""
+    DeepSeek and Granite the third, Seed-OSS the budget.
+
+    Args:
+        budget: tokens of thoughts; -1: no limit.
+    """
     kwargs: dict[str, Any] = {}
+    if budget > 0:
+        kwargs["thinking_budget"] = budget
+    if budget == 0 and thinks is None and effort is None:
+        thinks = False
     if effort is not None:
         kwargs["reasoning_effort"] = effort
         thinks = effort != "none" and thinks is not False

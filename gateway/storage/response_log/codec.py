@@ -33,6 +33,7 @@ from penstock.engine.request import (
     Retention,
     SamplingParams,
     StructuredOutputs,
+    ThoughtLimit,
 )
 from penstock.gateway.storage.response_log.record import (
     ITEM_EVENTS,
@@ -282,8 +283,8 @@ def _all_request_fields(asked: Request) -> dict[str, Any]:
         if not grammar.triggers:  # of which older gateways know nothing
             fields = {name: fields[name] for name in ("kind", "text")}
         params["structured_outputs"] = fields
-    if "repetition_detection" in params:
-        params["repetition_detection"] = structs.asdict(params["repetition_detection"])
+    for name in {"repetition_detection", "thought_limit"} & params.keys():
+        params[name] = structs.asdict(params[name])
     request = _request_fields(asked)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
@@ -350,6 +351,9 @@ def _read_request(named: dict[str, Any]) -> Request:
     if "repetition_detection" in params:
         loops = params["repetition_detection"]
         params["repetition_detection"] = RepetitionDetection(**loops)
+    if "thought_limit" in params:
+        limit = params["thought_limit"]
+        params["thought_limit"] = ThoughtLimit(**{name: _tuples(limit[name]) for name in limit})
     return Request(
         **{
             **named,
@@ -370,6 +374,11 @@ def _read_request(named: dict[str, Any]) -> Request:
             ),
         }
     )
+
+
+def _tuples(value: Any) -> Any:
+    """The value with tuples in place of its lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _optional_fields(instance: Struct | None) -> Mapping[str, Any] | None:

@@ -108,6 +108,9 @@ class GrammarStore(Store):
         del is_checked
         self.take(grammar.text, "structured_outputs")
 
+    def read_vocabulary(self) -> None:
+        """There is none."""
+
     def drop(self, grammar: StructuredOutputs) -> None:
         self.release(grammar.text)
 

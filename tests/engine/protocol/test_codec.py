@@ -44,6 +44,7 @@ from penstock.engine.request import (
     Retention,
     SamplingParams,
     StructuredOutputs,
+    ThoughtLimit,
     TokenLogprobs,
 )
 from tests.engine.process.stack import INFO
@@ -123,7 +124,7 @@ def test_another_layout_is_another_version() -> None:
         *(Hello, EngineInfo, Submit, Abort, DropPrefix, UnloadAdapter, WantKeys, CachedKeys, Step),
         *(Heartbeat, Draining, Failure, FetchBlocks, KVBlocks, KVBlock, BlocksStored),
         *(Request, Adapter, SamplingParams, StructuredOutputs, BeamSearch, Retention),
-        *(PoolingParams, ImageInput),
+        *(PoolingParams, ImageInput, ThoughtLimit),
         *(RequestOutput, TokenLogprobs, EngineStats),
     )
     layout = [
@@ -132,7 +133,7 @@ def test_another_layout_is_another_version() -> None:
     ]
     without_modules = re.sub(r"\bpenstock(\.\w+)*\.", "", repr(layout))
     digest = hashlib.sha256(without_modules.encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (21, "583a7b73f2effa6e")
+    assert (PROTOCOL_VERSION, digest) == (22, "8c2e7307b6ac7acd")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -162,9 +162,12 @@ def test_no_limit_is_what_fits(kind: type[SamplingRequest]) -> None:
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 4096}},
-            {"enable_thinking": True, "thinking": True},
+            {"enable_thinking": True, "thinking": True, "thinking_budget": 4096},
         ),
         ({"thinking": {"type": "adaptive"}}, {}),
+        ({"reasoning_budget": 0}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking_budget_tokens": 99}, {"thinking_budget": 99}),
+        ({"reasoning_budget": -1}, {}),
         (
             {"think": "low"},
             {"reasoning_effort": "low", "enable_thinking": True, "thinking": True},
@@ -308,7 +311,6 @@ def test_what_changes_no_token_is_accepted(sent: dict[str, Any]) -> None:
         ("watermarking", True),
         ("custom_logit_processor", "x"),
         ("plugins", [{"id": "web"}]),
-        ("reasoning_budget", 100),
     ],
 )
 def test_what_would_change_tokens_is_refused(name: str, value: Any) -> None:
