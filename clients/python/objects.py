@@ -167,9 +167,13 @@ class Deleted(TypedDict):
 
 
 class Conversation(TypedDict):
+    """`used_at`: seconds of the epoch, of the last turn."""
+
     id: str
     object: str
     created_at: int
+    used_at: int
+    pinned: NotRequired[bool]
     metadata: dict[str, str]
 
 
@@ -181,12 +185,30 @@ class ConversationPage(TypedDict):
     has_more: bool
 
 
+class FoundConversation(TypedDict):
+    """`turn`: where the words are; None: in the title."""
+
+    conversation: Conversation
+    turn: str | None
+    excerpt: str
+
+
+class FoundConversations(TypedDict):
+    object: str
+    data: list[FoundConversation]
+    has_more: bool
+
+
 class Turn(TypedDict):
+    """`items` (what came in) and `output` are there where the tree was asked for them."""
+
     turn: str
     parent: str | None
     status: Status
     response_id: str | None
     created_at: int
+    items: NotRequired[list[Item]]
+    output: NotRequired[Item | list[Item] | None]
 
 
 class ConversationTree(TypedDict):

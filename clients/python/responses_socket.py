@@ -238,8 +238,12 @@ class LaneSource:
     @property
     def is_open(self) -> bool:
         """Whether events may still come, such as unread ones of a lost connection."""
-        is_current = self.generation == self._link.generation and self._link.is_up
-        return self.has_some or (self.generation > 0 and is_current)
+        return self.has_some or self._is_current
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether its connection is up."""
+        return 0 < self.generation == self._link.generation and self._link.is_up
 
     @property
     def has_some(self) -> bool:
@@ -326,7 +330,8 @@ class LaneSource:
         message = {"type": "penstock.cancel", "response_id": self.track.response_id}
         for is_last in (False, True):
             try:
-                yield from self.open()
+                if not self._is_current:  # else a reader may hold the lock until the next event
+                    yield from self.open()
                 yield from self._link.send(json_text(message))
             except ConnectionLostError:
                 if is_last:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from typing import Any, Self, TypeVar
 from .client import AsyncClient
 from .errors import (
     AuthenticationError,
+    ConnectionLostError,
     PenstockError,
     RefusedError,
     TransportError,
@@ -40,14 +39,12 @@ from .objects import Model, Response
 from .operation import AsyncRunner
 from .parameters import Messages
 from .retries import RetryPolicy
-from .terminal_screen import Screen, Timing, clean
+from .terminal_conversations import Listed, Running, StoredConversation, recent, search
+from .terminal_screen import Input, Screen, Timing, clean, quiet_keys
 from .terminal_tools import local_tools
 from .tools import Tool
 from .track import steers_of, successor_of
 from .transcript import Transcript, Turn
-
-with contextlib.suppress(ImportError):  # line editing and history for `input`, if available
-    import readline  # noqa: F401
 
 HELP = """\
 TEXT           while an answer comes: interrupts it, and is answered
@@ -57,16 +54,17 @@ TEXT           while an answer comes: interrupts it, and is answered
 /branch [N]    continue from turn N (0: from the beginning); without N, list the turns
 /image PATH    send an image with the next message
 /save [FILE]   write the conversation to FILE as Markdown
+/open          list the conversations of this server, those of the page included
+/open N        go on with number N of the list
+/open WORDS    list the conversations that have these words
 /new           start a new conversation
 /quit          leave (also Ctrl-D)
 /help          this
 A message of several lines: end a line with \\, or put it between \"\"\" and \"\"\"."""
 
-_QUOTES = '"""'
-# \001 and \002 tell readline which characters have no width.
-_PROMPT = "\n\001\033[1m\002› \001\033[0m\002"
-_MORE = "\001\033[2m\002… \001\033[0m\002"
 _POLL_S = 0.05
+_NUM_SHOWN = 5  # turns of a conversation that is opened
+_MAX_LOST = 3  # requests whose connection broke, before one is given up
 _MAX_LINE_CHARS = 300  # of a thought, or what a tool gets and returns
 _NOTICES = {
     "penstock.preempted": "[paused: the server is short of memory]",
@@ -175,31 +173,42 @@ class TerminalChat:
         self._model = ""
         self._models: dict[str, Model] = {}  # by id
         self._transcript = Transcript()
+        self._stored = StoredConversation(self._client)
+        self._listed: list[Listed] = []  # by the last `/open`
+        self._settings: Mapping[str, Any] = {}  # of the page, for the opened conversation
         # The last question, its parent and its images.
         self._asked: tuple[str, Turn | None, tuple[str, ...]] | None = None
         self._images: tuple[str, ...] = ()  # data URLs, for the next question
         self._stream: EventStream[AsyncRunner] | None = None
+        self._is_stopped = False  # the current answer
         self._text = ""  # of the current answer, even if its connection was lost
         self._steered: list[_Steered] = []  # what became of them is not known yet
         self._num_failed = 0
         self._is_interactive = screen.is_styled and sys.stdin.isatty()
-        self._messages = _Input(is_interactive=self._is_interactive)
+        self._messages = Input(is_interactive=self._is_interactive)
 
     def run(self, model: str | None) -> int:
         """Chats until the input ends; returns the exit code."""
         try:
             self._model = choose_model(self._offered(), model)
-            if self._is_interactive:
-                self._screen.say(f"{self._model} at {self._client.base_url} · /help for help")
-            while (message := self._messages.read()) is not None:
-                if message.startswith("/"):
-                    if not self._obey(message):
-                        break
-                elif message:
-                    self._ask(message, after=self._transcript.head)
+            with quiet_keys(is_interactive=self._is_interactive):
+                self._chat()
         finally:
             self._hang_up()
         return 1 if self._num_failed and not self._is_interactive else 0
+
+    def _chat(self) -> None:
+        if self._is_interactive:
+            self._screen.say(f"{self._model} at {self._client.base_url} · /help for help")
+        while (message := self._messages.read()) is not None:
+            if message.startswith("/"):
+                if not self._obey(message):
+                    break
+            elif message:
+                self._ask(message, after=self._transcript.head)
+        if self._is_interactive:
+            is_kept = self._stored.conversation_id is not None
+            self._screen.say("left; /open finds this conversation again" if is_kept else "left")
 
     def _offered(self) -> list[str]:
         try:
@@ -211,11 +220,7 @@ class TerminalChat:
 
     @property
     def _context_len(self) -> int | None:
-        return self._models[self._model].get("max_model_len")
-
-    @property
-    def _sampling(self) -> Mapping[str, Any]:
-        return self._models[self._model].get("chat_sampling", {})
+        return self._models[self._asked_of_model()["model"]].get("max_model_len")
 
     def _obey(self, line: str) -> bool:
         """Carries out a command; false when it is time to leave."""
@@ -224,7 +229,7 @@ class TerminalChat:
             case "/quit" | "/exit":
                 return False
             case "/new":
-                self._transcript, self._asked = Transcript(), None
+                self._begin_anew()
                 self._screen.say("new conversation")
             case "/stop":
                 self._screen.say("no answer is under way")
@@ -236,6 +241,8 @@ class TerminalChat:
                 self._branch(argument.strip())
             case "/image":
                 self._attach(argument.strip())
+            case "/open":
+                self._open(argument.strip())
             case "/save":
                 self._save(argument.strip())
             case "/help":
@@ -243,6 +250,63 @@ class TerminalChat:
             case unknown:
                 self._screen.complain(f"no command {unknown}; /help lists them")
         return True
+
+    def _begin_anew(self) -> None:
+        self._transcript, self._asked, self._stream = Transcript(), None, None
+        self._stored, self._settings = StoredConversation(self._client), {}
+
+    def _open(self, wanted: str) -> None:
+        try:
+            if wanted.isdecimal() and not self._listed:
+                self._listed, _ = self._loop.start(recent(self._client)).result()
+            if wanted.isdecimal() and 0 < int(wanted) <= len(self._listed):
+                self._open_one(self._listed[int(wanted) - 1])
+            elif wanted:
+                self._list(self._loop.start(search(self._client, wanted)).result())
+            else:
+                listed, has_more = self._loop.start(recent(self._client)).result()
+                self._list(listed)
+                if has_more:
+                    self._screen.say("there are older ones; /open WORDS finds them")
+        except PenstockError as error:
+            self._screen.complain(str(error))
+
+    def _list(self, listed: list[Listed]) -> None:
+        self._listed = listed
+        for number, each in enumerate(listed, 1):
+            self._screen.show(each.line(number))
+        self._screen.say("/open N goes on with number N" if listed else "no conversations found")
+
+    def _open_one(self, one: Listed) -> None:
+        stored = StoredConversation(self._client)
+        opened = self._loop.start(stored.open(one.conversation_id)).result()
+        self._begin_anew()
+        self._stored, self._transcript = stored, opened.transcript
+        self._settings = opened.parameters
+        self._screen.say(opened.title)
+        path = self._transcript.path()
+        if len(path) > _NUM_SHOWN:
+            self._screen.say(f"({len(path) - _NUM_SHOWN} earlier turns; /save writes all)")
+        for turn in path[-_NUM_SHOWN:]:
+            self._show_turn(turn.question, turn.answer)
+        if path:
+            last = path[-1]
+            self._asked = (last.question, last.parent, ())
+        if opened.running is not None:
+            self._follow(opened.running)
+
+    def _show_turn(self, question: str, answer: str = "") -> None:
+        for line in question.splitlines():
+            self._screen.show(f"› {line}")
+        shown = self._screen.answer()
+        shown.write(answer)
+        shown.end()
+
+    def _follow(self, running: Running) -> None:
+        """The rest of an answer that was asked for elsewhere."""
+        self._show_turn(running.question)
+        self._asked, self._text = (running.question, running.parent, ()), ""
+        self._take_turn(running.response_id)
 
     def _retry(self) -> None:
         if self._asked is None:
@@ -287,6 +351,15 @@ class TerminalChat:
         self._images, self._stream, self._text = (), None, ""
         self._take_turn()
 
+    async def _place(self, question: str, after: Turn | None) -> dict[str, Any]:
+        """Where the next turn belongs. What is piped in is kept in no conversation, unless one was
+        opened."""
+        if self._stored.conversation_id is None and not self._is_interactive:
+            return {"previous_response_id": None if after is None else after.response_id}
+        if await self._stored.go_to(after, question=question):
+            self._tell("this conversation went on elsewhere; this is a branch of it")
+        return {"conversation": self._stored.conversation_id}
+
     def _resume(self) -> None:
         stream = self._stream
         if stream is None or stream.response_id is None or stream.response is not None:
@@ -294,9 +367,10 @@ class TerminalChat:
             return
         self._take_turn()
 
-    def _take_turn(self) -> None:
-        """An answer, to its end or until it is stopped."""
-        turn = self._loop.start(self._turn())
+    def _take_turn(self, followed: str | None = None) -> None:
+        """An answer, to its end or until it is stopped; `followed`: that response's, which runs."""
+        self._is_stopped = False
+        turn = self._loop.start(self._turn(followed))
         is_stopping = False
         while True:
             try:
@@ -369,22 +443,20 @@ class TerminalChat:
             self._screen.complain(f"not interrupted: {errors[each.steer_id]}")
 
     def _stop(self) -> None:
+        self._is_stopped = True  # for a stream that is about to begin
         if self._stream is not None:
             self._loop.start(self._stream.cancel())
 
-    async def _turn(self) -> None:
+    async def _turn(self, followed: str | None) -> None:
         timing = Timing(time.monotonic())
         self._answer = self._screen.answer()
         self._calls = {}
         is_new = self._stream is None
         try:
-            if is_new and self._tools:
+            if is_new and self._tools and followed is None:
                 await self._run_tools(timing)
             else:
-                self._stream = stream = await self._begin()
-                stream.on_wait = self._note_wait
-                async for event in stream:
-                    await self._show(event, timing)
+                await self._read_answer(timing, followed)
         finally:
             self._answer.end()
         assert self._stream is not None
@@ -396,20 +468,44 @@ class TerminalChat:
             for each in list(self._steered):
                 await each.is_told.wait()  # the next message, if this answer did not end for it
 
+    async def _read_answer(self, timing: Timing, followed: str | None) -> None:
+        """A turn of a conversation is not sent twice. If its connection broke before an answer, the
+        conversation tells whether it has arrived."""
+        for num_lost in range(_MAX_LOST):
+            try:
+                self._stream = stream = await self._begin(followed)
+                stream.on_wait = self._note_wait
+                if self._is_stopped:
+                    await stream.cancel()
+                async for event in stream:
+                    await self._show(event, timing)
+                return
+            except ConnectionLostError as error:
+                has_begun = self._stream is not None and self._stream.response_id is not None
+                is_kept = self._stored.conversation_id is not None
+                if has_begun or not is_kept or num_lost == _MAX_LOST - 1:
+                    raise
+                self._note_wait(error, 0)
+                assert self._asked is not None
+                after, known = self._asked[1], self._transcript.response_ids
+                followed = await self._stored.response_after(after, known)
+
     async def _run_tools(self, timing: Timing) -> None:
         assert self._asked is not None
         question, after, images = self._asked
+        place = await self._place(question, after)
         run = self._client.responses.run_tools(
-            model=self._model,
             input=_input_of(question, images),
             tools=self._tools,
-            previous_response_id=None if after is None else after.response_id,
             penstock={"events": ["preempted", "resumed", "queue"]},
             reasoning=self._reasoning,
-            extra_body=self._sampling,
+            **self._asked_of_model(),
+            **place,
         )
         self._stream = run.stream
         run.stream.on_wait = self._note_wait
+        if self._is_stopped:
+            await run.stream.cancel()
         async for event in run:
             if self._stream is not run.stream:
                 self._stream, run.stream.on_wait = run.stream, self._note_wait
@@ -424,21 +520,31 @@ class TerminalChat:
         self._screen.say(line)
         self._answer = self._screen.answer()
 
-    async def _begin(self) -> EventStream[AsyncRunner]:
-        """The stream of a new answer, or of the rest of an interrupted one."""
+    async def _begin(self, followed: str | None) -> EventStream[AsyncRunner]:
+        """The stream of a new answer, of one that runs, or of the rest of an interrupted one."""
         lost = self._stream
+        if followed is not None:
+            return await self._socket.follow(followed)
         if lost is not None and lost.response_id is not None:
             return await self._socket.follow(lost.response_id, starting_after=lost.last_number)
         assert self._asked is not None
         question, after, images = self._asked
+        place = await self._place(question, after)
         return await self._socket.create(
-            model=self._model,
             input=_input_of(question, images),
-            previous_response_id=None if after is None else after.response_id,
             penstock={"events": ["preempted", "resumed", "queue"]},
             reasoning=self._reasoning,
-            extra_body=self._sampling,
+            **self._asked_of_model(),
+            **place,
         )
+
+    def _asked_of_model(self) -> dict[str, Any]:
+        """Model and sampling, and what the page was told of the conversation that was opened."""
+        settings = dict(self._settings)
+        model = settings.pop("model", self._model)
+        model = model if model in self._models else self._model
+        sampling = self._models[model].get("chat_sampling", {})
+        return {"model": model, "extra_body": {**sampling, **settings}}
 
     async def _show(self, event: ResponseEvent, timing: Timing) -> None:
         if event["type"] == "response.output_text.delta":
@@ -493,8 +599,11 @@ class TerminalChat:
         self._num_failed += 1
         message, goes_on = str(error), self._transcript.head is not None
         code = error.code if isinstance(error, RefusedError) else None
-        if code == "previous_response_not_found":
-            self._transcript = Transcript()
+        if isinstance(error, RefusedError) and not self._transcript.response_ids:
+            with contextlib.suppress(PenstockError):
+                self._loop.start(self._stored.forget_if_empty()).result()
+        if code in ("previous_response_not_found", "conversation_not_found"):
+            self._begin_anew()
             message = "the server no longer has this conversation; ask again to start a new one"
         elif code == "context_length_exceeded" and goes_on:
             message += "; /new starts a new conversation"
@@ -553,69 +662,3 @@ class LoopThread:
     def _run_loop(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the main thread handles Ctrl-C
         self._loop.run_forever()
-
-
-class _Input:
-    """Reads messages, typed or piped, of one line or several, and lines typed during an answer.
-
-    one line \\              a backslash at the end continues the message on the next line
-    \"\"\"several
-    lines\"\"\"                from three quotes to three quotes
-    (pasted text)           as pasted, if the terminal supports it
-
-    Args:
-        is_interactive: input comes from a terminal.
-    """
-
-    def __init__(self, *, is_interactive: bool) -> None:
-        self._is_interactive = is_interactive
-        self._ahead: deque[str] = deque()
-
-    def read(self) -> str | None:
-        """The next message, stripped; None at the end of input and after Ctrl-C at the prompt."""
-        try:
-            return self._message(self._line(_PROMPT)).strip()
-        except EOFError:
-            if self._is_interactive:
-                print()
-            return None
-        except KeyboardInterrupt:
-            print()
-            return None
-
-    def poll(self, timeout_s: float) -> str | None:
-        """Check for input during an answer: returns "/stop" if that was typed, or a message; other
-        commands, and messages of which there may be more lines, are kept for `read`."""
-        try:
-            if not select.select([sys.stdin], [], [], timeout_s)[0]:
-                return None
-            line = os.read(sys.stdin.fileno(), 65_536).decode(errors="replace")
-        except OSError:  # the terminal was closed
-            return None
-        said = line.strip()
-        is_whole = not (said.startswith(("/", _QUOTES)) or said.endswith("\\")) and not self._ahead
-        if said == "/stop" or is_whole:
-            return said
-        self._ahead += line.splitlines()
-        return None
-
-    def keep(self, message: str) -> None:
-        """A message that `read` returns next."""
-        self._ahead += message.splitlines()
-
-    def _message(self, first: str) -> str:
-        lines = [first]
-        if first.lstrip().startswith(_QUOTES):
-            lines = [first.lstrip().removeprefix(_QUOTES)]
-            while not lines[-1].rstrip().endswith(_QUOTES):
-                lines.append(self._line(_MORE))
-            lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1].removesuffix("\\")
-            lines.append(self._line(_MORE))
-        return "\n".join(lines)
-
-    def _line(self, prompt: str) -> str:
-        if self._ahead:
-            return self._ahead.popleft()
-        return input(prompt if self._is_interactive else "")

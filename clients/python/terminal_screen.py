@@ -1,4 +1,4 @@
-"""Prints streaming answers, notes and errors.
+"""Prints streaming answers, notes and errors, and reads messages.
 
 On a terminal an answer is rendered as Markdown. Complete blocks are printed once; only the last one
 is redrawn while it grows, so that a long answer scrolls like any text. A file or a pipe gets plain
@@ -7,17 +7,26 @@ text.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import select
 import sys
 import time
 import unicodedata
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
+
+with contextlib.suppress(ImportError):  # line editing and history for `input`, if available
+    import readline  # noqa: F401
+with contextlib.suppress(ImportError):  # Windows
+    import termios
 
 # A model must not steer the terminal: control characters other than newline and tab are dropped.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -33,6 +42,10 @@ _TAG = re.compile("[\U000e0020-\U000e007f]")
 _SPACELESS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff]")
 # Their letters never join, so a joiner between them is there to hide.
 _JOINLESS = ("LATIN", "GREEK", "CYRILLIC", "FULLWIDTH LATIN")
+_QUOTES = '"""'
+# \001 and \002 tell readline which characters have no width.
+_PROMPT = "\n\001\033[1m\002› \001\033[0m\002"
+_MORE = "\001\033[2m\002… \001\033[0m\002"
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 
 
@@ -254,3 +267,86 @@ def split_blocks(text: str) -> tuple[str, str]:
             end = position
     done = text[:end]
     return (done, text[end:]) if done.strip() else ("", text)
+
+
+@contextlib.contextmanager
+def quiet_keys(*, is_interactive: bool) -> Iterator[None]:
+    """Keeps the terminal from writing ^C into an answer, whose redrawing counts its lines."""
+    if not is_interactive or "termios" not in globals():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    changed = [*before]
+    changed[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(terminal, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+class Input:
+    """Reads messages, typed or piped, of one line or several, and lines typed during an answer.
+
+    one line \\              a backslash at the end continues the message on the next line
+    \"\"\"several
+    lines\"\"\"                from three quotes to three quotes
+    (pasted text)           as pasted, if the terminal supports it
+
+    Args:
+        is_interactive: input comes from a terminal.
+    """
+
+    def __init__(self, *, is_interactive: bool) -> None:
+        self._is_interactive = is_interactive
+        self._ahead: deque[str] = deque()
+
+    def read(self) -> str | None:
+        """The next message, stripped; None at the end of input and after Ctrl-C at the prompt."""
+        try:
+            return self._message(self._line(_PROMPT)).strip()
+        except EOFError:
+            if self._is_interactive:
+                print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            return None
+
+    def poll(self, timeout_s: float) -> str | None:
+        """Check for input during an answer: returns "/stop" if that was typed, or a message; other
+        commands, and messages of which there may be more lines, are kept for `read`."""
+        try:
+            if not select.select([sys.stdin], [], [], timeout_s)[0]:
+                return None
+            line = os.read(sys.stdin.fileno(), 65_536).decode(errors="replace")
+        except OSError:  # the terminal was closed
+            return None
+        said = line.strip()
+        is_whole = not (said.startswith(("/", _QUOTES)) or said.endswith("\\")) and not self._ahead
+        if said == "/stop" or is_whole:
+            return said
+        self._ahead += line.splitlines()
+        return None
+
+    def keep(self, message: str) -> None:
+        """A message that `read` returns next."""
+        self._ahead += message.splitlines()
+
+    def _message(self, first: str) -> str:
+        lines = [first]
+        if first.lstrip().startswith(_QUOTES):
+            lines = [first.lstrip().removeprefix(_QUOTES)]
+            while not lines[-1].rstrip().endswith(_QUOTES):
+                lines.append(self._line(_MORE))
+            lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
+            lines.append(self._line(_MORE))
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
+        if self._ahead:
+            return self._ahead.popleft()
+        return input(prompt if self._is_interactive else "")

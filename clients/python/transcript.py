@@ -28,16 +28,25 @@ class Transcript:
 
     Attributes:
         head: the turn to continue from; None at the beginning.
+        response_ids: of all turns, with those that a turn has had before.
     """
 
     def __init__(self) -> None:
         self.head: Turn | None = None
+        self.response_ids: set[str] = set()
         self._turns: list[Turn] = []
 
-    def add(self, question: str, answer: str, *, response_id: str, parent: Turn | None) -> None:
+    def add(self, question: str, answer: str, *, response_id: str, parent: Turn | None) -> Turn:
         """Add a turn, which becomes the head."""
         self.head = Turn(len(self._turns) + 1, parent, question, answer, response_id)
         self._turns.append(self.head)
+        self.response_ids.add(response_id)
+        return self.head
+
+    def replace(self, turn: Turn) -> None:
+        """Change the turn of the same number."""
+        self._turns[turn.number - 1] = turn
+        self.response_ids.add(turn.response_id)
 
     def go_to(self, number: int) -> None:
         """Make a turn the head; 0 is the beginning.

@@ -103,7 +103,13 @@ def test_conversations(client: Client) -> None:
     )
     one = made["id"]
     assert client.conversations.list(limit=1)["data"][0]["id"] == one
-    [turn] = client.conversations.tree(one)["data"]
+    assert client.conversations.update(one, pinned=True)["pinned"]
+    assert [each["id"] for each in client.conversations.list(pinned=True)["data"]] == [one]
+    [hit] = client.conversations.search("nice velora", limit=1)["data"]
+    [turn] = client.conversations.tree(one, items="all")["data"]
+    assert (hit["conversation"]["id"], hit["turn"]) == (one, turn["turn"])
+    assert turn["items"][0]["content"][0]["text"] == "Hi, my name is Velora."
+    assert "items" not in client.conversations.tree(one)["data"][0]
     answer = client.responses.create(
         model="demo", input="What is my name?", conversation=one, temperature=0
     )
@@ -198,6 +204,14 @@ async def test_cancel_while_another_task_reads(demo_server: Served) -> None:
     async with AsyncClient(demo_server.base_url) as client, client.connect() as socket:
         stream = await socket.create(**ENDLESS)
         reading = asyncio.create_task(stream.final())
+        await stream.cancel()
+        assert (await reading)["status"] == "cancelled"
+        # And while nothing comes: after its text this answer consists of ends of a message.
+        silent = {**ENDLESS, "input": "Hi, my name is Orlan.", "max_output_tokens": 1_000}
+        stream = await socket.create(**silent, temperature=0)
+        reading = asyncio.create_task(stream.final())
+        while not stream.text.endswith("Orlan!"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         await stream.cancel()
         assert (await reading)["status"] == "cancelled"
 

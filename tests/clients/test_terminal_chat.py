@@ -218,6 +218,7 @@ def test_stopping_an_answer_and_going_on(terminal: Terminal, stop: str) -> None:
     terminal.say("/branch")
     assert "*  3  " in COLOURS.sub("", terminal.read_until(ASKED))  # it came after the cut one
     assert terminal.leave(CTRL_C) == 0
+    assert "left; /open finds this conversation again" in terminal.read_until("again")
 
 
 @pytest.mark.exhaustive

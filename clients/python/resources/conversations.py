@@ -11,6 +11,7 @@ from ..objects import (
     ConversationPage,
     ConversationTree,
     Deleted,
+    FoundConversations,
     Item,
     ItemPage,
 )
@@ -43,11 +44,32 @@ class Conversations(Resource[R], Generic[R]):
 
     @operation
     def list(
-        self, *, limit: int | None = None, after: str | None = None, order: Order | None = None
+        self,
+        *,
+        limit: int | None = None,
+        after: str | None = None,
+        order: Order | None = None,
+        pinned: bool | None = None,
     ) -> Steps[ConversationPage]:
-        """A page of the caller's conversations, the last used first."""
+        """A page of the caller's conversations, the last used first; `pinned`: only those that are
+        pinned, or that are not."""
         query = {"limit": limit, "after": after, "order": order}
+        if pinned is not None:
+            query["pinned"] = str(pinned).lower()
         answer: ConversationPage = yield from _call(self._server, "GET", "", query=query)
+        return answer
+
+    @operation
+    def search(
+        self, query: str, *, limit: int | None = None, offset: int | None = None
+    ) -> Steps[FoundConversations]:
+        """Where words are, the newest first: in titles, and in the messages of one turn.
+
+        Raises:
+            ServerError: 501 `search_not_supported`: the server keeps conversations in Redis.
+        """
+        asked = {"query": query, "limit": limit, "offset": offset}
+        answer: FoundConversations = yield from _call(self._server, "GET", "/search", query=asked)
         return answer
 
     @operation
@@ -56,8 +78,15 @@ class Conversations(Resource[R], Generic[R]):
         return answer
 
     @operation
-    def update(self, conversation_id: str, *, metadata: Mapping[str, str]) -> Steps[Conversation]:
-        body = {"metadata": metadata}
+    def update(
+        self,
+        conversation_id: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        pinned: bool | None = None,
+    ) -> Steps[Conversation]:
+        """Replace its metadata; keep it above the others in the page's list, or no longer."""
+        body = _given(metadata=metadata, pinned=pinned)
         answer: Conversation = yield from _call(
             self._server, "POST", f"/{conversation_id}", body=body
         )
@@ -69,9 +98,18 @@ class Conversations(Resource[R], Generic[R]):
         return answer
 
     @operation
-    def tree(self, conversation_id: str) -> Steps[ConversationTree]:
-        """Every turn, the head, and the turn that runs on it."""
-        answer: ConversationTree = yield from _call(self._server, "GET", f"/{conversation_id}/tree")
+    def tree(
+        self, conversation_id: str, *, items: Literal["path", "all"] | None = None
+    ) -> Steps[ConversationTree]:
+        """Every turn, the head, and the turn that runs on it.
+
+        Args:
+            items: which turns have `items` and `output`: those on the path to the head, or all.
+        """
+        query = {"items": "true" if items == "path" else items}
+        answer: ConversationTree = yield from _call(
+            self._server, "GET", f"/{conversation_id}/tree", query=query
+        )
         return answer
 
     @operation
