@@ -61,10 +61,11 @@ class ModelRedis:
             words = words[1:]
             if stream is None:
                 return None
-        entry_id, field, value = (_bytes(word) for word in words)
+        entry_id, *rest = (_bytes(word) for word in words)
+        fields = dict(zip(rest[::2], rest[1::2], strict=True))
         if stream and _position(entry_id) <= _position(stream[-1][0]):
             return ResponseError("ERR the ID is equal or smaller than the target stream top item")
-        self.streams.setdefault(key, []).append((entry_id, {field: value}))
+        self.streams.setdefault(key, []).append((entry_id, fields))
         return entry_id
 
     def _xrange(self, key: str, start: str, stop: str, *words: Any) -> Any:
@@ -366,7 +367,8 @@ class ModelGateway:
         self.begin("take over", scan())
 
     def create(self, made: LogHeader) -> None:
-        log = RedisLog(made, key=log_key(made.response_id) or "", storage=self)
+        key, opener = log_key(made.response_id) or "", f"{self.name} {made.nonce}".encode()
+        log = RedisLog(made, key=key, storage=self, opener=opener)
 
         def done(result: Any) -> None:
             if isinstance(result, Exception):

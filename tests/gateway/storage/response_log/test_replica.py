@@ -251,10 +251,10 @@ QUICK = (
 
 
 def find(max_s: float) -> int | None:
-    """The number of a world in which something is wrong."""
-    until_s = time.monotonic() + max_s
+    """The number of a world in which something is wrong, within so much time of this process."""
+    until_s = time.process_time() + max_s
     seed = 0
-    while time.monotonic() < until_s:
+    while time.process_time() < until_s:
         draws = random.Random(seed)
         choices = [(draws.randrange(10_000), draws.randrange(64)) for _ in range(200)]
         try:
