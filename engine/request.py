@@ -605,6 +605,19 @@ class Notice(enum.Enum):
     RESUMED = "resumed"
 
 
+class Spent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What a branch took of the engine since this was told of it last.
+
+    Attributes:
+        compute_us: microseconds of compute; a step's are shared by its tokens.
+        block_us: KV blocks held on the device, times the microseconds for which they were. Blocks
+            that branches or requests share count for each of them.
+    """
+
+    compute_us: Count = 0
+    block_us: Count = 0
+
+
 # One is made for every token. It cannot be part of a cycle, so the garbage collector skips it.
 class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """The output of one iteration for one branch of a request.
@@ -620,6 +633,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         is_last: no output of any branch follows.
         stop_token_id: the EOS or stop id that ended the branch, if one did.
         num_cached_tokens: prompt tokens whose KV was reused instead of computed.
+        num_host_cached_tokens: how many of those were in host memory.
         score: of a beam search's hypothesis (see `BeamSearch.length_penalty`).
         prefix_id: the hash of a finished branch's last full KV block, which names the whole chain.
         notice: the branch was preempted, or resumed.
@@ -635,6 +649,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         num_accepted_tokens: how many of them were right.
         vector: what a request with `pooling` asked for, in float32, lowest byte first; of a score,
             one number.
+        spent: with the last output of a branch, and from time to time before it. Of a branch that
+            is aborted, the last part is never told.
     """
 
     request_id: str
@@ -658,6 +674,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_draft_tokens: Count = 0
     num_accepted_tokens: Count = 0
     vector: bytes | None = None
+    num_host_cached_tokens: Count = 0
+    spent: Spent | None = None
 
 
 class Requests(Protocol):
@@ -745,6 +763,9 @@ class Sequence:
     """
 
     __slots__ = (
+        "block_us",
+        "compute_us",
+        "held_since_s",
         "index",
         "is_on_device",
         "needs_every_token",
@@ -752,6 +773,7 @@ class Sequence:
         "num_committed_blocks",
         "num_computed_tokens",
         "num_draft_tokens",
+        "num_host_cached_tokens",
         "num_in_flight_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -775,6 +797,9 @@ class Sequence:
         self.num_draft_tokens = 0  # of those computed, the ones that may turn out to be wrong
         self.num_committed_blocks = 0  # full blocks registered in the prefix cache
         self.num_cached_tokens = 0  # of the prompt, found at admission; 0 again once reported
+        self.num_host_cached_tokens = 0  # of those, found in host memory
+        self.compute_us = self.block_us = 0.0  # not told yet (`Spent`)
+        self.held_since_s = 0.0  # until when its blocks have been charged
         self.num_prompt_logprobs = 0  # already reported
         self.needs_every_token = False  # none may be skipped that the device has not pooled
         self.is_on_device = False  # the device knows the sequence: only changes are sent

@@ -34,7 +34,7 @@ class BlockManager:
         cache_root: everything that KV depends on besides tokens (weights, dtypes, block size).
         kv_depends_on_prompt_len: KV depends on the prompt's length too (dynamic NTK rope), so only
             prompts of equal length share it.
-        clock: seconds, for retention.
+        clock: seconds, for retention and for what sequences are charged.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class BlockManager:
         )
         self._tables: dict[int, BlockTable] = {}
         self._num_swapped = 0
+        self._clock = clock
 
     @property
     def counters(self) -> BlockCounters:
@@ -140,6 +141,7 @@ class BlockManager:
         tail: Tail | None,
     ) -> int:
         """Hold the blocks found and allocate the rest; how many tokens need not be computed."""
+        self.charge(sequence)
         # Hold everything that will be read before allocating, which may evict cached blocks.
         for block in found:
             self.tiers.incref(block)
@@ -195,6 +197,7 @@ class BlockManager:
         table.has_shared_partial_block = False
         if num_missing == 0:
             return ()
+        self.charge(sequence)
         new = device.allocate(num_missing)
         table.block_ids.extend(new)
         return tuple(new)
@@ -245,8 +248,17 @@ class BlockManager:
         for block_id in table.block_ids:
             pool.incref(block_id)
         self._num_swapped += table.is_swapped
+        self.charge(child)
         self._tables[child.seq_id] = table
         child.num_committed_blocks = min(parent.num_committed_blocks, num_tokens // self.block_size)
+
+    def charge(self, sequence: Sequence) -> None:
+        """Add to what a sequence has spent the blocks that it has held on the device since it was
+        last charged. To be called before their number changes."""
+        now_s, table = self._clock(), self._tables.get(sequence.seq_id)
+        if table is not None and not table.is_swapped:
+            sequence.block_us += len(table.block_ids) * (now_s - sequence.held_since_s) * 1e6
+        sequence.held_since_s = now_s
 
     # -- leaving the device -----------------------------------------------------------------
 
@@ -258,6 +270,7 @@ class BlockManager:
         host_ids = self.tiers.save(table.block_ids[:num_used]) if num_used else None
         if host_ids is None:
             return False
+        self.charge(sequence)
         self._release_device(table)
         table.block_ids = host_ids
         table.is_swapped = True
@@ -285,6 +298,7 @@ class BlockManager:
             retention: how long to prefer them at eviction.
             has_invalid_kv: their content is invalid (NaN) and must not be found again.
         """
+        self.charge(sequence)
         table = self._tables.pop(sequence.seq_id, None)
         if table is None:
             return
@@ -361,6 +375,7 @@ class BlockManager:
         found = [block for block in contents if block is not None and block.device_id is not None]
         if not self._fits(sequence, found, num_spared):
             return None
+        self.charge(sequence)
         for block in found:
             self.tiers.incref(block)
         num_total = -(-len(sequence.token_ids) // self.block_size)

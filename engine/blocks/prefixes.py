@@ -118,6 +118,7 @@ class Prefixes:
         counters.prefix_hits += num_cached
         counters.prefix_host_hits += num_from_host
         sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+        sequence.num_host_cached_tokens = min(num_from_host, sequence.num_cached_tokens)
 
     # -- adding and dropping ----------------------------------------------------------------
 

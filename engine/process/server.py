@@ -513,6 +513,8 @@ def stats_snapshot(
         num_kv_blocks_refused_total=transfers.num_refused,
         kv_sent_bytes_total=transfers.num_sent * bytes_per_block,
         kv_received_bytes_total=transfers.num_received * bytes_per_block,
+        spent_compute_us_total=counted.spent_compute_us,
+        spent_block_us_total=counted.spent_block_us,
     )
 
 

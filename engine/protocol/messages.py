@@ -37,7 +37,7 @@ from penstock.engine.request import (
     TokenId,
 )
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 # A peer that is silent for this long is declared dead, at the next heartbeat.
@@ -261,6 +261,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_kv_blocks_sent_total, num_kv_blocks_received_total: to and from other engines.
         num_kv_blocks_refused_total: from others, and not what they should have been.
         kv_sent_bytes_total, kv_received_bytes_total: of the blocks sent and received.
+        spent_compute_us_total, spent_block_us_total: the sums of what outputs told (`Spent`).
     """
 
     num_requests_running: _NumRequests = 0
@@ -307,6 +308,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_kv_blocks_refused_total: Count = 0
     kv_sent_bytes_total: Count = 0
     kv_received_bytes_total: Count = 0
+    spent_compute_us_total: Count = 0
+    spent_block_us_total: Count = 0
 
     def drain_s(self, num_tokens: float) -> float:
         """Predicted seconds until this many tokens have left the queue; 0 if no rate is known."""

@@ -24,11 +24,14 @@ from penstock.engine.request import (
     SamplingParams,
     Sequence,
     SequenceStatus,
+    Spent,
     TokenLogprobs,
 )
 from penstock.engine.scheduling.beam_search import BeamSearchState
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
 from penstock.engine.speculative.policy.drafting import Drafting
+
+_TELL_US = 50_000  # of compute, after which a running branch tells what it spent
 
 
 class StopRule:
@@ -89,6 +92,8 @@ class LiveRequest:
         rows: what each beam has reported in this step, by seq_id: its likeliest next tokens, or
             why there is none.
         is_parked: of a beam search, whether its client was told that it was preempted.
+        num_cached_tokens, num_host_cached_tokens, compute_us, block_us: of a beam search, those of
+            the beams that have ended.
     """
 
     request: Request
@@ -96,6 +101,9 @@ class LiveRequest:
     num_unforked: int = 0
     aborted: set[int] = field(default_factory=set)
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
+    compute_us: float = 0.0
+    block_us: float = 0.0
     search: BeamSearchState | None = None
     beams: list[Sequence] = field(default_factory=list)
     rows: dict[int, TokenLogprobs | FinishReason] = field(default_factory=dict)
@@ -187,8 +195,11 @@ class Branches:
             self._fork_beam(parents[parent], token_id, index=index)
             for index, (parent, token_id) in enumerate(chosen)
         ]
+        live.num_host_cached_tokens += sum(beam.num_host_cached_tokens for beam in parents)
         for beam in parents:
             self._running_set.remove(beam, retention=live.request.retention if not chosen else None)
+            live.compute_us += beam.compute_us
+            live.block_us += beam.block_us
         live.sequences = {beam.seq_id: beam for beam in live.beams}
         for beam in live.beams:
             self._running_set.place_fork(beam)
@@ -221,6 +232,7 @@ def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
             is_last=index == num - 1,
             stop_token_id=hypothesis.stop_token_id,
             num_cached_tokens=live.num_cached_tokens if index == 0 else 0,
+            num_host_cached_tokens=live.num_host_cached_tokens if index == 0 else 0,
             score=hypothesis.score,
         )
         for index, hypothesis in enumerate(hypotheses)
@@ -288,10 +300,12 @@ class OutputProcessor:
         self._counters.num_masks += result.num_masks
         live = self._running_set.live
         outputs: list[RequestOutput] = []
+        token_us = 1e6 * result.compute_s / max(batch.num_tokens, 1)
         for item in batch.scheduled:
             sequence = live.get(item.seq_id)
             if sequence is None:  # aborted meanwhile, or a sibling of a beam that failed
                 continue
+            sequence.compute_us += token_us * item.num_new_tokens
             prompt_logprobs = (
                 self._new_prompt_logprobs(sequence, result) if result.prompt_logprobs else ()
             )
@@ -359,6 +373,7 @@ class OutputProcessor:
         )
         if sequence.num_cached_tokens:
             output.num_cached_tokens, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
+            output.num_host_cached_tokens = sequence.num_host_cached_tokens
         if reason is not None:
             output.prefix_id = self._running_set.blocks.prefix_id(sequence)
             self.finish(live, sequence)
@@ -366,7 +381,21 @@ class OutputProcessor:
             output.is_last = not live.sequences
             if reason is FinishReason.STOP:
                 output.stop_token_id = sequence.token_ids[-1]
+            output.spent = self._spent(sequence)
+        elif sequence.compute_us >= _TELL_US:
+            output.spent = self._spent(sequence)
         return (output,)
+
+    def _spent(self, branch: Sequence | LiveRequest) -> Spent:
+        """What a branch, or the beams of a search, spent and nobody was told yet."""
+        if isinstance(branch, Sequence):
+            self._running_set.blocks.charge(branch)
+        spent = Spent(compute_us=int(branch.compute_us), block_us=int(branch.block_us))
+        branch.compute_us -= spent.compute_us
+        branch.block_us -= spent.block_us
+        self._counters.spent_compute_us += spent.compute_us
+        self._counters.spent_block_us += spent.block_us
+        return spent
 
     def _pooled(self, sequence: Sequence, vector: bytes) -> RequestOutput:
         """End a sequence with the vector or score that it asked for."""
@@ -377,7 +406,9 @@ class OutputProcessor:
             finish_reason=FinishReason.STOP,
             is_last=True,
             num_cached_tokens=sequence.num_cached_tokens,
+            num_host_cached_tokens=sequence.num_host_cached_tokens,
             vector=vector,
+            spent=self._spent(sequence),
         )
 
     def _append(
@@ -411,6 +442,7 @@ class OutputProcessor:
         found = self._branches.advance_beams(live, sequence, row)
         if found:
             self._counters.generation_tokens += sum(len(each.token_ids) for each in found)
+            found[0].spent = self._spent(live)
             del self._requests[request_id]
         if prompt_logprobs:
             return RequestOutput(request_id=request_id, prompt_logprobs=prompt_logprobs), *found
@@ -453,6 +485,7 @@ class OutputProcessor:
                 finish_reason=reason,
                 is_last=not live.sequences and index == indices[-1],
                 prefix_id=prefix_id,
+                spent=self._spent(sequence) if index == sequence.index else None,
             )
 
     def _fail(self, live: LiveRequest, sequence: Sequence) -> RequestOutput:

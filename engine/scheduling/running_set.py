@@ -33,6 +33,8 @@ class SchedulerCounters:
     swap_in_s: float = 0.0
     masks_s: float = 0.0
     num_masks: int = 0
+    spent_compute_us: int = 0  # that outputs have told
+    spent_block_us: int = 0
 
     @property
     def num_preemptions(self) -> int:

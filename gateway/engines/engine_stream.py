@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.engine.protocol.checks import PeerFaultError
 from penstock.engine.protocol.messages import Submit
-from penstock.engine.request import Request, RequestOutput, TokenLogprobs
+from penstock.engine.request import Request, RequestOutput, Spent, TokenLogprobs
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.wake_ups import WakeUps
 
@@ -247,13 +247,17 @@ class _Merged:
         "_num_accepted_tokens",
         "_num_cached_tokens",
         "_num_draft_tokens",
+        "_num_host_cached_tokens",
         "_prompt_logprobs",
+        "_spent",
         "_token_ids",
     )
 
     def __init__(self, output: RequestOutput) -> None:
         self._first = self._last = output
         self._num_cached_tokens = output.num_cached_tokens
+        self._num_host_cached_tokens = output.num_host_cached_tokens
+        self._spent = output.spent
         self._num_draft_tokens = output.num_draft_tokens
         self._num_accepted_tokens = output.num_accepted_tokens
         self._token_ids = [*output.token_ids]
@@ -263,6 +267,10 @@ class _Merged:
     def add(self, output: RequestOutput) -> None:
         self._last = output
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        self._num_host_cached_tokens = max(
+            self._num_host_cached_tokens, output.num_host_cached_tokens
+        )
+        self._spent = _sum(self._spent, output.spent)
         self._num_draft_tokens += output.num_draft_tokens
         self._num_accepted_tokens += output.num_accepted_tokens
         self._token_ids += output.token_ids
@@ -278,8 +286,18 @@ class _Merged:
             num_cached_tokens=self._num_cached_tokens,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
+            num_host_cached_tokens=self._num_host_cached_tokens,
+            spent=self._spent,
             notice=self._first.notice,  # only the first can have one
         )
+
+
+def _sum(one: Spent | None, other: Spent | None) -> Spent | None:
+    if one is None or other is None:
+        return one or other
+    return Spent(
+        compute_us=one.compute_us + other.compute_us, block_us=one.block_us + other.block_us
+    )
 
 
 class Replay:
@@ -325,6 +343,7 @@ class Replay:
         num_cached = 0 if self._has_tokens else output.num_cached_tokens
         has_news = token_ids or prompt_logprobs or num_cached or output.finish_reason
         is_told = output.notice is not None or output.queue_position is not None
+        is_told |= output.spent is not None
         if not (has_news or is_told or output.num_tokens_ahead):
             return None
         return msgspec.structs.replace(
@@ -333,6 +352,7 @@ class Replay:
             logprobs=output.logprobs[num_known:],
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=num_cached,
+            num_host_cached_tokens=min(output.num_host_cached_tokens, num_cached),
         )
 
     def _unseen_prompt_logprobs(self, output: RequestOutput) -> tuple[TokenLogprobs, ...]:

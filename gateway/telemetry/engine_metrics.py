@@ -167,6 +167,16 @@ def _counters(stats: EngineStats) -> Iterator[_Row]:
         "Seconds spent making masks of allowed tokens.",
         stats.grammar_masks_seconds_total,
     )
+    yield _one(
+        "engine_request_compute_seconds",
+        "Seconds of compute that requests were charged for.",
+        stats.spent_compute_us_total / 1e6,
+    )
+    yield _one(
+        "engine_request_kv_block_seconds",
+        "KV blocks on the device times seconds that requests were charged for.",
+        stats.spent_block_us_total / 1e6,
+    )
     yield from _preemption_counters(stats)
     yield from _cache_counters(stats)
     yield from _speculation_counters(stats)

@@ -43,6 +43,7 @@ from penstock.engine.request import (
     RequestOutput,
     Retention,
     SamplingParams,
+    Spent,
     StructuredOutputs,
     ThoughtLimit,
     TokenLogprobs,
@@ -125,7 +126,7 @@ def test_another_layout_is_another_version() -> None:
         *(Heartbeat, Draining, Failure, FetchBlocks, KVBlocks, KVBlock, BlocksStored),
         *(Request, Adapter, SamplingParams, StructuredOutputs, BeamSearch, Retention),
         *(PoolingParams, ImageInput, ThoughtLimit),
-        *(RequestOutput, TokenLogprobs, EngineStats),
+        *(RequestOutput, TokenLogprobs, Spent, EngineStats),
     )
     layout = [
         [kind.__name__, *(f"{each.name}: {_bare(each.type)}" for each in fields(kind))]
@@ -133,7 +134,7 @@ def test_another_layout_is_another_version() -> None:
     ]
     without_modules = re.sub(r"\bpenstock(\.\w+)*\.", "", repr(layout))
     digest = hashlib.sha256(without_modules.encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (22, "8c2e7307b6ac7acd")
+    assert (PROTOCOL_VERSION, digest) == (23, "bd57a41d1be618e6")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])
