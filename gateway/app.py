@@ -46,6 +46,7 @@ from penstock.gateway.api.status.running import RunningRequests
 from penstock.gateway.api.status.stats_socket import StatsSocket
 from penstock.gateway.api.tickets import TicketRoutes
 from penstock.gateway.api.tokens.routes import Tokens
+from penstock.gateway.api.usage import Usage
 from penstock.gateway.api.wrong_paths import NoSuchSocket, handle_wrong_path, refusing_others
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.auth.guard import Guard
@@ -125,6 +126,7 @@ def create_app(
         engine,
         model,
         metrics=metrics,
+        ledger=state.ledger,
         admission=admission,
         adapters=adapters,
         images=ImageLoader(
@@ -149,6 +151,7 @@ def create_app(
         engine=engine,
         conversations=state.conversations,
         logs=state.logs,
+        ledger=state.ledger,
         settings=_service_settings(config),
         metrics=metrics,
         caller_of_tenant=keys.of_tenant,
@@ -186,6 +189,7 @@ def create_app(
         model,
         adapters=adapters,
         metrics=metrics,
+        ledger=state.ledger,
         admission=admission,
         long_work=planner.long_work,
         max_prompt_bytes=config.max_prompt_bytes,
@@ -299,6 +303,7 @@ def _apis(
         Conversations(state.conversations, admission, service, max_body_bytes=max_bytes),
         ConversationItems(state.conversations, admission, service, max_body_bytes=max_bytes),
         Tokens(planner, engine, max_body_bytes=max_bytes),
+        Usage(state.ledger, max_days=config.usage_days),
         *of_adapters,
     ]
 

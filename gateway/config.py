@@ -272,6 +272,8 @@ class GatewayConfig(SharedConfig):
         "conversations and logs; store_objects in the key file", COUNT)
     session_retention_s: float = setting(600.0, Group.SESSIONS, "how long the KV of a stored "
         "response is kept in preference to other cached KV; 0: not at all", SECONDS)
+    usage_days: int = setting(400, Group.SESSIONS, "how many days of each API key's usage are kept "
+        "(GET /v1/usage)", COUNT)
 
     # -- Redis
     session_storage: SessionStorage = setting("required", Group.REDIS, "while Redis is down, "

@@ -29,6 +29,7 @@ from penstock.gateway.storage.idempotency.claims import ClaimStore, MemoryClaims
 from penstock.gateway.storage.response_log.log_store import LogStore, MemoryLogStore
 from penstock.gateway.storage.response_log.redis_settings import RedisLogSettings
 from penstock.gateway.storage.tenant_shares import QuotaOf, TenantShares, no_quotas
+from penstock.gateway.storage.usage.ledger import Ledger, MemoryLedger, StoredLedger
 from penstock.gateway.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class SharedState:
         conversations, logs: what outlives a request.
         claims: which responses idempotency keys stand for.
         quotas: what tenants have left of their limits.
+        ledger: what requests have used.
         engines: finds the engines that have registered; None: they register nowhere.
         place: where chats are kept, for the ready message.
         start: runs on the event loop before anything is served.
@@ -66,6 +68,7 @@ class SharedState:
     quotas: Quotas
     tickets: Tickets
     adapters: AdapterChanges
+    ledger: Ledger
     engines: Find | None = None
     place: str
     start: _Step = _nothing
@@ -127,6 +130,7 @@ def memory(
         quotas=LocalQuotas(time.monotonic),
         tickets=MemoryTickets(),
         adapters=MemoryChanges(),
+        ledger=MemoryLedger(num_days=config.usage_days),
         place=place,
         close=logs.close,
     )
@@ -142,6 +146,7 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
     from penstock.gateway.storage.disk import Disk
     from penstock.gateway.storage.idempotency.disk_claims import DiskClaims
     from penstock.gateway.storage.response_log.disk_store import DiskLogStore
+    from penstock.gateway.storage.usage.disk_usage import DiskUsage
 
     def emptied() -> None:
         conversations.forget_all()
@@ -159,6 +164,7 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
     )
     num_bytes = config.session_store_bytes or _DISK_BYTES
     conversations = DiskConversationStore(database, num_bytes, running=logs.running, shares=shares)
+    ledger = StoredLedger(DiskUsage(database, num_days=config.usage_days))
 
     async def start() -> None:
         database.start()
@@ -167,6 +173,7 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
     async def close() -> None:
         await logs.close()
         await conversations.close()
+        await ledger.close()
         await database.close()
         folder.release()
 
@@ -177,6 +184,7 @@ def disk(config: GatewayConfig, folder: DataDir, *, quota_of: QuotaOf = no_quota
         quotas=LocalQuotas(time.monotonic),
         tickets=MemoryTickets(),
         adapters=MemoryChanges(),
+        ledger=ledger,
         place=f"in {folder.path}",
         trouble=lambda: database.trouble,
         start=start,
@@ -189,9 +197,10 @@ def migrations() -> tuple[str, ...]:
     from penstock.gateway.storage.conversations import disk_rows
     from penstock.gateway.storage.idempotency import disk_claims
     from penstock.gateway.storage.response_log import disk_journal
+    from penstock.gateway.storage.usage import disk_usage
 
     journal = (disk_journal.SCHEMA, disk_journal.JOURNAL_FILES)
-    return (disk_rows.SCHEMA, *journal, disk_claims.SCHEMA)
+    return (disk_rows.SCHEMA, *journal, disk_claims.SCHEMA, disk_usage.SCHEMA)
 
 
 def redis(
@@ -213,6 +222,7 @@ def redis(
     from penstock.gateway.storage.redis.shares import RedisShares
     from penstock.gateway.storage.redis.url import RedisAddress
     from penstock.gateway.storage.response_log.redis_store import RedisLogStore
+    from penstock.gateway.storage.usage.redis_usage import RedisUsage
 
     address, health = RedisAddress.parse(url), RedisHealth()
     # Separate links, so that a slow or blocking command on one never delays the others.
@@ -226,6 +236,7 @@ def redis(
     quotas = RedisQuotas(
         admission_link, LocalQuotas(time.monotonic, share=1.0 / config.num_workers)
     )
+    ledger = StoredLedger(RedisUsage(link, num_days=config.usage_days))
     model = config.model_names[0]
     # Gateways that discover the same engines have the same adapters.
     server = f"engines of {model}" if config.discover else config.engine_address
@@ -239,6 +250,7 @@ def redis(
             task.cancel()
         await quotas.aclose()
         await logs.close()
+        await ledger.close()
         await shares.aclose()
         for each in (admission_link, log_link, link):
             await each.aclose()
@@ -255,6 +267,7 @@ def redis(
         quotas=quotas,
         tickets=RedisTickets(admission_link),
         adapters=RedisAdapterChanges(link, server=server),
+        ledger=ledger,
         engines=RedisEngines(link, model).addresses,
         place=f"in Redis at {address}",
         start=start,

@@ -324,6 +324,31 @@ _ITEM = {"id": STRING, "status": _one_of("in_progress", "completed", "incomplete
 _CALL = {**_ITEM, "call_id": STRING, "name": STRING}
 _SPACE = {"namespace": STRING}
 
+_SPENT = _object(
+    prompt_tokens=INTEGER,
+    cached_tokens=_object(device=INTEGER, host=INTEGER),
+    output_tokens=INTEGER,
+    thinking_tokens=INTEGER,
+    compute_seconds=_NUMBER,
+    kv_block_seconds=_NUMBER,
+)
+_PENSTOCK = _object(usage=_SPENT)
+_USED_BY_KEY = _object(
+    object=_one_of("organization.usage.completions.result"),
+    project_id=STRING,
+    api_key_id=STRING,
+    num_model_requests=INTEGER,
+    input_tokens=INTEGER,
+    input_cached_tokens=INTEGER,
+    input_uncached_tokens=INTEGER,
+    output_tokens=INTEGER,
+    penstock=_object(
+        cached_tokens=_object(device=INTEGER, host=INTEGER),
+        thinking_tokens=INTEGER,
+        compute_seconds=_NUMBER,
+        kv_block_seconds=_NUMBER,
+    ),
+)
 _RUNNING = _object(
     id=STRING,
     object=_one_of("penstock.request"),
@@ -370,6 +395,7 @@ ANSWERS: dict[str, Schema] = {
             cache_read_input_tokens=INTEGER,
             output_tokens=INTEGER,
         ),
+        penstock=_PENSTOCK,
     ),
     "MessageTokens": _object(input_tokens=INTEGER),
     "TokenLogprob": _object(**_TOKEN, top_logprobs=_list(_object(**_TOKEN))),
@@ -465,6 +491,7 @@ ANSWERS: dict[str, Schema] = {
             )
         ),
         usage=ref("Usage"),
+        penstock=_PENSTOCK,
     ),
     "Completion": _object(
         **_HEAD,
@@ -479,6 +506,7 @@ ANSWERS: dict[str, Schema] = {
             )
         ),
         usage=ref("Usage"),
+        penstock=_PENSTOCK,
     ),
     "Infill": {
         **_object(
@@ -494,6 +522,7 @@ ANSWERS: dict[str, Schema] = {
             stop_type=_one_of("none", "eos", "limit", "word"),
             stopping_word=STRING,
             timings=_map(_NUMBER),
+            penstock=_PENSTOCK,
         ),
         "required": [],  # `response_fields` asks for some of them, or of their fields
         "additionalProperties": _ANYTHING,
@@ -547,8 +576,9 @@ ANSWERS: dict[str, Schema] = {
         content=_list(ref("Part")),
     ),
     "Response": _object(
-        # Absent unless storing a response with `store` failed: its stream cannot be resumed.
-        {"penstock": _object(resumable=_one_of(False))},
+        # `usage` once it has ended; `resumable` only if storing a response with `store` failed: its
+        # stream cannot be resumed.
+        {"penstock": _object({"usage": _SPENT, "resumable": _one_of(False)})},
         id=STRING,
         object=_one_of("response"),
         created_at=INTEGER,
@@ -588,6 +618,7 @@ ANSWERS: dict[str, Schema] = {
         created_at=INTEGER,
         output=_list(ref("Item")),
         usage=_RESPONSE_USAGE,
+        penstock=_PENSTOCK,
     ),
     "InputTokens": _object(object=_one_of("response.input_tokens"), input_tokens=INTEGER),
     "Items": _page(ref("Item")),
@@ -605,6 +636,20 @@ ANSWERS: dict[str, Schema] = {
             store=_one_of("memory", "disk", "redis"),
             durable=_BOOLEAN,
         ),
+    ),
+    "UsageByDay": _object(
+        object=_one_of("page"),
+        data=_list(
+            _object(
+                object=_one_of("bucket"),
+                date=STRING,
+                start_time=INTEGER,
+                end_time=INTEGER,
+                results=_list(_USED_BY_KEY),
+            )
+        ),
+        has_more=_BOOLEAN,
+        next_page=_NULL,
     ),
     "FoundConversations": _object(
         object=_one_of("list"),

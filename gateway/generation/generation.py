@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -41,6 +41,14 @@ from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError, SupersededError
 from penstock.gateway.generation.branch import Branch, Delta
 from penstock.gateway.sources import Source, next_of
+from penstock.gateway.storage.usage.ledger import (
+    Counts,
+    Ledger,
+    Noted,
+    UsageRecord,
+    settled,
+    today,
+)
 from penstock.gateway.telemetry.metrics import StreamMeter
 
 
@@ -90,6 +98,8 @@ class Generation:
         epoch: see `EnginePool.submit`.
         reservation: released when the generation is left or discarded; None: nothing is reserved.
         has_end_logprobs: see `GenerationOptions`.
+        ledger: where its usage is recorded; None: nowhere, or whoever runs it records it.
+        key_id: of its caller's API key.
 
     Attributes:
         prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; complete
@@ -111,8 +121,12 @@ class Generation:
         epoch: int = 1,
         reservation: Reservation | None = None,
         has_end_logprobs: bool = False,
+        ledger: Ledger | None = None,
+        key_id: str = "",
     ) -> None:
         self.request = request
+        self.ledger = ledger
+        self.key_id = key_id
         self.output_format = output_format
         self._epoch = epoch
         self._reservation = reservation or Reservation()
@@ -137,9 +151,11 @@ class Generation:
         self._meter = meter
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._stage = _Stage.PLANNED
-        self._num_cached_tokens = 0
+        self._num_cached_tokens = self._num_host_cached_tokens = 0
         self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._compute_us = self._block_us = 0
         self._spent_before = NO_USAGE
+        self._noted: Noted = None
 
     def put_prompt(self, token_ids: Sequence[int], *, max_model_len: int, spent: Usage) -> None:
         """Replace the prompt of a generation that has not begun.
@@ -191,8 +207,26 @@ class Generation:
         is_error &= kind is not SupersededError
         rest = FinishReason.ERROR if is_error else FinishReason.ABORT
         reason = self.branches[0].finish_reason if self.is_finished else None
-        self._meter.finished((reason or rest).value)
+        self._meter.finished((reason or rest).value, self._own_usage.counts)
         self._release_reservation()
+        self._record()
+
+    def _record(self) -> None:
+        """Record its usage, if it has any."""
+        ledger, self.ledger, usage = self.ledger, None, self.usage
+        if ledger is not None and (self.is_finished or usage.output_tokens):
+            self._noted = ledger.note(
+                UsageRecord(
+                    id=self.request.request_id,
+                    tenant=self.request.tenant,
+                    key_id=self.key_id,
+                    day=today(),
+                    counts=usage.counts,
+                )
+            )
+
+    async def settle(self) -> None:
+        await settled(self._noted)
 
     def discard(self, spent: Usage | None = None) -> None:
         """Release the reservation of a generation that will not be entered.
@@ -245,15 +279,21 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """The prompt is counted once; output tokens include all computed branches."""
-        before = self._spent_before
-        reasoning_tokens = sum(branch.num_reasoning_tokens for branch in self.branches)
+        own, before = self._own_usage, self._spent_before
+        return own if before is NO_USAGE else total((before, own))
+
+    @property
+    def _own_usage(self) -> Usage:
         return Usage(
-            prompt_tokens=before.prompt_tokens + len(self.request.prompt_token_ids),
-            output_tokens=before.output_tokens + sum(len(each.token_ids) for each in self.branches),
-            reasoning_tokens=before.reasoning_tokens + reasoning_tokens,
-            cached_tokens=before.cached_tokens + self._num_cached_tokens,
-            draft_tokens=before.draft_tokens + self._num_draft_tokens,
-            accepted_draft_tokens=before.accepted_draft_tokens + self._num_accepted_tokens,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            output_tokens=sum(len(each.token_ids) for each in self.branches),
+            reasoning_tokens=sum(branch.num_reasoning_tokens for branch in self.branches),
+            cached_tokens=self._num_cached_tokens,
+            draft_tokens=self._num_draft_tokens,
+            accepted_draft_tokens=self._num_accepted_tokens,
+            host_cached_tokens=self._num_host_cached_tokens,
+            compute_us=self._compute_us,
+            block_us=self._block_us,
         )
 
     def best(self) -> Sequence[int]:
@@ -343,11 +383,15 @@ class Generation:
             if output.is_refused:
                 raise InvalidRequestError(message, param=output.param)
             raise GenerationFailedError(message)
+        if output.spent is not None:
+            self._compute_us += output.spent.compute_us
+            self._block_us += output.spent.block_us
         branch = self.branches[output.index]
         if branch.finish_reason is not None:
             return None  # already in flight when the branch was stopped
-        if output.num_cached_tokens:
-            self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.num_cached_tokens > self._num_cached_tokens:
+            self._num_cached_tokens = output.num_cached_tokens
+            self._num_host_cached_tokens = output.num_host_cached_tokens
         if output.num_draft_tokens:
             self._num_draft_tokens += output.num_draft_tokens
             self._num_accepted_tokens += output.num_accepted_tokens
@@ -458,15 +502,54 @@ def _whole(deltas: Sequence[Delta]) -> Output:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """What one or several requests have used; see `storage.usage.ledger.Counts`."""
+
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    host_cached_tokens: int = 0
+    compute_us: int = 0
+    block_us: int = 0
+
+    @property
+    def counts(self) -> Counts:
+        """As those of one request."""
+        return Counts(
+            num_requests=1,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            host_cached_tokens=self.host_cached_tokens,
+            output_tokens=self.output_tokens,
+            thinking_tokens=self.reasoning_tokens,
+            compute_us=self.compute_us,
+            block_us=self.block_us,
+        )
 
 
 NO_USAGE = Usage(0, 0, 0)
+
+
+def total(usages: Iterable[Usage]) -> Usage:
+    """The sum of several generations' usage."""
+    return Usage(*map(sum, zip(*map(astuple, usages), strict=True)))
+
+
+def penstock_usage(usage: Usage) -> dict[str, Any]:
+    """`penstock.usage` of an answer."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": {
+            "device": usage.cached_tokens - usage.host_cached_tokens,
+            "host": usage.host_cached_tokens,
+        },
+        "output_tokens": usage.output_tokens,
+        "thinking_tokens": usage.reasoning_tokens,
+        "compute_seconds": usage.compute_us / 1e6,
+        "kv_block_seconds": usage.block_us / 1e6,
+    }
 
 
 class DeltaSource(Source[Delta], Protocol):
@@ -492,6 +575,11 @@ class DeltaSource(Source[Delta], Protocol):
     @property
     def usage(self) -> Usage:
         """Usage so far."""
+        ...
+
+    async def settle(self) -> None:
+        """Once it was left: wait until its usage is recorded, so that nobody is told of what may be
+        lost; while the store is away, only for a moment."""
         ...
 
     @property

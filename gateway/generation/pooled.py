@@ -14,7 +14,14 @@ from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.pooling.pairs import PairPrompts
 from penstock.engine.pooling.settings import PoolingParams, PoolingTask
 from penstock.engine.protocol.messages import EngineInfo
-from penstock.engine.request import NO_OUTPUT, FinishReason, ImageInput, Request, RequestOutput
+from penstock.engine.request import (
+    NO_OUTPUT,
+    FinishReason,
+    ImageInput,
+    Request,
+    RequestOutput,
+    Spent,
+)
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_pool import EnginePool
@@ -29,6 +36,7 @@ from penstock.gateway.generation.context_limits import (
 from penstock.gateway.generation.request_planner import LONG_TEXT_CHARS, LongWork
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.sources import next_of
+from penstock.gateway.storage.usage.ledger import Counts, Ledger, UsageRecord, settled, today
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 
 MANY_NUMBERS = 1 << 18  # of vectors: from here on working with them would stall the event loop
@@ -67,6 +75,7 @@ class Embedder:
         *,
         adapters: AdapterRegistry,
         metrics: Metrics,
+        ledger: Ledger,
         admission: Admission,
         long_work: LongWork,
         max_prompt_bytes: int | None = None,
@@ -76,6 +85,7 @@ class Embedder:
         self.long_work = long_work
         self._engine = engine
         self._metrics = metrics
+        self._ledger = ledger
         self._admission = admission
         self._max_prompt_bytes = max_prompt_bytes
         self._pairs: PairPrompts | None = None
@@ -235,7 +245,14 @@ class Embedder:
             for number, prompt in enumerate(prompts)
         ]
         meter = StreamMeter(self._metrics, caller.tenant)
-        return Pooled(self._engine, requests, meter=meter, reservation=reservation)
+        return Pooled(
+            self._engine,
+            requests,
+            meter=meter,
+            reservation=reservation,
+            ledger=self._ledger,
+            key_id=caller.key_id,
+        )
 
 
 def _check_length(prompt: PooledPrompt, info: EngineInfo) -> PooledPrompt:
@@ -264,6 +281,8 @@ class Pooled:
     Args:
         meter: counts them as one request.
         reservation: of all of them.
+        ledger: where their usage is recorded, as that of one request.
+        key_id: of the caller's API key.
     """
 
     def __init__(
@@ -273,13 +292,17 @@ class Pooled:
         *,
         meter: StreamMeter,
         reservation: Reservation,
+        ledger: Ledger,
+        key_id: str,
     ) -> None:
         self._engine = engine
         self._requests = requests
         self._meter = meter
         self._reservation = reservation
-        self._num_cached = 0
+        self._ledger = ledger
+        self._key_id = key_id
         self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in requests)
+        self._used = Counts(num_requests=1, prompt_tokens=self.num_prompt_tokens)
 
     async def run(self) -> list[bytes]:
         """The vectors, in the order of the requests. If one fails, or this is cancelled, all are
@@ -304,18 +327,39 @@ class Pooled:
                 self._engine.abort(stream)
             if is_done:
                 self._meter.output(0, num_tokens=0, num_prompt_tokens=self.num_prompt_tokens)
-            self._meter.finished(reason.value)
-            self._reservation.release(
-                num_prompt=self.num_prompt_tokens * is_done, num_cached=self._num_cached * is_done
-            )
+            used = self._used if is_done else Counts()
+            self._meter.finished(reason.value, used)
+            self._reservation.release(num_prompt=used.prompt_tokens, num_cached=used.cached_tokens)
+        await settled(self._ledger.note(self._record()))
         return vectors
+
+    def _record(self) -> UsageRecord:
+        first = self._requests[0]
+        return UsageRecord(
+            id=first.request_id,
+            tenant=first.tenant,
+            key_id=self._key_id,
+            day=today(),
+            counts=self._used,
+        )
+
+    def _count(self, output: RequestOutput) -> None:
+        spent = output.spent or Spent()
+        self._used = self._used.plus(
+            Counts(
+                cached_tokens=output.num_cached_tokens,
+                host_cached_tokens=output.num_host_cached_tokens,
+                compute_us=spent.compute_us,
+                block_us=spent.block_us,
+            )
+        )
 
     async def _vector(self, stream: EngineStream) -> bytes:
         while (outputs := await next_of(stream)) is not None:
             for output in outputs:
                 if output.vector is not None:
                     self._reservation.started()
-                    self._num_cached += output.num_cached_tokens
+                    self._count(output)
                     return output.vector
                 _check(output)
         raise GenerationFailedError("the engine gave no vector")

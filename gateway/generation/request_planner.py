@@ -71,6 +71,7 @@ from penstock.gateway.generation.prompt_memory import MIN_KNOWN_CHARS, PromptMem
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
 from penstock.gateway.generation.template_process import TemplateProcess
+from penstock.gateway.storage.usage.ledger import Ledger
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 
 LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop
@@ -109,6 +110,7 @@ class RequestPlanner:
     """Tokenises prompts and plans their generations.
 
     Args:
+        ledger: where what generations use is recorded.
         images: loads the images of requests.
         templates: renders the chat templates of requests; None: requests may not have any.
         max_prompt_bytes, max_logprobs: see `GatewayConfig`.
@@ -120,6 +122,7 @@ class RequestPlanner:
         model: ServedModel,
         *,
         metrics: Metrics,
+        ledger: Ledger,
         admission: Admission,
         adapters: AdapterRegistry,
         images: ImageLoader,
@@ -139,6 +142,7 @@ class RequestPlanner:
         )
         self._engine = engine
         self._metrics = metrics
+        self._ledger = ledger
         self._admission = admission
         self._memory = PromptMemory(model.tokenizer)
         self._templates = templates
@@ -417,6 +421,7 @@ class RequestPlanner:
             reservation=reservation,
             output_format=options.output_format,
             has_end_logprobs=options.has_end_logprobs,
+            key_id=caller.key_id,
         )
 
     async def constrained(
@@ -546,6 +551,7 @@ class RequestPlanner:
         reservation: Reservation | None = None,
         output_format: OutputFormat | None = None,
         has_end_logprobs: bool = False,
+        key_id: str = "",
     ) -> Generation:
         params = request.sampling_params
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
@@ -562,6 +568,8 @@ class RequestPlanner:
             epoch=epoch,
             reservation=reservation,
             has_end_logprobs=has_end_logprobs,
+            ledger=self._ledger,
+            key_id=key_id,
         )
         self.generations.add(generation)
         if reservation is not None:

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from penstock.gateway.engines.engine_pool import EnginePool
+from penstock.gateway.storage.usage.ledger import Counts
 from penstock.gateway.telemetry.engine_metrics import EngineCollector
 from penstock.gateway.telemetry.request_record import CURRENT_REQUEST, RequestRecord
 from penstock.gateway.telemetry.worker_metrics import Workers
@@ -43,12 +44,32 @@ _BY_TENANT = "penstock:tenant_"
 _OTHERS = "(others)"  # tenants' names have only letters, digits, '_', '.' and '-'
 
 
+# Of a `TokenCount`: name, text and unit.
+_USED = {
+    "prompt": ("prompt_tokens", "Tokens of prompts", 1),
+    "generation": ("generation_tokens", "Tokens delivered", 1),
+    "cached": ("prompt_tokens_cached", "Tokens of prompts found in the prefix cache", 1),
+    "thinking": ("thinking_tokens", "Tokens of thoughts", 1),
+    "compute_us": ("request_compute_seconds", "Seconds of compute of requests that ended", 1e-6),
+    "block_us": (
+        "request_kv_block_seconds",
+        "KV blocks on the device times seconds of requests that ended",
+        1e-6,
+    ),
+}
+
+
 @dataclass(slots=True)
 class TokenCount:
-    """One tenant's tokens. Plain numbers, because they are updated at every frame."""
+    """What one tenant has used. Plain numbers, because the first two are updated at every frame;
+    the others are at the end of a request."""
 
     prompt: int = 0
     generation: int = 0
+    cached: int = 0
+    thinking: int = 0
+    compute_us: int = 0
+    block_us: int = 0
 
 
 class Metrics:
@@ -299,32 +320,35 @@ class StreamMeter:
             self._num_prompt = num_prompt_tokens
             self._tokens.prompt += num_prompt_tokens
 
-    def finished(self, reason: str) -> None:
+    def finished(self, reason: str, used: Counts) -> None:
         self._metrics.count_finished(reason)
+        tokens = self._tokens
+        tokens.cached += used.cached_tokens
+        tokens.thinking += used.thinking_tokens
+        tokens.compute_us += used.compute_us
+        tokens.block_us += used.block_us
         self._metrics.e2e_request_latency.observe(perf_counter() - self._arrival_s)
         if self._request is not None:
             self._request.note_usage(input_tokens=self._num_prompt, output_tokens=self._num_output)
 
 
 class _Tokens(Collector):
-    """Token counts under vLLM's names, in total and by tenant."""
+    """What was used, in total and by tenant; tokens of prompts and delivered under vLLM's names."""
 
     def __init__(self, model_name: str, counts: dict[str, TokenCount]) -> None:
         self._model_name = model_name
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        texts = {
-            "prompt": "Tokens of prompts",
-            "generation": "Tokens delivered",
-        }
-        for kind, text in texts.items():
-            numbers = {tenant: getattr(count, kind) for tenant, count in self._counts.items()}
-            total = CounterMetricFamily(f"penstock:{kind}_tokens", f"{text}.", labels=_LABELS)
+        for kind, (name, text, unit) in _USED.items():
+            numbers = {
+                tenant: getattr(count, kind) * unit for tenant, count in self._counts.items()
+            }
+            total = CounterMetricFamily(f"penstock:{name}", f"{text}.", labels=_LABELS)
             total.add_metric([self._model_name], sum(numbers.values()))
             yield total
             each = CounterMetricFamily(
-                f"{_BY_TENANT}{kind}_tokens",
+                f"{_BY_TENANT}{name}",
                 f"{text}; tenants beyond the first {_MAX_TENANTS} are `{_OTHERS}`.",
                 labels=(*_LABELS, "tenant"),
             )

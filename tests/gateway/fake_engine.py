@@ -32,6 +32,7 @@ from penstock.engine.request import (
     Request,
     RequestOutput,
     SamplingParams,
+    Spent,
     TokenLogprobs,
 )
 
@@ -74,6 +75,7 @@ class FakeEngine:
         self.scripts: dict[int, list[int]] = {}
         self.script_of: Callable[[Request], list[int] | None] = lambda _: None
         self.drafts = (0, 0)
+        self.spent: Spent | None = None  # told with each branch's last output
         self.mean_logprobs: dict[int, float] = {}
         self.others: tuple[int, ...] = (7,)
         self.notices: dict[int, Notice] = {}
@@ -251,7 +253,7 @@ class FakeEngine:
         if request.pooling is not None:
             yield RequestOutput(
                 request_id=request_id, finish_reason=FinishReason.STOP, num_cached_tokens=1,
-                vector=VECTOR,
+                vector=VECTOR, spent=self.spent,
             )  # fmt: skip
             return
         entries = _prompt_logprobs(request)
@@ -300,6 +302,7 @@ class FakeEngine:
                 logprobs=self._logprobs(index, token_id, params.num_logprobs),
                 finish_reason=FinishReason.STOP if is_end else reason,
                 stop_token_id=token_id if is_end else None,
+                spent=self.spent if is_end or reason is not None else None,
                 num_draft_tokens=self.drafts[0],
                 num_accepted_tokens=self.drafts[1],
             )

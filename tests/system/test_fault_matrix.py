@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -196,6 +197,7 @@ async def test_processes_killed(
     pair: Pair, undisturbed: list[dict[str, Any]], kills: tuple[Kill, Kill]
 ) -> None:
     streams = _streams(pair)
+    before = await _used(pair)
     reading = await _begin(pair, streams)
     for which, what in kills:
         _check_amid(f"{what} killed", streams)
@@ -210,6 +212,44 @@ async def test_processes_killed(
     await asyncio.gather(*reading)
     pair.wait_ready()
     await _check(pair, streams, undisturbed)
+    told = [_counts(each.events[-1]["response"]["penstock"]["usage"], 1) for each in streams]
+    assert await _used(pair) - before == sum(told, Counter())
+
+
+async def _used(pair: Pair) -> Counter[str]:
+    """What all requests so far have used, as both servers count it."""
+    totals = []
+    for served in (pair.first, pair.second):
+        async with httpx.AsyncClient(base_url=served.base_url, timeout=END_S) as http:
+            days = (await http.get("/v1/usage")).json()["data"]
+        totals.append(
+            sum(
+                (
+                    _counts(
+                        {**each, **each["penstock"], "prompt_tokens": each["input_tokens"]},
+                        each["num_model_requests"],
+                    )
+                    for day in days
+                    for each in day["results"]
+                ),
+                Counter(),
+            )
+        )
+    assert totals[0] == totals[1]
+    return totals[0]
+
+
+def _counts(used: dict[str, Any], num_requests: int) -> Counter[str]:
+    names = ("prompt_tokens", "output_tokens", "thinking_tokens")
+    seconds = ("compute_seconds", "kv_block_seconds")
+    return Counter(
+        {
+            "requests": num_requests,
+            **{name: used[name] for name in names},
+            **used["cached_tokens"],
+            **{name: round(1e6 * used[name]) for name in seconds},
+        }
+    )
 
 
 async def test_redis_killed_and_back(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:

@@ -21,7 +21,13 @@ from penstock.gateway.api.anthropic.conversation import signature_of
 from penstock.gateway.api.anthropic.schema import MessagesRequest
 from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta
-from penstock.gateway.generation.generation import DeltaSource, Output, Usage, collected
+from penstock.gateway.generation.generation import (
+    DeltaSource,
+    Output,
+    Usage,
+    collected,
+    penstock_usage,
+)
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.http.raw_writer import RawWriter, pump
@@ -87,7 +93,8 @@ class MessageAnswer:
         [[output]] = await collected([self._source])
         self._finish_reason = output.finish_reason
         content = self._content(output)
-        return {**self._head, "content": content, **await self._ending(), "usage": self._usage()}
+        ended = {"content": content, **await self._ending(), "usage": self._usage()}
+        return {**self._head, **ended, "penstock": self._penstock()}
 
     def event_stream(self, *, is_resumed: bool, ping_s: float) -> EventStream:
         """The answer as a response; `is_resumed`: another request has begun it."""
@@ -98,7 +105,12 @@ class MessageAnswer:
         with self._source as source:
             await pump(source, self._encoded, out)
         delta = await self._ending()
-        ended = {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        ended = {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": self._usage(),
+            "penstock": self._penstock(),
+        }
         rest = [*self._begin_message(), *self._close(), _event(ended)]
         out.write(b"".join([*rest, _event({"type": "message_stop"})]))
 
@@ -209,6 +221,7 @@ class MessageAnswer:
 
     async def _ending(self) -> dict[str, Any]:
         """Why it ended."""
+        await self._source.settle()
         reason, stop = self._finish_reason, None
         ended = _STOP_REASONS[reason]
         if reason is FinishReason.STOP:
@@ -223,6 +236,10 @@ class MessageAnswer:
             if is_full and used.output_tokens < self._asked.max_tokens:
                 ended = "model_context_window_exceeded"
         return {"stop_reason": ended, "stop_sequence": stop}
+
+    def _penstock(self) -> dict[str, Any]:
+        """penstock's own part of the answer."""
+        return {"usage": penstock_usage(self._source.usage)}
 
     def _usage(self) -> dict[str, Any]:
         used = self._source.usage

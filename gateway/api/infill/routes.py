@@ -26,7 +26,7 @@ from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.fill_in_middle import ending_there
-from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.generation import Generation, penstock_usage
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.http.event_stream import EventStream, data
 from penstock.gateway.http.raw_writer import RawWriter, pump
@@ -108,12 +108,14 @@ class _Answer:
         with self._generation as generation:
             while (deltas := await next_of(generation)) is not None:
                 texts += map(self._text, deltas)
+        await self._generation.settle()
         return self._selected(self._last("".join(texts)))
 
     async def write_to(self, out: RawWriter) -> None:
         """Write the answer as events, without OpenAI's `[DONE]`."""
         with self._generation as generation:
             await pump(generation, self._events, out)
+        await self._generation.settle()
         out.write(self._event(self._last("")))
 
     def _text(self, delta: Delta) -> str:
@@ -155,6 +157,7 @@ class _Answer:
                 **_speed("prompt", num_computed, first_s - self._began_s),
                 **_speed("predicted", usage.output_tokens, now_s - first_s),
             },
+            "penstock": {"usage": penstock_usage(usage)},
         }
 
     def _stop_type(self) -> str:

@@ -23,6 +23,7 @@ from penstock.gateway.generation.generation import (
     Generation,
     Usage,
     collected,
+    penstock_usage,
 )
 from penstock.gateway.storage.conversations.records import Item
 
@@ -60,6 +61,7 @@ async def compacted(
         GenerationFailedError: the model wrote nothing.
     """
     [[output]] = await collected([source])
+    await source.settle()
     summary = output.text.strip()
     if not summary:
         raise GenerationFailedError("the model wrote no summary")
@@ -70,7 +72,6 @@ async def compacted(
         "object": "response.compaction",
         "created_at": int(request.arrival_s),
         "output": [*kept, compaction_item(summary)],
-        "usage": usage_object(
-            used.prompt_tokens, used.cached_tokens, used.output_tokens, used.reasoning_tokens
-        ),
+        "usage": usage_object(used),
+        "penstock": {"usage": penstock_usage(used)},
     }

@@ -32,7 +32,9 @@ from penstock.gateway.api.responses.item_kinds import (
     kind_of,
 )
 from penstock.gateway.api.responses.item_kinds import JsonObject as _Object
+from penstock.gateway.api.responses.logged_generation import usage_of
 from penstock.gateway.api.shared.items import CALLS
+from penstock.gateway.generation.generation import Usage, penstock_usage
 from penstock.gateway.storage.conversations.ids import successor_id
 from penstock.gateway.storage.response_log.cursor import LogNotice
 from penstock.gateway.storage.response_log.log import ResponseLog
@@ -406,7 +408,9 @@ def _place(kind: ItemKind, item: _Object, output_index: int) -> _Object:
 
 def _response(log: ResponseLog, status: str, **fields: Any) -> _Object:
     response = _new_response(log.header, status, **fields)
-    return response if log.is_resumable else {**response, "penstock": NOT_RESUMABLE}
+    if not log.is_resumable:
+        response["penstock"] = {**response.get("penstock", {}), **NOT_RESUMABLE}
+    return response
 
 
 def _new_response(
@@ -418,6 +422,7 @@ def _new_response(
     error: _Object | None = None,
     incomplete_details: _Object | None = None,
 ) -> _Object:
+    told = {} if end is None else {"penstock": {"usage": penstock_usage(usage_of(end))}}
     return {
         "id": header.response_id,
         "object": "response",
@@ -425,27 +430,24 @@ def _new_response(
         **header.echo,
         "status": status,
         "output": output,
-        "usage": None if end is None else usage_object(*end.usage),
+        "usage": None if end is None else usage_object(usage_of(end)),
         "error": error,
         "incomplete_details": incomplete_details,
         "completed_at": end.ended_at if end is not None and status == "completed" else None,
+        **told,
     }
 
 
-def usage_object(
-    input_tokens: int,
-    cached_tokens: int,
-    output_tokens: int,
-    reasoning_tokens: int = 0,
-    draft_tokens: int = 0,
-    accepted_draft_tokens: int = 0,
-) -> _Object:
-    counts = {"draft_tokens": draft_tokens, "accepted_draft_tokens": accepted_draft_tokens}
+def usage_object(used: Usage) -> _Object:
+    counts = {
+        "draft_tokens": used.draft_tokens,
+        "accepted_draft_tokens": used.accepted_draft_tokens,
+    }
     return {
-        "input_tokens": input_tokens,
-        "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": input_tokens + output_tokens,
-        **({"penstock": counts} if draft_tokens else {}),
+        "input_tokens": used.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": used.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
+        "total_tokens": used.prompt_tokens + used.output_tokens,
+        **({"penstock": counts} if used.draft_tokens else {}),
     }

@@ -18,6 +18,7 @@ from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import Usage
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry
+from penstock.gateway.storage.usage.ledger import UsageRecord, day_of
 
 
 class LoggedGeneration:
@@ -48,14 +49,16 @@ class LoggedGeneration:
     def usage(self) -> Usage:
         """`cached_tokens` is 0 until the end."""
         if self._end is not None:
-            prompt, cached, output, *details = self._end.usage
-            return Usage(prompt, output, cached, *details)
+            return usage_of(self._end)
         num_prompt, num_output = len(self.request.prompt_token_ids), len(self._token_ids)
         return Usage(prompt_tokens=num_prompt, output_tokens=num_output, cached_tokens=0)
 
     @property
     def output_format(self) -> OutputFormat | None:
         return self._header.output_format
+
+    async def settle(self) -> None:
+        """It was recorded before the log got its end."""
 
     @property
     def num_wanted(self) -> int:
@@ -106,6 +109,28 @@ class LoggedGeneration:
         if entry.error is not None:
             raise as_exception(*entry.error)
         return Delta(index=0, text="", finish_reason=entry.reason)
+
+
+def usage_of(end: EndEntry) -> Usage:
+    prompt, cached, output, *details = end.usage
+    return Usage(prompt, output, cached, *details)
+
+
+def usage_record(log: ResponseLog, end: EndEntry, *, epoch: int, may_move: bool) -> UsageRecord:
+    """What a response with this end has used.
+
+    Args: see `UsageRecord`.
+    """
+    header = log.header
+    return UsageRecord(
+        id=header.response_id,
+        tenant=header.tenant,
+        key_id=header.key_id,
+        day=day_of(end.ended_at),
+        counts=usage_of(end).counts,
+        epoch=epoch,
+        may_move=may_move,
+    )
 
 
 def as_exception(code: str, message: str) -> Exception:

@@ -129,6 +129,7 @@ def _header(
         response_id=generation.request.request_id,
         conversation_id=position.conversation_id,
         tenant=asked.caller.tenant,
+        key_id=asked.caller.key_id,
         nonce=generation.request.request_id.removeprefix("resp_"),
         created_at=int(time.time()),
         echo=_echo_of(request, model=asked.model, params=generation.request.sampling_params),

@@ -23,6 +23,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.api.responses.compaction import Summary
 from penstock.gateway.api.responses.delta_writer import DeltaWriter, SummaryText
 from penstock.gateway.api.responses.events import num_closing_events
+from penstock.gateway.api.responses.logged_generation import usage_record
 from penstock.gateway.api.responses.reader_grace import ReaderGrace
 from penstock.gateway.api.responses.running_turn import (
     ended_turn,
@@ -51,6 +52,7 @@ from penstock.gateway.storage.response_log.record import (
     LogHeader,
     SteerEntry,
 )
+from penstock.gateway.storage.usage.ledger import Ledger, settled
 
 _LOG = logging.getLogger(__name__)
 _STORE_WITHIN_S = 600.0  # if the store is away when a turn ends
@@ -112,6 +114,7 @@ class ResponseTask:
 
     Args:
         conversations: has its turn; None: it is not to be stored.
+        ledger: where its usage is recorded.
         remember: called with the ended turn, before any reader sees the end.
         prompt_text: the text that the prompt was tokenised from, if known.
         summary: what is written first, the prompt being made from it.
@@ -129,6 +132,7 @@ class ResponseTask:
         *,
         tokenizer: Tokenizer,
         conversations: ConversationStore | None,
+        ledger: Ledger,
         remember: Callable[[StoredTurn], None] | None = None,
         prompt_text: str | None = None,
         summary: Summary | None = None,
@@ -143,6 +147,10 @@ class ResponseTask:
         self._writing = generation  # what is being written
         self._tokenizer = tokenizer
         self._conversations = conversations
+        self._ledger = ledger
+        for each in (generation, None if summary is None else summary.generation):
+            if each is not None:
+                each.ledger = None  # the end has the usage of both
         self._remember = remember
         self._prompt_text = prompt_text
         self._settings = settings
@@ -210,8 +218,13 @@ class ResponseTask:
         )
 
     async def _store(self, end: EndEntry, succession: Succession | None) -> None:
-        """Store the turn, begin the successor if there is one, and log the end."""
+        """Record the usage, store the turn, begin the successor if there is one, and log the
+        end."""
         conversations = self._conversations
+        is_logged = conversations is not None or not self.log.header.is_turn
+        epoch = self._log_run.epoch
+        record = usage_record(self.log, end, epoch=epoch, may_move=is_logged)
+        await settled(self._ledger.note(record))
         if self._remember is not None:
             self._remember(self._ended(end))
         if conversations is None:
@@ -376,7 +389,10 @@ class ResponseTask:
 
 def _logged(usage: Usage, header: LogHeader) -> tuple[int, ...]:
     counted = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+    drafted = (usage.draft_tokens, usage.accepted_draft_tokens)
+    spent = (usage.host_cached_tokens, usage.compute_us, usage.block_us)
+    if any(spent):
+        return (*counted, usage.reasoning_tokens, *drafted, *spent)
     if usage.draft_tokens:
-        drafted = (usage.draft_tokens, usage.accepted_draft_tokens)
         return (*counted, usage.reasoning_tokens, *drafted)
     return counted if header.is_text_only else (*counted, usage.reasoning_tokens)

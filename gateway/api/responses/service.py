@@ -21,6 +21,7 @@ import orjson
 from penstock.engine.errors import EngineDeadError
 from penstock.gateway.api.responses.compaction import Summary
 from penstock.gateway.api.responses.events import failed_end
+from penstock.gateway.api.responses.logged_generation import usage_record
 from penstock.gateway.api.responses.prompt import (
     LaneMemory,
     Prompt,
@@ -77,6 +78,7 @@ from penstock.gateway.storage.response_log.record import (
     DeltaEntry,
     LogHeader,
 )
+from penstock.gateway.storage.usage.ledger import Ledger
 from penstock.gateway.telemetry.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class ResponseService:
         engine: EnginePool,
         conversations: ConversationStore,
         logs: LogStore,
+        ledger: Ledger,
         settings: ResponseServiceSettings,
         metrics: Metrics,
         caller_of_tenant: Callable[[str], Caller | None],
@@ -118,6 +121,7 @@ class ResponseService:
         self._engine = engine
         self._conversations = conversations
         self._logs = logs
+        self._ledger = ledger
         self._settings = settings
         self._prompts = PromptBuilder(planner, conversations)
         self._responses = ResponsePlanner(planner, retention_s=settings.retention_s)
@@ -335,6 +339,7 @@ class ResponseService:
             log,
             tokenizer=self._planner.model.tokenizer,
             conversations=self._conversations if has_turn else None,
+            ledger=self._ledger,
             remember=remember,
             prompt_text=text,
             summary=summary,
@@ -354,7 +359,10 @@ class ResponseService:
                 self._take_over(log)
             except Exception as error:  # a bug, which must not keep others from being taken over
                 assert log.run is not None
-                log.run.append(failed_end(log, failure_of(error).message))
+                end = failed_end(log, failure_of(error).message)
+                epoch = log.run.epoch
+                self._ledger.note(usage_record(log, end, epoch=epoch, may_move=True))
+                log.run.append(end)
 
     def _take_over(self, log: ResponseLog) -> None:
         """Continue a response whose gateway has died, from the last entry it stored."""

@@ -117,6 +117,7 @@ class Successors:
         memory = None if asked is None else asked.memory
         if asked is None:
             caller = self._caller_of_tenant(header.tenant) or _former_caller(header)
+            caller = dataclasses.replace(caller, key_id=header.key_id)
         else:
             caller = asked.caller
         model = await self._adapters.require(request.model, caller, task="generate")

@@ -27,6 +27,8 @@ from penstock.gateway.generation.generation import (
     Output,
     Usage,
     collected,
+    penstock_usage,
+    total,
 )
 from penstock.gateway.generation.prediction import num_accepted
 from penstock.gateway.http.event_stream import DONE, EventStream, ResumedEventStream, data
@@ -121,6 +123,7 @@ class Answer(abc.ABC):
                 for index, output in enumerate(itertools.chain.from_iterable(outputs))
             ],
             "usage": await self._total_usage(),
+            "penstock": self._penstock(),
             **self.extras(),
         }
 
@@ -146,8 +149,15 @@ class Answer(abc.ABC):
                 await self._write_only(self.generations[0], out)
             else:
                 await pump(merged, self._encoded, out)
-        last = self._event([], await self._total_usage()) if self._usage.is_shown else b""
+        last = b""
+        if self._usage.is_shown:
+            usage = await self._total_usage()
+            last = self._event([], usage, penstock=self._penstock())
         out.write(last + DONE)
+
+    def _penstock(self) -> dict[str, Any]:
+        """penstock's own part of a whole answer."""
+        return {"usage": penstock_usage(total(each.usage for each in self.generations))}
 
     def _encoded(self, deltas: Sequence[tuple[int, Delta]]) -> Sequence[bytes]:
         """What arrives together is one write."""
@@ -214,18 +224,21 @@ class Answer(abc.ABC):
         else:
             self.add_prompt(number)
 
-    def _event(self, choices: list[Choice], usage: dict[str, Any] | None) -> bytes:
+    def _event(self, choices: list[Choice], usage: dict[str, Any] | None, **more: Any) -> bytes:
         chunk = {
             **self._head,
             "object": self.chunk_name,
             "choices": choices,
             **self.chunk_extras(),
+            **more,
         }
         if self._usage.is_shown:
             chunk["usage"] = usage
         return data(orjson.dumps(chunk))
 
     async def _total_usage(self) -> dict[str, Any]:
+        for generation in self.generations:
+            await generation.settle()
         usage = usage_object(generation.usage for generation in self.generations)
         predicted = [
             (prediction, generation.output_token_ids(rank))

@@ -267,6 +267,7 @@ def _header(generation: Generation, key: IdempotencyKey, *, continues_prompt: bo
         response_id=request.request_id,
         conversation_id=conversation_of(request.request_id) or "",
         tenant=key.tenant,
+        key_id=generation.key_id,
         nonce=secrets.token_hex(16),
         created_at=int(request.arrival_s),
         echo={_DIGEST: key.digest},

@@ -7,7 +7,8 @@ there are many, are plain arrays.
 Version 1 holds responses of one message. Version 2 holds those of any items, and adds to a delta
 its item's output index and kind and its number of events. What version 1 can hold is written in
 version 1, because older gateways, which read no other, may share this one's Redis. For the same
-reason a header has the settings of a successor among the fields of its `echo`.
+reason a header has the settings of a successor, and the id of its API key, among the fields of its
+`echo`.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ LATER_FIELDS = {
 }
 _MESSAGE_PREFIX = "msg_"  # of the first item's id
 _ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
-_SETTINGS = "penstock_settings"  # in an echo
+_SETTINGS, _KEY_ID = "penstock_settings", "penstock_key_id"  # in an echo
 _HEADER_FIELDS = {
-    field.name: field.name for field in fields(LogHeader) if field.name != "settings"
+    field.name: field.name
+    for field in fields(LogHeader)
+    if field.name not in ("settings", "key_id")
 } | {"nonce": _ITEM_ID}
 _text_fields = attrgetter("text", "token_ids", "logprobs")
 _item_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
@@ -261,6 +264,8 @@ def _header_fields(header: LogHeader) -> dict[str, Any]:
     echo = dict(header.echo)
     if header.settings is not None:
         echo[_SETTINGS] = header.settings
+    if header.key_id:
+        echo[_KEY_ID] = header.key_id
     return {**named, "echo": echo, "request": request}
 
 
@@ -321,6 +326,7 @@ def _read_header(named: dict[str, Any]) -> LogHeader:
             "output_format": _read_format(named.get("output_format")),
             "compaction": None if compaction is None else _read_compaction(**compaction),
             "settings": named["echo"].pop(_SETTINGS, None),
+            "key_id": named["echo"].pop(_KEY_ID, ""),
         }
     )
 

@@ -70,6 +70,7 @@ class LogHeader:
     """Everything that is known before the first token.
 
     Attributes:
+        key_id: of the API key that it was asked for with.
         nonce: the ids of its items and calls are made from it. In a turn it is the response id
             without its prefix, so that an item's id leads to its turn.
         echo: the fields of the Response object that only repeat the request.
@@ -111,6 +112,7 @@ class LogHeader:
     output_format: OutputFormat | None = None
     compaction: Compaction | None = None
     settings: Mapping[str, Any] | None = None
+    key_id: str = ""
 
     @property
     def is_text_only(self) -> bool:
@@ -220,9 +222,9 @@ class EndEntry:
     Attributes:
         number: the first event's sequence number.
         reason: None if it failed; else as the engine told it, or `INTERRUPTED`.
-        usage: prompt tokens, how many of them were cached, output tokens; where thoughts are
-            found, how many of those were thoughts; and where there were drafts, how many, and how
-            many of them were right.
+        usage: prompt tokens, how many of them were cached, output tokens, how many of those were
+            thoughts; drafts, how many of them were right; cached tokens that were in host memory,
+            and what the engine told (`engine.request.Spent`). Zeros at the end may be missing.
         error: code and message of a failure.
         prefix_id: identifies the KV of the whole turn in an engine.
         steered: None if nobody steered it.

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import tokenizers
@@ -163,6 +164,7 @@ async def test_infill_as_editors_ask_it(filling: Served) -> None:
         "truncated": False,
         "stop_type": "eos",
         "stopping_word": "",
+        "penstock": ANY,
     }
     fields = ["content", "timings/predicted_n", "truncated", "no/such"]
     answer = (await filling.http.post(INFILL, json={**body, "response_fields": fields})).json()

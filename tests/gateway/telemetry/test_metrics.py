@@ -14,6 +14,7 @@ import websockets
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.gateway.engines.engine_pool import EnginePool
+from penstock.gateway.storage.usage.ledger import Counts
 from penstock.gateway.telemetry.metrics import _MAX_TENANTS, Metrics, StreamMeter
 from penstock.gateway.telemetry.worker_metrics import Workers
 
@@ -173,7 +174,7 @@ async def test_any_worker_tells_of_all(tmp_path: Path) -> None:
             for _ in range(number + 1):
                 meter = StreamMeter(metrics)
                 meter.output(0, num_tokens=4, num_prompt_tokens=7)
-                meter.finished("stop")
+                meter.finished("stop", Counts())
         told = [_parsed((await metrics.render()).decode()) for metrics in workers]
     assert told[0].keys() == told[1].keys() == told[2].keys()
     for found in told:

@@ -227,15 +227,15 @@ def test_every_field_of_a_header_is_written() -> None:
     written = dataclasses.replace(header(), output_format=WITH_THOUGHTS, compaction=first)
     _, named = msgpack.unpackb(encode_header(written), strict_map_key=False)
     names = {field.name for field in dataclasses.fields(LogHeader)}
-    assert named.keys() == names - {"nonce", "settings"} | {"item_id"}
+    assert named.keys() == names - {"nonce", "settings", "key_id"} | {"item_id"}
     later = LATER_FIELDS.keys()
     assert named["request"].keys() == set(Request.__struct_fields__) - later
     params = named["request"]["sampling_params"]
     assert params.keys() == set(SamplingParams.__struct_fields__) - later
 
 
-def test_settings_do_not_keep_older_gateways_from_reading_a_header() -> None:
-    written = dataclasses.replace(header(), settings={"instructions": "x"})
+def test_settings_and_key_do_not_keep_older_gateways_from_reading_a_header() -> None:
+    written = dataclasses.replace(header(), settings={"instructions": "x"}, key_id="laptop")
     data = encode_header(written)
     _, named = msgpack.unpackb(data, strict_map_key=False)
     _, plain = msgpack.unpackb(encode_header(header()), strict_map_key=False)

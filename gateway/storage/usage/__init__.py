@@ -1,0 +1,1 @@
+"""What the requests of each API key have used, by day."""
