@@ -5,7 +5,8 @@ within a budget of tokens and sequences. Chunked prefill, prefix hits, decode an
 preempted sequence are all the same operation. Running sequences come first, so decode never
 starves; the rest of the budget goes to waiting sequences, in the order of `waiting_queue`. While
 other tenants are active, a tenant gets neither the last slots (`tenant_slots`) nor all of a step
-for its prompts (`prefill_budget`).
+for its prompts (`prefill_budget`), and beside a tenant that has far fewer sequences only a part of
+each step (`heavy_tenants`).
 
 Source: Orca (Yu et al., OSDI 2022) for iteration-level scheduling; Sarathi-Serve (Agrawal et al.,
 OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
@@ -14,7 +15,7 @@ OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +33,7 @@ from penstock.engine.request import (
     SequenceStatus,
     num_blocks_needed,
 )
+from penstock.engine.scheduling.heavy_tenants import HeavyTenants
 from penstock.engine.scheduling.output_processor import (
     Branches,
     LiveRequest,
@@ -116,6 +118,7 @@ class Scheduler:
             self.counters,
             self.drafting,
         )
+        self._heavy_tenants = HeavyTenants()
         self._notices: list[RequestOutput] = []
         self._queue_stats = QueueStats(self._running_set.waiting, clock)
 
@@ -202,7 +205,6 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step and count its tokens as computed. The plan may be empty."""
         scheduled: dict[int, ScheduledSequence] = {}
-        has_preempted = False
         decoding, in_prompt = self._by_phase()
         if self._num_microbatches > 1:
             # What others in flight leave, but no more than their share: so they become alike.
@@ -214,24 +216,11 @@ class Scheduler:
             num_microbatches=self._num_microbatches,
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
         )
-        limits = self._prompt_limits(in_prompt, budget - len(decoding)) if in_prompt else {}
-        spare = self._config.max_num_batched_tokens - budget  # for images that are not cut
-        for sequence in decoding + in_prompt:
-            num_new = min(self._num_uncomputed(sequence), budget)
-            num_new = min(num_new, limits.get(sequence.seq_id, num_new))
-            if self._has_bidirectional_images and num_new > 0:
-                num_new = self._uncut(sequence, num_new, room=budget + spare)
-            if num_new > 0:
-                is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
-                has_preempted |= num_preempted > 0
-                budget -= num_new * is_kept
-        # Only now, since a sequence scheduled above may have been preempted by a later one. Before
-        # admission, so that sequences admitted to this step can share what it computes.
-        for seq_id, item in scheduled.items():
-            self._advance(self._running_set.running[seq_id], item.num_new_tokens)
-        if len(self._running_set.waiting) and not has_preempted:
-            # After a preemption, a new sequence would take the blocks that the victim gave up.
-            self._admit(scheduled, budget, spare)
+        heavy = self._running_set.tenant_slots.heavy_tenants()
+        if heavy and self._num_microbatches == 1:
+            self._fill_beside_light(scheduled, heavy, decoding, in_prompt, budget)
+        else:
+            self._fill(scheduled, decoding, in_prompt, budget, {})
         if not scheduled:
             self._make_way(scheduled)
         if self.drafting.drafted:
@@ -268,6 +257,80 @@ class Scheduler:
             has_more = len(sequence.token_ids) - sequence.num_computed_tokens > 1
             (in_prompt if has_more else decoding).append(sequence)
         return decoding, in_prompt
+
+    def _fill_beside_light(
+        self,
+        scheduled: dict[int, ScheduledSequence],
+        heavy: Set[str],
+        decoding: list[Sequence],
+        in_prompt: list[Sequence],
+        budget: int,
+    ) -> None:
+        """Schedule a step while some tenants have far more sequences than another."""
+        waiting = self._running_set.waiting
+        has_free_slot = self._running_set.num_free_slots > 0
+
+        def of(sequences: list[Sequence], *, are_heavy: bool) -> list[Sequence]:
+            return [each for each in sequences if (each.request.tenant in heavy) == are_heavy]
+
+        prompts = of(in_prompt, are_heavy=False)
+        heavy_decoding, heavy_prompts = (of(each, are_heavy=True) for each in (decoding, in_prompt))
+        num_heavy_tokens = sum(map(self._num_uncomputed, heavy_decoding + heavy_prompts))
+        if self._heavy_tenants.may_be_left_out(num_heavy_tokens):
+            head = waiting.peek(heavy) if has_free_slot else None
+            if prompts or (head is not None and head.request.tenant not in heavy):
+                limits = dict.fromkeys(heavy, 0)
+                self._fill(scheduled, of(decoding, are_heavy=False), prompts, budget, limits)
+        self._heavy_tenants.note(left_out=bool(scheduled))
+        if scheduled:
+            return
+        served, limits = self._heavy_tenants.share(
+            heavy,
+            (each for each in heavy_decoding if self._num_uncomputed(each) > 0),
+            have_prompts=bool(heavy_prompts) or (has_free_slot and len(waiting) > 0),
+            prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
+        )
+        if not self._config.enable_chunked_prefill:
+            limits = {}
+        decoding = [each for each in decoding if each.request.tenant not in heavy or each in served]
+        self._fill(scheduled, decoding, in_prompt, budget, limits)
+
+    def _fill(
+        self,
+        scheduled: dict[int, ScheduledSequence],
+        decoding: list[Sequence],
+        in_prompt: list[Sequence],
+        budget: int,
+        tenant_limits: dict[str, int],
+    ) -> None:
+        """Schedule running sequences, then waiting ones, within a budget of tokens.
+
+        Args:
+            tenant_limits: maximum tokens of some tenants' prompts; those scheduled are deducted.
+        """
+        has_preempted = False
+        limits = self._prompt_limits(in_prompt, budget - len(decoding)) if in_prompt else {}
+        spare = self._config.max_num_batched_tokens - budget  # for images that are not cut
+        for sequence in decoding + in_prompt:
+            num_new = min(self._num_uncomputed(sequence), budget)
+            num_new = min(num_new, limits.get(sequence.seq_id, num_new))
+            if tenant_limits and num_new > 1:
+                num_new = min(num_new, tenant_limits.get(sequence.request.tenant, num_new))
+            if self._has_bidirectional_images and num_new > 0:
+                num_new = self._uncut(sequence, num_new, room=budget + spare)
+            if num_new > 0:
+                is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
+                has_preempted |= num_preempted > 0
+                budget -= num_new * is_kept
+                if num_new > 1 and sequence.request.tenant in tenant_limits:
+                    tenant_limits[sequence.request.tenant] -= num_new
+        # Only now, since a sequence scheduled above may have been preempted by a later one. Before
+        # admission, so that sequences admitted to this step can share what it computes.
+        for seq_id, item in scheduled.items():
+            self._advance(self._running_set.running[seq_id], item.num_new_tokens)
+        if len(self._running_set.waiting) and not has_preempted:
+            # After a preemption, a new sequence would take the blocks that the victim gave up.
+            self._admit(scheduled, budget, spare, tenant_limits)
 
     def _prompt_limits(self, in_prompt: list[Sequence], budget: int) -> dict[int, int]:
         """Maximum tokens of the prompts being computed, by seq_id, where tenants compete for the
@@ -327,22 +390,32 @@ class Scheduler:
                 return stop - begin if stop - begin <= room else 0
         return num_new
 
-    def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int, spare: int = 0) -> None:
+    def _admit(
+        self,
+        scheduled: dict[int, ScheduledSequence],
+        budget: int,
+        spare: int = 0,
+        tenant_limits: dict[str, int] | None = None,
+    ) -> None:
         """Start waiting sequences, in the queue's order, while budget, slots and blocks last.
 
         Args:
             spare: tokens beyond the budget, for images that are not cut.
+            tenant_limits: tokens that some tenants may compute; those scheduled are deducted.
         """
+        tenant_limits = tenant_limits or {}
         passed: set[str] = set()  # tenants that have used up their share
+        held = {tenant for tenant, limit in tenant_limits.items() if limit <= 0}
         while budget > 0 and self._running_set.num_free_slots > 0:
-            sequence = self._running_set.waiting.peek(passed)
+            sequence = self._running_set.waiting.peek(passed | held)
             if sequence is None or sequence.num_in_flight_tokens:
                 return  # its token in flight must arrive before it re-enters
             if not self._config.enable_chunked_prefill and budget < self._num_missing(sequence):
                 return
+            tenant = sequence.request.tenant
             live = self._requests[sequence.request.request_id]
             if not self._running_set.may_enter(sequence, live.num_forks, is_first=not passed):
-                passed.add(sequence.request.tenant)
+                passed.add(tenant)
                 continue
             was_parked = sequence.status is SequenceStatus.PREEMPTED or live.is_parked
             if not self._running_set.admit(sequence, num_forks=live.num_forks):
@@ -350,6 +423,8 @@ class Scheduler:
             if was_parked:
                 self._tell(sequence, Notice.RESUMED)
             num_new = min(self._num_missing(sequence), budget)
+            if tenant in tenant_limits:
+                num_new = min(num_new, max(1, tenant_limits[tenant]))
             if self._has_bidirectional_images:
                 num_new = self._uncut(sequence, num_new, room=budget + spare)
             if not num_new:
@@ -357,6 +432,10 @@ class Scheduler:
             scheduled[sequence.seq_id] = self._enter(sequence, num_new)
             self._advance(sequence, num_new)
             budget -= num_new
+            if tenant in tenant_limits:
+                tenant_limits[tenant] -= num_new
+                if tenant_limits[tenant] <= 0:
+                    held.add(tenant)
 
     def _make_way(self, scheduled: dict[int, ScheduledSequence]) -> None:
         """Resolve a deadlock: nothing can run, and no step in flight can change that. Sequences

@@ -4,16 +4,21 @@ The slots are shared by weight among the tenants that are active or were so rece
 least one slot. Up to its share a tenant may use any free slot. Tenants beyond their share leave a
 few slots to the others, so that beside a flood another tenant's request starts in the next step,
 not when one of the flood's sequences ends. A single tenant may use all slots.
+
+Who holds many slots beside a tenant that holds few is heavy: `heavy_tenants` limits what it gets of
+a step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 _ONE_KEPT_OF, _MAX_KEPT = 8, 4  # slots; of fewer than eight none is kept free
 _MEMORY_S = 10.0  # how long an inactive tenant still counts
+_HEAVY = 4.0  # times the slots of the lightest, by weight
+_NOBODY: Set[str] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +90,19 @@ class TenantSlots:
             if name != tenant and other.num_slots > self._share(other)
         )
         return num_beyond <= max(self._max_num_seqs - self._num_kept, num_slots)
+
+    def heavy_tenants(self) -> Set[str]:
+        """Those that hold four times as many slots, by weight, as the tenant that holds fewest; one
+        without a slot counts as if it had one. Empty if all hold about as many."""
+        if len(self._tenants) < 2:
+            return _NOBODY
+        self._forget()
+        least = min(max(each.num_slots, 1) / each.weight for each in self._tenants.values())
+        return {
+            name
+            for name, each in self._holders.items()
+            if each.num_slots / each.weight >= _HEAVY * least
+        }
 
     def _share(self, tenant: _Tenant) -> float:
         if len(self._tenants) == 1:

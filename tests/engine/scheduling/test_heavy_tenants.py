@@ -1,0 +1,217 @@
+"""Beside a tenant with few sequences, one with many has a part of each step; nobody starves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.blocks import BlockManager
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.scheduling.heavy_tenants import MIN_DECODES
+
+from .stack import Clock, Stack, make_request
+
+# Seconds, of the demo model on two cores.
+STEP_S, PROMPT_TOKEN_S, DECODE_S = 0.5e-3, 0.145e-3, 0.33e-3
+NUM_SLOTS, PROMPT_TOKENS = 96, 128
+
+
+class Simulation:
+    """The scheduler beside a device that only takes its time: tenants in closed loops."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        blocks = BlockManager(
+            num_blocks=4096, block_size=16, num_host_blocks=0, enable_prefix_caching=False,
+            clock=self.clock,
+        )  # fmt: skip
+        config = SchedulerConfig(max_num_seqs=NUM_SLOTS)
+        self.scheduler = Scheduler(
+            config, blocks, eos_token_ids=(), max_model_len=512, clock=self.clock
+        )
+        self.num_tokens = Counter[str]()  # of output, by tenant
+        self.waits_s: dict[str, list[float]] = {"light": [], "heavy": []}  # for first tokens
+        self._rng = random.Random(3)
+        self._numbers = itertools.count()
+        self._asked_s: dict[str, float] = {}  # when, by id, until the first token
+        self._next: list[tuple[float, str]] = []  # when a tenant asks again
+
+    def open(self, tenant: str, num_streams: int) -> None:
+        self._next += [(self.clock.now_s + 0.02 * number, tenant) for number in range(num_streams)]
+
+    def run(self, seconds: float) -> None:
+        end_s = self.clock.now_s + seconds
+        while self.clock.now_s < end_s:
+            self._ask()
+            batch = self.scheduler.schedule()
+            took_s = self._time(batch) if batch.scheduled else 1e-3
+            self.clock.now_s += took_s
+            sampled = {
+                each.seq_id: (1,)
+                for each in batch.scheduled
+                if self.scheduler._running_set.live[each.seq_id].num_in_flight_tokens
+            }
+            result = BatchResult(step=batch.step, token_ids=sampled, compute_s=took_s)
+            for output in self.scheduler.update(batch, result):
+                tenant = output.request_id.partition("-")[0]
+                self.num_tokens[tenant] += len(output.token_ids)
+                if output.token_ids and output.request_id in self._asked_s:
+                    asked_s = self._asked_s.pop(output.request_id)
+                    self.waits_s[tenant].append(self.clock.now_s - asked_s)
+                if output.is_last:
+                    self._next.append((self.clock.now_s + self._rng.uniform(0.0, 0.01), tenant))
+
+    def _ask(self) -> None:
+        due = [each for each in self._next if each[0] <= self.clock.now_s]
+        self._next = [each for each in self._next if each[0] > self.clock.now_s]
+        for asked_s, tenant in due:
+            request_id = f"{tenant}-{next(self._numbers)}"
+            prompt = [self._rng.randrange(1000) for _ in range(PROMPT_TOKENS)]
+            self.scheduler.add(
+                make_request(
+                    request_id, prompt, tenant=tenant, arrival=self.clock.now_s,
+                    max_tokens=self._rng.randint(12, 20) if tenant == "light" else 100,
+                )
+            )  # fmt: skip
+            self._asked_s[request_id] = asked_s
+
+    def _time(self, batch: Batch) -> float:
+        num_decodes = sum(each.num_new_tokens == 1 for each in batch.scheduled)
+        num_prompt_tokens = batch.num_tokens - num_decodes
+        return STEP_S + PROMPT_TOKEN_S * num_prompt_tokens + DECODE_S * num_decodes
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
+
+
+def test_a_light_tenant_waits_at_most_half_as_long_again_beside_a_heavy_one() -> None:
+    """In the time of a simulated device; and the heavy one loses little."""
+    alone = Simulation()
+    alone.open("light", 2)
+    alone.run(6.0)
+    beside = Simulation()
+    beside.open("light", 2)
+    beside.run(1.0)
+    beside.open("heavy", 150)
+    beside.run(4.0)  # until the slots are shared
+    beside.waits_s["light"].clear()
+    before = Counter(beside.num_tokens)
+    beside.run(12.0)
+    waits_s = beside.waits_s["light"]
+    assert len(waits_s) > 50
+    assert p99(waits_s) <= 1.5 * p99(alone.waits_s["light"])
+    assert (beside.num_tokens - before)["heavy"] > 12.0 * 0.6 / DECODE_S / 2
+
+
+def test_a_tenant_alone_is_not_limited() -> None:
+    stack = stack_of(128)
+    for number in range(100):
+        stack.add(f"alone{number}", [1, 2, 3], tenant="alone", max_tokens=3)
+    for _ in range(2):
+        stack.step()
+        assert len(stack.device.batches[-1].scheduled) == 100
+    stack.run()
+
+
+def stack_of(max_num_seqs: int) -> Stack:
+    config = SchedulerConfig(max_num_seqs=max_num_seqs)
+    return Stack(num_blocks=2048, config=config, max_model_len=512)
+
+
+def test_a_light_tenants_prompt_has_a_step_of_its_own_but_not_always() -> None:
+    stack = stack_of(64)
+    for number in range(40):
+        stack.add(f"heavy{number}", [1, 2, 3], tenant="heavy", max_tokens=400)
+    stack.step()
+    sizes = []
+    for number in range(6):
+        stack.add(f"light{number}", [5] * 20, tenant="light", max_tokens=1)
+        assert f"light{number}" in {output.request_id for output in stack.step()}
+        sizes.append(len(stack.device.batches[-1].scheduled))
+    assert sizes == [1, 1, 1 + MIN_DECODES, 1, 1 + MIN_DECODES, 1]
+
+
+TENANTS = {"light": 1.0, "other": 1.0, "heavy": 1.0, "paying": 4.0}
+
+
+@settings(max_examples=20)
+@given(
+    arrivals=st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from(list(TENANTS)), st.integers(1, 80), st.sampled_from([1, 1, 1, 3])
+            ),
+            max_size=12,
+        ),
+        max_size=16,
+    ),
+    max_num_seqs=st.sampled_from([4, 16, 128]),
+    num_heavy=st.sampled_from([0, 10, 90]),
+    num_blocks=st.sampled_from([64, 2048]),
+    max_steps_in_flight=st.sampled_from([1, 2]),
+    seconds=st.sampled_from([0.0, 3.0]),
+)
+def test_nobody_starves(
+    arrivals: list[list[tuple[str, int, int]]],
+    max_num_seqs: int,
+    num_heavy: int,
+    num_blocks: int,
+    max_steps_in_flight: int,
+    seconds: float,
+) -> None:
+    """Who can decode does so within as many steps as the turns of all take, though prompts of
+    others keep coming; no step is empty while something could run; all ends, as it would alone."""
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=256,
+        max_steps_in_flight=max_steps_in_flight,
+    )  # fmt: skip
+    stack = Stack(num_blocks=num_blocks, config=config, max_model_len=128)
+    numbers = itertools.count()
+    waited = Counter[int]()  # steps since its last token, by seq_id
+    longest = 2 * math.ceil(max_num_seqs / MIN_DECODES) + max_steps_in_flight + 1
+
+    def add(tenant: str, num_tokens: int, n: int, max_tokens: int) -> None:
+        number = next(numbers)
+        prompt = [(number * 7 + place) % 50 for place in range(num_tokens)]
+        stack.add(
+            f"{tenant}-{number}", prompt, tenant=tenant, weight=TENANTS[tenant],
+            max_tokens=max_tokens, n=min(n, max_num_seqs), arrival=stack.clock.now_s,
+        )  # fmt: skip
+
+    for _ in range(num_heavy):
+        add("heavy", 3, 1, 20)
+    for new in arrivals:
+        for tenant, num_tokens, n in new:
+            add(tenant, num_tokens, n, 1 + num_tokens % 7)
+        stack.clock.now_s += seconds
+        num_batches = len(stack.device.batches)
+        stack.step()
+        for batch in stack.device.batches[num_batches:]:
+            scheduled = {each.seq_id for each in batch.scheduled}
+            assert scheduled or not stack.scheduler.num_running
+            for seq_id, sequence in stack.scheduler._running_set.running.items():
+                is_decoding = sequence.num_output_tokens > 0
+                waited[seq_id] = 0 if seq_id in scheduled or not is_decoding else waited[seq_id] + 1
+                assert waited[seq_id] <= longest
+    stack.run()
+    assert len(stack.ended) == next(numbers)
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+def test_who_is_heavy_depends_on_weights(weight: float) -> None:
+    stack = stack_of(64)
+    stack.add("light", [1, 2, 3], tenant="light", max_tokens=40)
+    for number in range(8):
+        stack.add(f"many{number}", [1, 2, 3], tenant="many", weight=weight, max_tokens=40)
+    stack.step()
+    heavy = stack.scheduler._running_set.tenant_slots.heavy_tenants()
+    assert heavy == ({"many"} if weight == 1.0 else set())
