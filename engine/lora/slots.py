@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.engine.batch import Batch
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.lora.adapted_model import HEAD, TABLE, AdaptedModel
 from penstock.engine.lora.files import (
@@ -100,7 +99,6 @@ class AdapterSlots:
         self._loaded: dict[str, Packed] = {}  # by digest
         self._slots: dict[str, int] = {}  # by digest, the least recently used first
         self._free = list(reversed(range(max_loras)))
-        self._adapters: dict[int, str] = {}  # digest by seq_id
         self._last: object = None  # what the rows were made for
 
     @property
@@ -156,6 +154,7 @@ class AdapterSlots:
         if slot is not None:
             self._install(slot, {})
             self._free.append(slot)
+            self._last = ()
         self._loaded.pop(digest, None)
 
     def size(self, digest: str) -> int:
@@ -167,40 +166,23 @@ class AdapterSlots:
         """Whether an adapter in memory changes the output head."""
         return HEAD in self._loaded[digest]
 
-    def prepare(self, batch: Batch, sampled_seq_ids: Sequence[int]) -> None:
-        """Give the rows of a step the slots of their adapters.
+    def use(
+        self, digests: Sequence[str], *, num_tokens: Sequence[int], num_sampled: Sequence[int]
+    ) -> None:
+        """Give the rows of the next steps the slots of their adapters.
 
         Args:
-            sampled_seq_ids: the sequence of each row whose logits are computed.
+            digests: of each sequence's adapter; empty if it has none.
+            num_tokens, num_sampled: how many rows each has, and of those whose logits are computed.
         """
-        if not self._adapters:
-            if self._last is not None:
-                self._last = None
-                self._model.rows.set(None)
-                self._model.sampled_rows.set(None)
+        rows = (digests, num_tokens, num_sampled) if any(digests) else None
+        if self._last == rows:
             return
-        rows = [(item.seq_id, item.num_new_tokens) for item in batch.scheduled]
-        if self._last == (rows, sampled_seq_ids):
-            return
-        self._last = (rows, sampled_seq_ids)
-        self._fill({self._adapters[seq_id] for seq_id, _ in rows if seq_id in self._adapters})
-        slots = {seq_id: self._slots.get(self._adapters.get(seq_id, ""), -1) for seq_id, _ in rows}
-        counts = np.array([count for _, count in rows])
-        self._model.rows.set(self._rows(np.array(list(slots.values())).repeat(counts)))
-        self._model.sampled_rows.set(
-            self._rows(np.array([slots[each] for each in sampled_seq_ids]))
-        )
-
-    def update(self, batch: Batch) -> None:
-        """Follow which sequences have which adapters."""
-        for seq_id in batch.left_seq_ids:
-            self._adapters.pop(seq_id, None)
-        for item in batch.scheduled:
-            if item.entry is not None:
-                self._last = ()
-                self._adapters.pop(item.seq_id, None)
-                if item.entry.adapter is not None:
-                    self._adapters[item.seq_id] = item.entry.adapter
+        self._last = rows
+        self._fill({each for each in digests if each})
+        slots = np.array([self._slots.get(each, -1) for each in digests])
+        self._model.rows.set(self._rows(slots.repeat(num_tokens)))
+        self._model.sampled_rows.set(self._rows(slots.repeat(num_sampled)))
 
     def _fill(self, digests: set[str]) -> None:
         """Have these adapters in slots, in place of those that were not used for longest."""

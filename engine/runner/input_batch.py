@@ -16,7 +16,7 @@ place: the tensors do not move, so a CPU's list of calls can be run again unchan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from typing import Any
@@ -29,16 +29,15 @@ from torch import Tensor
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.language_model import StepOutput
-from penstock.engine.request import SamplingParams
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
-from penstock.engine.runner.step_extensions import PlannedRows, ResultPart, SequenceExtension
-from penstock.engine.sampling.grammars import SequenceGrammar
+from penstock.engine.runner.step_extensions import (
+    Interrupt,
+    PlannedRows,
+    Reader,
+    SequenceExtension,
+)
 from penstock.engine.sampling.sampler import Sampled
-from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
-from penstock.engine.sampling.thought_limit import ThoughtRules, thought_rules
-from penstock.engine.sampling.token_limits import limits_of
-from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingTable
 from penstock.kernels.paged_layout import PagedLayout
 
 
@@ -69,7 +68,7 @@ class StepInputs:
         sampled_tokens: int64 [num_sampled], indices into input_ids of those tokens; None if all
             tokens are sampled from.
         sampling: the sampling parameters of those sequences.
-        readers: take what sequences ask for from the forward pass.
+        readers: called after the forward pass.
         token_rows: only where tokens stay on the device.
         drafts: of each sampled row, the draft that comes next, −1 for none; empty if no sequence
             has drafts.
@@ -80,7 +79,7 @@ class StepInputs:
     sampled_seq_ids: tuple[int, ...]
     sampled_tokens: Tensor | None
     sampling: SamplingBatch
-    readers: Sequence[Callable[[StepOutput], ResultPart | None]] = ()
+    readers: Sequence[Reader] = ()
     token_rows: TokenRows | None = None
     drafts: tuple[int, ...] = ()
 
@@ -101,14 +100,11 @@ ON_DEVICE = -1  # placeholder for a token that only the device knows yet
 class DeviceSequence:
     """The device's copy of one sequence, except for what every step needs: that is in columns."""
 
-    __slots__ = (
-        "grammar", "num_blocks", "num_prompt", "row", "states", "token_ids",
-    )  # fmt: skip
+    __slots__ = ("num_blocks", "num_prompt", "row", "states", "token_ids")
 
     def __init__(self, entry: SequenceEntry, row: int) -> None:
         self.row = row
         self.token_ids = list(entry.token_ids)
-        self.grammar: SequenceGrammar | None = None
         self.num_prompt = entry.num_prompt_tokens
         self.num_blocks = 0
         self.states: dict[SequenceExtension, Any] = {}
@@ -120,10 +116,11 @@ class InputBatch:
     Args:
         max_num_seqs: maximum number of sequences.
         max_blocks: maximum number of blocks of a sequence.
-        grammars: compiles what sequences must match.
         draws_tokens: False: another rank does, and `receive` appends them.
-        extensions: what sequences may ask for.
         staging: copies a step's arrays to a device that keeps its tokens; None on a CPU.
+
+    Attributes:
+        extensions: what its sequences may need; complete before the first of them enters.
     """
 
     def __init__(
@@ -133,9 +130,7 @@ class InputBatch:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        grammars: GrammarCompiler,
         draws_tokens: bool = True,
-        extensions: Sequence[SequenceExtension] = (),
         staging: InputStaging | None = None,
     ) -> None:
         self._sequences: dict[int, DeviceSequence] = {}
@@ -144,7 +139,7 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_token = np.zeros(max_num_seqs, dtype=np.int64)
-        self._extensions = extensions
+        self.extensions: list[SequenceExtension] = []
         self._num_with: dict[SequenceExtension, int] = {}  # sequences, of those that some have
         self._device = device
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
@@ -155,36 +150,23 @@ class InputBatch:
         # known when their step ends.
         self._may_run = draws_tokens and staging is None
         self._run: SteadyDecode | None = None
-        # Of a run, the sequences whose grammars need masks at times only: numbers in the step,
-        # grammars, and whether the run has their masks.
-        self._idle_grammars: list[tuple[int, SequenceGrammar, bool]] = []
-        self._grammars = grammars
-        self._sampling = SamplingTable(
-            max_num_seqs,
-            device,
-            vocab_size=grammars.vocab_size,
-        )
+        self._sampling = SamplingTable(max_num_seqs, device)
         self._block_size = block_size
         self._staging = staging
 
     def update(self, batch: Batch) -> None:
         """Remove sequences that left, add those that entered, extend block tables."""
         run = self._run
-        if run is not None and (
-            batch.left_seq_ids
-            or not run.goes_on(batch.scheduled)
-            or (self._idle_grammars and self._has_other_masks(run, batch.scheduled))
-        ):
+        if run is not None and (batch.left_seq_ids or not run.goes_on(batch.scheduled)):
             self._end_run(run)
-        left: dict[int, SequenceGrammar] = {}
+        left: dict[int, dict[SequenceExtension, Any]] = {}
         for seq_id in batch.left_seq_ids:
             # A sequence that left before it was scheduled was never added.
             sequence = self._sequences.pop(seq_id, None)
             if sequence is not None:
                 self._free_rows.append(sequence.row)
                 self._count_states(sequence, -1)
-                if sequence.grammar is not None:
-                    left[seq_id] = sequence.grammar  # beams that enter now may be its forks
+                left[seq_id] = sequence.states  # beams that enter now may be its forks
         for number, item in enumerate(batch.scheduled):
             if item.entry is not None:
                 self._enter(item.seq_id, item.entry, left)
@@ -215,8 +197,9 @@ class InputBatch:
             is_complete=seq_lens == num_known,
             device=self._device,
         )
-        for extension in self._num_with:
-            extension.before(step)
+        for extension in self.extensions:
+            if extension in self._num_with:
+                extension.before(step)
         (sampled,) = step.is_complete.nonzero()
         num_tokens = int(query_lens.sum())
         is_decode = len(sampled) == num_tokens
@@ -237,7 +220,7 @@ class InputBatch:
             context=context if step.images is None else replace(context, images=step.images),
             sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
             sampled_tokens=tensors.get("sampled_tokens"),
-            sampling=self._sampling.select(rows[sampled], seq_lens[sampled] - before),
+            sampling=self._sampling.select(rows[sampled], seq_lens[sampled] - before, step.special),
             readers=step.readers,
             token_rows=None if self._staging is None else _token_rows(tensors),
             drafts=drafts_of_rows,
@@ -247,13 +230,7 @@ class InputBatch:
         if goes_on and not any(item.num_wanted_drafts for item in scheduled):
             kind = SteadyVerify if drafts_of_rows else SteadyDecode
             histories = [sequence.token_ids for sequence in sequences]
-            self._run = kind(inputs, scheduled, rows, histories, self._block_size)
-            self._idle_grammars = [
-                (number, grammar, grammar.needs_mask(len(histories[number]) - num_drafts))
-                for number, (sequence, item) in enumerate(zip(sequences, scheduled, strict=True))
-                if (grammar := sequence.grammar) is not None and grammar.is_idle_at_times
-                for num_drafts in (len(item.draft_token_ids),)
-            ]
+            self._run = kind(inputs, scheduled, rows, histories, self._block_size, step.interrupts)
             return self._run.first()
         return inputs
 
@@ -288,6 +265,10 @@ class InputBatch:
             sampled_tokens=tensors["sampled_tokens"],
             sampling=self._sampling.select(rows, ends + lag),
         )
+
+    def state(self, seq_id: int, extension: SequenceExtension) -> Any:
+        """What an extension keeps of a sequence."""
+        return self._sequences[seq_id].states[extension]
 
     def token_ids(self, seq_id: int) -> list[int]:
         """A sequence's tokens, prompt and output."""
@@ -371,14 +352,6 @@ class InputBatch:
             token_ids.append(ON_DEVICE)
         return destinations
 
-    def _has_other_masks(self, run: SteadyDecode, scheduled: Sequence[ScheduledSequence]) -> bool:
-        """Whether a step needs masks that the run does not have, or has some that none needs."""
-        return any(
-            is_masked
-            != grammar.needs_mask(len(run.histories[number]), scheduled[number].draft_token_ids)
-            for number, grammar, is_masked in self._idle_grammars
-        )
-
     def _end_run(self, run: SteadyDecode) -> None:
         """Copy a run's counts back to the columns."""
         self._run = None
@@ -433,34 +406,30 @@ class InputBatch:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _enter(
-        self, seq_id: int, entry: SequenceEntry, left: Mapping[int, SequenceGrammar]
+        self,
+        seq_id: int,
+        entry: SequenceEntry,
+        left: Mapping[int, Mapping[SequenceExtension, Any]],
     ) -> None:
+        """
+        Args:
+            left: the states of sequences that have just left.
+        """
         known = self._sequences.pop(seq_id, None)
         if known is not None:
             self._count_states(known, -1)
         row = self._free_rows.pop() if known is None else known.row
         sequence = self._sequences[seq_id] = DeviceSequence(entry, row)
-        for extension in self._extensions:
-            state = extension.enter(entry, sequence.token_ids)
+        parents = {} if entry.parent_seq_id is None else left.get(entry.parent_seq_id, {})
+        for extension in self.extensions:
+            state = extension.enter(entry, sequence.token_ids, parents.get(extension))
             if state is not None:
                 sequence.states[extension] = state
         self._count_states(sequence, 1)
         self._num_tokens[row] = len(entry.token_ids)
         self._num_computed[row] = entry.num_computed_tokens
         self._last_token[row] = entry.token_ids[-1]
-        if entry.params.is_masked:
-            sequence.grammar = self._grammar_of(sequence, entry, left)
-        self._sampling.enter(
-            row,
-            SamplingRow(
-                params=entry.params,
-                token_ids=sequence.token_ids,
-                num_prompt_tokens=entry.num_prompt_tokens,
-                index=entry.index,
-                num_logprobs=entry.num_logprobs,
-                grammar=sequence.grammar,
-            ),
-        )
+        self._sampling.enter(row, entry.params, entry.index)
 
     def _count_states(self, sequence: DeviceSequence, change: int) -> None:
         """A sequence enters (1) or leaves (-1) with its states."""
@@ -478,46 +447,6 @@ class InputBatch:
             if item.draft_token_ids:
                 sequence.token_ids.extend(item.draft_token_ids)
                 self._num_tokens[sequence.row] += len(item.draft_token_ids)
-
-    def _grammar_of(
-        self,
-        sequence: DeviceSequence,
-        entry: SequenceEntry,
-        left: Mapping[int, SequenceGrammar],
-    ) -> SequenceGrammar:
-        """A new sequence's grammar: a copy of its parent's, or one from the beginning.
-
-        Args:
-            left: by id of sequences that have just left.
-        """
-        parent = None if entry.parent_seq_id is None else left.get(entry.parent_seq_id)
-        if parent is not None:
-            return parent.fork(sequence.token_ids)
-        params = entry.params
-        has_grammar = params.structured_outputs is not None
-        vocab_size, eos = self._grammars.vocab_size, self._grammars.eos_token_ids
-        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos)
-        return SequenceGrammar(
-            self._grammars,
-            params.structured_outputs,
-            sequence.token_ids,
-            entry.num_prompt_tokens,
-            min_tokens=params.min_tokens,
-            end_token_ids=[each for each in ends if each < vocab_size],
-            never_token_ids=[each for each in eos if each < vocab_size]
-            if params.ignore_eos and has_grammar
-            else (),
-            is_beam=params.beam_search is not None,
-            is_drafted=entry.is_drafted and (has_grammar or params.thought_limit is not None),
-            limits=limits_of(params, vocab_size),
-            thoughts=self._thoughts_of(params),
-        )
-
-    def _thoughts_of(self, params: SamplingParams) -> ThoughtRules | None:
-        limit, budget = params.thought_limit, params.thinking_token_budget
-        if limit is None or budget < 0:
-            return None
-        return thought_rules(limit, budget, self._grammars)
 
     def _extend_table(self, item: ScheduledSequence) -> int:
         """Append a sequence's new blocks to its table; the index of the first."""
@@ -645,6 +574,7 @@ class SteadyDecode:
         scheduled: the first step's sequences.
         rows: [num_seqs], the sequences' rows.
         histories: the tokens of each sequence; extended by every step.
+        interrupts: as in `PlannedRows`.
     """
 
     def __init__(
@@ -654,9 +584,10 @@ class SteadyDecode:
         rows: Integers,
         histories: Sequence[list[int]],
         block_size: int,
+        interrupts: Sequence[Interrupt],
     ) -> None:
         layout = inputs.context.layout
-        self.rows, self.histories = rows, histories
+        self.rows, self.histories, self._interrupts = rows, histories, interrupts
         self.seq_ids = [item.seq_id for item in scheduled]
         self.is_due = False  # whether the tokens of the next step are known
         self._query_lens = [item.num_new_tokens for item in scheduled]
@@ -679,7 +610,8 @@ class SteadyDecode:
             is_same = item.seq_id == seq_id and item.num_new_tokens == query_len
             if not is_same or item.entry is not None or item.num_wanted_drafts:
                 return False
-        return True
+        interrupts = self._interrupts
+        return not (interrupts and any(ends(scheduled[number]) for number, ends in interrupts))
 
     def extend_table(self, number: int, first: int, block_ids: tuple[int, ...]) -> None:
         """Store new blocks, from index `first` on, of the run's sequence `number`."""

@@ -49,13 +49,13 @@ from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.step_extensions import (
     AdapterRows,
+    ChangedRows,
+    GrammarRows,
     ImageRows,
-    ModelDrafts,
     PooledRows,
     PromptLogprobRows,
     ResultPart,
-    SequenceExtension,
-    StepExtension,
+    StepPlanner,
 )
 from penstock.engine.runner.timing import Stopwatch, stopwatch_of
 from penstock.engine.sampling.grammars import StepMasks
@@ -178,17 +178,12 @@ class ModelRunner:
             model_path, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
         )
         self.images = model.images
-        asked: list[SequenceExtension] = [PromptLogprobRows(self._model), PooledRows(pooler)]
-        if self.images is not None:
-            asked.append(ImageRows(self.images))
         self._batch, self._tokens = make_token_path(
             config.scheduler,
             max_blocks=max_blocks,
             block_size=shape.block_size,
             device=self._device,
-            grammars=self.grammars,
             draws_tokens=not sends_on,
-            extensions=asked,
         )
         self._sends_on = sends_on
         drafter = make_drafter(
@@ -202,9 +197,20 @@ class ModelRunner:
             vocab_size=model.vocab_size,
         )
         num_draft_weight_bytes = 0 if drafter is None else drafter.weight_bytes
-        self._extensions: list[StepExtension] = [] if drafter is None else [ModelDrafts(drafter)]
+        self._planners: list[StepPlanner] = [] if drafter is None else [drafter]
+        self._batch.extensions = [
+            PooledRows(None if sends_on else pooler),
+            GrammarRows(self.grammars, config.scheduler.max_num_seqs, self._device),
+            ChangedRows(),
+        ]
+        if drafter is not None:
+            self._batch.extensions.append(drafter)
         if isinstance(self.adapters, AdapterSlots):
-            self._extensions.append(AdapterRows(self.adapters))
+            self._batch.extensions.append(AdapterRows(self.adapters))
+        if self.images is not None:
+            self._batch.extensions.append(ImageRows(self.images))
+        if not sends_on:
+            self._batch.extensions.append(PromptLogprobRows(self._model))
         # A draft model has keys and values of its own, which would be missing.
         self.block_bytes: HostTier | NoBlockBytes = (
             self._host_tier if drafter is None else NoBlockBytes()
@@ -240,29 +246,23 @@ class ModelRunner:
             self._batch.update(batch)
             if batch.moves:
                 self._host_tier.execute(batch.moves)
-            for extension in self._extensions:
-                extension.update(batch)
             stopwatch = self._start_stopwatch()
+            for planner in self._planners:
+                planner.plan(batch)
             if not batch.scheduled:
                 return StepInFlight(batch.step, stopwatch, self._host_tier)
-            for extension in self._extensions:
-                extension.before(batch)
             inputs = self._batch.prepare(
                 batch, self._kv_pool, needs_prompt_lens=self.info.needs_prompt_lens
             )
-            for extension in self._extensions:
-                extension.bind(batch, () if self._sends_on else inputs.sampled_seq_ids)
             output = self._forward(inputs)
+            chosen = None if self._sends_on else self._choose(output, inputs.sampling)
             parts: list[ResultPart] = []
-            for extension in self._extensions:
-                part = extension.after(batch, inputs, output)
-                parts += () if part is None else (part,)
-            if self._sends_on:
-                return PendingStage(batch.step, stopwatch, self._host_tier)
-            tokens = self._tokens.append(inputs, self._choose(output, inputs.sampling))
             for read in inputs.readers:
-                part = read(output)
+                part = read(inputs, output)
                 parts += () if part is None else (part,)
+            if chosen is None:
+                return PendingStage(batch.step, stopwatch, self._host_tier)
+            tokens = self._tokens.append(inputs, chosen)
             return StepInFlight(batch.step, stopwatch, self._host_tier, inputs, tokens, parts)
 
     def _forward(self, inputs: StepInputs) -> StepOutput:
@@ -292,8 +292,6 @@ class ModelRunner:
             return
         for seq_id, (num_drafts, token_ids) in tokens.items():
             self._batch.receive(seq_id, token_ids, num_drafts=num_drafts)
-        for extension in self._extensions:
-            extension.settle(tuple(tokens))
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
         """The token of each sampled row, which a GPU may not have computed yet."""

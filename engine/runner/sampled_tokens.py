@@ -11,7 +11,7 @@ next step's inputs; the host has a placeholder until its copy arrives.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,9 +21,7 @@ from torch import Tensor
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.runner.input_batch import InputBatch, StepInputs, staging_num_bytes
 from penstock.engine.runner.staging import InputStaging
-from penstock.engine.runner.step_extensions import SequenceExtension
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled
-from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 
 class Tokens(Protocol):
@@ -172,14 +170,12 @@ def make_token_path(
     max_blocks: int,
     block_size: int,
     device: torch.device,
-    grammars: GrammarCompiler,
     draws_tokens: bool = True,
-    extensions: Sequence[SequenceExtension] = (),
 ) -> tuple[InputBatch, TokenPath]:
     """The sequences of a device, and how their tokens travel.
 
     Args:
-        draws_tokens, extensions: as in `InputBatch`.
+        draws_tokens: as in `InputBatch`.
     """
     is_overlapped = can_schedule_async(device)
     num_seqs, staging = config.max_num_seqs, None
@@ -192,9 +188,7 @@ def make_token_path(
         block_size=block_size,
         device=device,
         staging=staging,
-        grammars=grammars,
         draws_tokens=draws_tokens,
-        extensions=extensions,
     )
     if is_overlapped:
         return batch, TokensOnDevice(batch, num_seqs, device)

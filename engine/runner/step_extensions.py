@@ -1,16 +1,18 @@
 """What features add to a step, before and after its forward pass.
 
-A runner has the `StepExtension` of each feature that its settings turn on (adapters, drafts by a
-model). What single sequences ask for is a `SequenceExtension`: the batch has their state as long
-as they are on the device, and calls those of which a sequence of it has one. Where all is off,
-both lists are empty.
+What a feature knows of a sequence is the state that its `SequenceExtension` returns when the
+sequence enters. The batch keeps it, and it goes when the sequence leaves; a feature of which no
+sequence on the device has a state takes no part in steps. A drafter also plans: it guesses tokens
+before the inputs of a step are made (`StepPlanner`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -23,12 +25,14 @@ from penstock.engine.lora.slots import AdapterSlots
 from penstock.engine.models.language_model import ImageEncoder, LanguageModel, StepOutput
 from penstock.engine.pooling.pooler import PooledSequence, PooledSpan, Pooler, Vectors
 from penstock.engine.request import FinishReason
+from penstock.engine.sampling.grammars import GrammarMasks, SequenceGrammar, StepMasks
 from penstock.engine.sampling.logprobs import PromptSpan, prompt_logprobs
+from penstock.engine.sampling.sampling_table import SamplingRow, SpecialRows
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.vision.image_rows import SequenceImages, step_images
 
 if TYPE_CHECKING:
     from penstock.engine.runner.input_batch import StepInputs
-    from penstock.engine.speculative.device.drafters import Drafter
 
 Integers = npt.NDArray[np.int64]
 
@@ -39,98 +43,68 @@ class ResultPart(Protocol):
     def add_to(self, result: BatchResult) -> BatchResult: ...
 
 
-class StepExtension(Protocol):
-    """What a feature does in every step."""
+class StepPlanner(Protocol):
+    """What a feature does before a step's inputs are made."""
 
-    def update(self, batch: Batch) -> None:
-        """Follow the sequences that enter and leave; also in a step that computes nothing."""
+    def plan(self, batch: Batch) -> None:
+        """Follow the batch's blocks, also where it computes nothing; it may change its drafts."""
         ...
 
-    def before(self, batch: Batch) -> None:
-        """Before the step's inputs are made: it may change the batch's drafts."""
-        ...
 
-    def bind(self, batch: Batch, sampled_seq_ids: Sequence[int]) -> None:
-        """Just before the forward pass.
+class SequenceExtension(Protocol):
+    """What a feature does for the sequences that need it."""
+
+    def enter(self, entry: SequenceEntry, token_ids: Sequence[int], parent: Any) -> object | None:
+        """A new sequence's state; None: it needs nothing.
 
         Args:
-            sampled_seq_ids: the sequence of each row whose logits are computed.
+            token_ids: the sequence's, to which later ones are appended.
+            parent: the state of the sequence that it is a fork of, if that has just left.
         """
         ...
 
-    def after(self, batch: Batch, inputs: StepInputs, output: StepOutput) -> ResultPart | None:
-        """After the forward pass."""
-        ...
-
-    def settle(self, seq_ids: Sequence[int]) -> None:
-        """The new tokens of these sequences are known."""
+    def before(self, step: PlannedRows) -> None:
+        """Before the inputs of a step are made, if some sequence on the device has a state. Where
+        the same rows follow, step after step, only before the first."""
         ...
 
 
-class AdapterRows:
-    """The rows of a step take their adapters from slots."""
+class _Rows(NamedTuple):
+    """A sequence's share of a step.
 
-    def __init__(self, slots: AdapterSlots) -> None:
-        self._slots = slots
+    Attributes:
+        number: of the sequence in the step.
+        first: its first row.
+        sampled: those of the sampled rows that are its: one more than it has drafts, or none.
+        state: the extension's.
+    """
 
-    def update(self, batch: Batch) -> None:
-        self._slots.update(batch)
-
-    def before(self, batch: Batch) -> None:
-        """Inputs do not depend on adapters."""
-
-    def bind(self, batch: Batch, sampled_seq_ids: Sequence[int]) -> None:
-        self._slots.prepare(batch, sampled_seq_ids)
-
-    def after(self, batch: Batch, inputs: StepInputs, output: StepOutput) -> None:
-        """Results do not depend on them either."""
-
-    def settle(self, seq_ids: Sequence[int]) -> None:
-        """Nothing waits for tokens."""
+    number: int
+    item: ScheduledSequence
+    first: int
+    sampled: range
+    state: Any
 
 
-class ModelDrafts:
-    """A model's guesses of what comes next."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.settle = drafter.settle
-
-    def update(self, batch: Batch) -> None:
-        self._drafter.update(batch)
-
-    def before(self, batch: Batch) -> None:
-        self._drafter.propose(batch)
-
-    def bind(self, batch: Batch, sampled_seq_ids: Sequence[int]) -> None:
-        """It has inputs of its own."""
-
-    def after(self, batch: Batch, inputs: StepInputs, output: StepOutput) -> ResultPart:
-        self._drafter.follow(batch, inputs, output)
-        return _CheckedDrafts(self._drafter, inputs.sampled_seq_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedDrafts:
-    drafter: Drafter
-    seq_ids: Sequence[int]
-
-    def add_to(self, result: BatchResult) -> BatchResult:
-        self.drafter.settle(self.seq_ids)
-        return result
+# Takes what it needs of a forward pass, in which the inputs of several steps may be one object.
+Reader = Callable[["StepInputs", StepOutput], ResultPart | None]
+Interrupt = tuple[int, Callable[[ScheduledSequence], bool]]
 
 
 @dataclass(slots=True, kw_only=True)
 class PlannedRows:
-    """A step whose inputs are being made; extensions change it.
+    """A step whose inputs are being made; extensions change it, in their order.
 
     Attributes:
         states: of each sequence, by the extensions that it has.
         starts, stops: int64 [num_seqs], the positions that are computed.
         is_complete: [num_seqs], whether the sequence gets a token.
         images: what images add to the forward pass.
-        readers: take what they need of the forward pass.
+        special: what sampled rows need besides a draw.
+        readers: called after the forward pass.
         may_last: whether the next step's inputs can be made of this one's.
+        interrupts: called before each such step, with the sequence of their number; True: its
+            inputs have to be made anew.
     """
 
     scheduled: Sequence[ScheduledSequence]
@@ -140,66 +114,68 @@ class PlannedRows:
     is_complete: npt.NDArray[np.bool_]
     device: torch.device
     images: StepImages | None = None
-    readers: list[Callable[[StepOutput], ResultPart | None]] = field(default_factory=list)
+    special: SpecialRows = field(default_factory=SpecialRows)
+    readers: list[Reader] = field(default_factory=list)
     may_last: bool = True
+    interrupts: list[Interrupt] = field(default_factory=list)
 
-    def having(
-        self, extension: SequenceExtension
-    ) -> Iterator[tuple[int, ScheduledSequence, int, Any]]:
-        """The sequences that have an extension: number, item, first row in the step, state."""
-        first_row = 0
-        for number, (item, states) in enumerate(zip(self.scheduled, self.states, strict=True)):
+    def sampled_rows(self) -> list[range]:
+        """Which of the sampled rows are each sequence's."""
+        counts = [
+            1 + len(item.draft_token_ids) if is_complete else 0
+            for item, is_complete in zip(self.scheduled, self.is_complete.tolist(), strict=True)
+        ]
+        return [
+            range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)
+        ]
+
+    def having(self, extension: SequenceExtension) -> Iterator[_Rows]:
+        """The sequences that have an extension's state."""
+        first = 0
+        for number, (item, states, sampled) in enumerate(
+            zip(self.scheduled, self.states, self.sampled_rows(), strict=True)
+        ):
             if extension in states:
-                yield number, item, first_row, states[extension]
-            first_row += item.num_new_tokens
-
-
-class SequenceExtension(Protocol):
-    """What some sequences ask for."""
-
-    def enter(self, entry: SequenceEntry, token_ids: Sequence[int]) -> object | None:
-        """A new sequence's state, which goes when the sequence leaves; None: it asks for nothing.
-
-        Args:
-            token_ids: the sequence's, to which later ones are appended.
-        """
-        ...
-
-    def before(self, step: PlannedRows) -> None:
-        """Before the inputs of a step are made, if one of the device's sequences has a state."""
-        ...
+                yield _Rows(number, item, first, sampled, states[extension])
+            first += item.num_new_tokens
 
 
 class PooledRows:
-    """Sequences that end with a vector or scores, not with tokens."""
+    """Sequences that end with a vector or scores, not with tokens. Before those that count sampled
+    rows.
 
-    def __init__(self, pooler: Pooler) -> None:
+    Args:
+        pooler: None: a later stage has the hidden states.
+    """
+
+    def __init__(self, pooler: Pooler | None) -> None:
         self._pooler = pooler
 
-    def enter(self, entry: SequenceEntry, _: Sequence[int]) -> PooledSequence | None:
+    def enter(self, entry: SequenceEntry, *_: object) -> PooledSequence | None:
         return None if entry.pooling is None else PooledSequence(entry.pooling)
 
     def before(self, step: PlannedRows) -> None:
-        spans = []
-        for number, item, first_row, sequence in step.having(self):
-            spans.append(
-                PooledSpan(
-                    seq_id=item.seq_id,
-                    first_row=first_row,
-                    num_rows=item.num_new_tokens,
-                    start=int(step.starts[number]),
-                    is_last=bool(step.is_complete[number]),
-                    sequence=sequence,
-                )
+        spans = [
+            PooledSpan(
+                seq_id=rows.item.seq_id,
+                first_row=rows.first,
+                num_rows=rows.item.num_new_tokens,
+                start=int(step.starts[rows.number]),
+                is_last=bool(step.is_complete[rows.number]),
+                sequence=rows.state,
             )
-            step.is_complete[number] = False
+            for rows in step.having(self)
+        ]
+        step.is_complete[[self in states for states in step.states]] = False
+        pooler = self._pooler
+        if not spans or pooler is None:
+            return
 
-        def read(output: StepOutput) -> ResultPart | None:
-            vectors = self._pooler.pool(spans, output.hidden)
+        def read(_: StepInputs, output: StepOutput) -> ResultPart | None:
+            vectors = pooler.pool(spans, output.hidden)
             return None if vectors is None else _VectorsPart(vectors)
 
-        if spans:
-            step.readers.append(read)
+        step.readers.append(read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +195,13 @@ class PromptLogprobRows:
         self._model = model
 
     def enter(
-        self, entry: SequenceEntry, token_ids: Sequence[int]
+        self, entry: SequenceEntry, token_ids: Sequence[int], _: object
     ) -> tuple[SequenceEntry, Sequence[int]] | None:
         return None if entry.num_prompt_logprobs is None else (entry, token_ids)
 
     def before(self, step: PlannedRows) -> None:
         spans = []
-        for number, item, first_row, (entry, known) in step.having(self):
+        for number, item, first_row, _, (entry, known) in step.having(self):
             start, stop = int(step.starts[number]) + 1, int(step.stops[number]) + 1
             token_ids = known[start : min(stop, entry.num_prompt_tokens)]
             if token_ids:
@@ -240,7 +216,7 @@ class PromptLogprobRows:
                 )
         if spans:
             step.readers.append(
-                lambda output: _PromptPart(
+                lambda _, output: _PromptPart(
                     prompt_logprobs(spans, output.hidden, self._model.logits)
                 )
             )
@@ -260,7 +236,7 @@ class ImageRows:
     def __init__(self, encoder: ImageEncoder) -> None:
         self._encoder = encoder
 
-    def enter(self, entry: SequenceEntry, _: Sequence[int]) -> SequenceImages | None:
+    def enter(self, entry: SequenceEntry, *_: object) -> SequenceImages | None:
         return SequenceImages(entry, self._encoder) if entry.images else None
 
     def before(self, step: PlannedRows) -> None:
@@ -268,3 +244,83 @@ class ImageRows:
         found = step_images(given, step.starts.tolist(), step.stops.tolist(), step.device)
         step.images = found
         step.may_last = found is None or found.rows is None  # which stay in one step
+
+
+class AdapterRows:
+    """Rows that take their adapters from slots."""
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots = slots
+
+    def enter(self, entry: SequenceEntry, *_: object) -> str:
+        """The digest of its adapter; all have one, so that rows without are seen too."""
+        return entry.adapter or ""
+
+    def before(self, step: PlannedRows) -> None:
+        self._slots.use(
+            [states[self] for states in step.states],
+            num_tokens=[item.num_new_tokens for item in step.scheduled],
+            num_sampled=list(map(len, step.sampled_rows())),
+        )
+
+
+class GrammarRows:
+    """Sequences of which not every token may be the next.
+
+    Args:
+        max_num_seqs: sequences on the device.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, max_num_seqs: int, device: torch.device) -> None:
+        self._compiler, self._max_num_seqs, self._device = compiler, max_num_seqs, device
+        self._memory: GrammarMasks | None = None
+
+    def enter(
+        self, entry: SequenceEntry, token_ids: Sequence[int], parent: SequenceGrammar | None
+    ) -> SequenceGrammar | None:
+        if parent is not None:
+            return parent.fork(token_ids)
+        return SequenceGrammar.of(entry, token_ids, self._compiler)
+
+    def before(self, step: PlannedRows) -> None:
+        grammars: dict[int, SequenceGrammar] = {}
+        for rows in step.having(self):
+            if rows.sampled:
+                grammar, drafts = rows.state, rows.item.draft_token_ids
+                num_known = int(step.stops[rows.number]) - len(drafts)
+                is_masked = grammar.needs_mask(num_known, drafts)
+                if is_masked:
+                    grammars |= dict.fromkeys(rows.sampled, grammar)
+                if grammar.is_idle_at_times:
+                    changes = partial(grammar.changes, is_masked)
+                    step.interrupts.append((rows.number, changes))
+        if grammars:
+            num_rows = step.sampled_rows()[-1].stop
+            step.special.masks = StepMasks(self._memory_for(len(grammars)), grammars, num_rows)
+
+    def _memory_for(self, num_masks: int) -> GrammarMasks:
+        if self._memory is None or len(self._memory) < num_masks:  # drafts have masks of their own
+            num_masks += self._max_num_seqs
+            self._memory = GrammarMasks(num_masks, self._compiler.vocab_size, self._device)
+        return self._memory
+
+
+class ChangedRows:
+    """Sequences whose logits are changed before the draw, or whose log-probabilities are asked
+    for."""
+
+    def enter(
+        self, entry: SequenceEntry, token_ids: Sequence[int], _: object
+    ) -> SamplingRow | None:
+        row = SamplingRow(
+            params=entry.params,
+            token_ids=token_ids,
+            num_prompt_tokens=entry.num_prompt_tokens,
+            num_logprobs=entry.num_logprobs,
+        )
+        return row if row.is_special else None
+
+    def before(self, step: PlannedRows) -> None:
+        for rows in step.having(self):
+            num_known = int(step.stops[rows.number]) - len(rows.item.draft_token_ids)
+            step.special.add(rows.sampled, rows.state, num_known)

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.engine.batch import ScheduledSequence, SequenceEntry
 from penstock.engine.request import FinishReason, StructuredOutputs
 from penstock.engine.sampling.lazy_matcher import LazyMatcher
-from penstock.engine.sampling.thought_limit import ThoughtRules, ThoughtState
-from penstock.engine.sampling.token_limits import AnyText, TokenLimits
+from penstock.engine.sampling.thought_limit import ThoughtRules, ThoughtState, thought_rules
+from penstock.engine.sampling.token_limits import AnyText, TokenLimits, limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.token_masks import TokenMasks, mask_words
 
@@ -91,6 +92,34 @@ class SequenceGrammar:
         self._never_token_ids = never_token_ids
         self.is_beam, self.is_drafted = is_beam, is_drafted
 
+    @classmethod
+    def of(
+        cls, entry: SequenceEntry, token_ids: Sequence[int], compiler: GrammarCompiler
+    ) -> SequenceGrammar | None:
+        """A new sequence's, from the beginning of its output; None: any token may come next."""
+        params, vocab_size, eos = entry.params, compiler.vocab_size, compiler.eos_token_ids
+        if not params.is_masked:
+            return None
+        has_grammar = params.structured_outputs is not None
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos)
+        return cls(
+            compiler,
+            params.structured_outputs,
+            token_ids,
+            entry.num_prompt_tokens,
+            min_tokens=params.min_tokens,
+            end_token_ids=[each for each in ends if each < vocab_size],
+            never_token_ids=[each for each in eos if each < vocab_size]
+            if params.ignore_eos and has_grammar
+            else (),
+            is_beam=params.beam_search is not None,
+            is_drafted=entry.is_drafted and (has_grammar or params.thought_limit is not None),
+            limits=limits_of(params, vocab_size),
+            thoughts=None
+            if params.thought_limit is None or params.thinking_token_budget < 0
+            else thought_rules(params.thought_limit, params.thinking_token_budget, compiler),
+        )
+
     def _at_begin(self) -> LLMatcher | AnyText | LazyMatcher:
         """A matcher at the beginning of an output."""
         kept, grammar = self._kept, self._grammar
@@ -111,18 +140,16 @@ class SequenceGrammar:
         is_lazy = isinstance(self._matcher, LazyMatcher | AnyText)
         return is_lazy and self._limits is None and not self.is_beam
 
-    def needs_mask(self, num_known: int, drafts: Sequence[int] | None = None) -> bool:
+    def needs_mask(self, num_known: int, drafts: Sequence[int]) -> bool:
         """Whether it may forbid a token now, or after drafts.
 
         Args:
             num_known: tokens before the drafts.
-            drafts: None: those that follow in the sequence.
         """
         matcher = self._matcher
         if not self.is_idle_at_times:
             return True
         token_ids = self._token_ids
-        given = token_ids[num_known:] if drafts is None else drafts
         num_unknown = 0  # to the host
         while num_known > self._num_taken and token_ids[num_known - 1] < 0:
             num_known -= 1
@@ -131,13 +158,17 @@ class SequenceGrammar:
         if (
             self._thoughts is not None
             and self._thought is not None
-            and self._thoughts.may_restrict(self._thought, num_unknown + len(given))
+            and self._thoughts.may_restrict(self._thought, num_unknown + len(drafts))
         ):
             return True
         if not isinstance(matcher, LazyMatcher):
             return False
-        known = [each for each in given if each >= 0]
+        known = [each for each in drafts if each >= 0]
         return matcher.is_active or matcher.would_begin(known)
+
+    def changes(self, is_masked: bool, item: ScheduledSequence) -> bool:
+        """Whether a step needs a mask where the one before had none, or the other way round."""
+        return is_masked != self.needs_mask(len(self._token_ids), item.draft_token_ids)
 
     def fork(self, token_ids: Sequence[int]) -> SequenceGrammar:
         """For a sequence that begins with all tokens which this one's matcher has taken."""

@@ -1,7 +1,8 @@
 """The sampling parameters of all sequences on a device, as columns of a table.
 
 A sequence's column is filled when it enters, and each step reads the columns of its sequences at
-once: rows that only need a draw cost no Python each. `TokenCounts` are for the penalties.
+once: rows that only need a draw cost no Python each. Those that need more have a `SamplingRow`,
+whose `TokenCounts` are for the penalties.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.request import SamplingParams
-from penstock.engine.sampling.grammars import GrammarMasks, SequenceGrammar, StepMasks
+from penstock.engine.sampling.grammars import StepMasks
 
 # Rows of the table: four floats, then three integers of 64 bits.
 _PARAMETERS, _DRAWS = slice(0, 4), slice(4, 7)
@@ -62,35 +63,27 @@ class SamplingTable:
         max_num_seqs: number of columns.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        device: torch.device,
-        *,
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._columns = np.zeros((7, max_num_seqs), dtype=np.int64)
         self._floats = self._columns.view(np.float64)
-        self._sequences: list[SamplingRow | None] = [None] * max_num_seqs
-        self._is_special = np.zeros(max_num_seqs, dtype=np.bool_)  # needs more than a draw
         self._device = device
-        self._vocab_size = vocab_size
-        self._grammar_masks: GrammarMasks | None = None
 
-    def enter(self, column: int, sequence: SamplingRow) -> None:
-        """Fill a column, replacing its previous sequence."""
-        params = sequence.params
+    def enter(self, column: int, params: SamplingParams, index: int) -> None:
+        """Fill a column, replacing its previous sequence.
+
+        Args:
+            index: the branch of its request; part of the draw.
+        """
         top_k = max(params.top_k, 0)
         self._floats[_PARAMETERS, column] = params.temperature, top_k, params.top_p, params.min_p
         self._columns.view(np.uint64)[_SEED, column] = params.seed
-        self._columns[_INDEX, column] = sequence.index
-        has_logprobs, has_grammar = sequence.num_logprobs is not None, sequence.grammar is not None
-        may_change = ProcessedRow(sequence, sequence.num_prompt_tokens).is_changed
-        self._is_special[column] = may_change or has_logprobs or has_grammar
-        self._sequences[column] = sequence
+        self._columns[_INDEX, column] = index
 
     def select(
-        self, column_ids: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+        self,
+        column_ids: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+        special: SpecialRows | None = None,
     ) -> SamplingBatch:
         """The sequences in these columns, in their order.
 
@@ -98,55 +91,52 @@ class SamplingTable:
             column_ids: [num_rows]
             num_tokens: [num_rows], of each sequence, prompt and output, up to its row: a sequence
                 with drafts has a row for each of them too.
+            special: what these rows need besides a draw.
         """
         columns = self._columns.take(column_ids, axis=1)
         columns[_POSITION] = num_tokens
         is_random = bool(columns[_TEMPERATURE].any())  # as bits: only 0.0 has none set
         on_device = torch.from_numpy(columns).to(self._device, non_blocking=True)
-        changed, num_tops, grammars = {}, {}, {}
-        masked: dict[int, bool] = {}  # by column, whether its grammar says anything yet
-        num_known: dict[int, int] = {}  # by column, the tokens before its drafts
-        for row in np.flatnonzero(self._is_special[column_ids]).tolist():
-            column, num = int(column_ids[row]), int(num_tokens[row])
-            sequence = self._sequences[column]
-            assert sequence is not None
-            changed_row = ProcessedRow(sequence, num, num - num_known.setdefault(column, num))
-            if changed_row.is_changed:
-                changed[row] = changed_row
-            if sequence.num_logprobs is not None:
-                num_tops[row] = sequence.num_logprobs
-            if sequence.grammar is not None:
-                known = num_known[column]
-                if column not in masked:
-                    masked[column] = sequence.grammar.needs_mask(known)
-                if masked[column]:
-                    grammars[row] = sequence.grammar
+        special = special or SpecialRows()
         return SamplingBatch(
             parameters=on_device[_PARAMETERS].view(torch.float64),
             draws=on_device[_DRAWS] if is_random else None,
-            changed=changed,
-            num_tops=num_tops,
+            changed=special.changed,
+            num_tops=special.num_tops,
             num_tokens=columns[_POSITION],
-            masks=self._masks(grammars, len(column_ids)) if grammars else None,
+            masks=special.masks,
         )
 
-    def _masks(self, grammars: Mapping[int, SequenceGrammar], num_rows: int) -> StepMasks:
-        memory, num = self._grammar_masks, len(grammars)
-        if memory is None or len(memory) < num:  # drafts have masks of their own
-            num = len(self._sequences) + num
-            memory = self._grammar_masks = GrammarMasks(num, self._vocab_size, self._device)
-        return StepMasks(memory, grammars, num_rows)
+
+@dataclass(slots=True, kw_only=True)
+class SpecialRows:
+    """What some rows of a step need besides a draw; attributes as of `SamplingBatch`."""
+
+    changed: dict[int, ProcessedRow] = field(default_factory=dict)
+    num_tops: dict[int, int] = field(default_factory=dict)
+    masks: StepMasks | None = None
+
+    def add(self, rows: Sequence[int], sequence: SamplingRow, num_known: int) -> None:
+        """
+        Args:
+            rows: of the sequence: after its last token, and after each of its drafts.
+            num_known: tokens before the drafts.
+        """
+        for num_drafts, row in enumerate(rows):
+            changed = ProcessedRow(sequence, num_known + num_drafts, num_drafts)
+            if changed.is_changed:
+                self.changed[row] = changed
+            if sequence.num_logprobs is not None:
+                self.num_tops[row] = sequence.num_logprobs
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """What the sampler needs of one sequence, as long as it is on the device.
+    """What the sampler needs of one sequence besides its column.
 
     Attributes:
         token_ids: prompt and output so far; grows from step to step.
-        index: the branch of its request; part of the draw.
         num_logprobs: None, or how many of the likeliest tokens to report with the sampled one.
-        grammar: which tokens may come next; None: all.
         seen: counts of each token in prompt and output.
         output: counts of each token in the output.
     """
@@ -154,15 +144,19 @@ class SamplingRow:
     params: SamplingParams
     token_ids: Sequence[int]
     num_prompt_tokens: int
-    index: int
     num_logprobs: int | None = None
-    grammar: SequenceGrammar | None = None
     seen: TokenCounts = field(init=False)
     output: TokenCounts = field(init=False)
 
     def __post_init__(self) -> None:
         self.seen = TokenCounts(self.token_ids, 0)
         self.output = TokenCounts(self.token_ids, self.num_prompt_tokens)
+
+    @property
+    def is_special(self) -> bool:
+        """Whether any of its rows may need more than a draw."""
+        is_changed = ProcessedRow(self, self.num_prompt_tokens).is_changed
+        return is_changed or self.num_logprobs is not None
 
 
 class ProcessedRow:

@@ -17,14 +17,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from penstock.engine.batch import Batch
+from penstock.engine.batch import ScheduledSequence
 from penstock.engine.models.language_model import LanguageModel, StepOutput
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.speculative.device.draft_progress import DraftProgress, Spans
+from penstock.engine.speculative.device.draft_progress import Drafter, Spans
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """
     Args:
         kv_pool: the target's.
@@ -45,48 +45,29 @@ class DraftModel:
         max_num_tokens: int,
         vocab_size: int,
     ) -> None:
-        self._model, self._batch, self._sampler = model, batch, sampler
-        self._max_token_id = vocab_size - 1
-        self._progress = DraftProgress(
+        super().__init__(
             model.state_spec, kv_pool, num_host_blocks, batch, max_num_tokens=max_num_tokens
         )
-        (self._pool,) = self._progress.pools
-        self._proposed: dict[int, int] = {}  # how far, with guesses not checked yet
+        self._model, self._sampler = model, sampler
+        self._max_token_id = vocab_size - 1
+        (self._pool,) = self.pools
 
     @property
     def weight_bytes(self) -> int:
         return self._model.weight_bytes
 
-    def update(self, batch: Batch) -> None:
-        """Follow the batch's moves, and what its sequences' tables hold now."""
-        self._progress.update(batch)
-
-    def propose(self, batch: Batch) -> None:
-        """Guess as many tokens as each item of the batch wants."""
-        self._proposed |= self._progress.propose(batch, self._compute, self._draw)
-
-    def follow(self, batch: Batch, inputs: StepInputs, _: StepOutput) -> None:
-        """Compute the prompts of a step here too.
-
-        Args:
-            inputs: of the target.
-        """
+    def follow(
+        self, scheduled: Sequence[ScheduledSequence], inputs: StepInputs, _: StepOutput
+    ) -> None:
         context = inputs.context
         lacks_lens = self._model.needs_prompt_lens and context.prompt_lens is None
         if inputs.drafts or context.layout.max_query_len == 1 or lacks_lens:
             return  # it catches up when it is to guess
         self._forward(inputs)
-        for item in batch.scheduled:
+        for item in scheduled:
             end = self._batch.num_computed(item.seq_id)
-            if self._progress.count(item.seq_id) >= end - item.num_new_tokens:
-                self._progress.note(item.seq_id, end)
-
-    def settle(self, seq_ids: Sequence[int]) -> None:
-        """Keep what was computed for guesses of these sequences that were right."""
-        for seq_id in seq_ids if self._proposed else ():
-            end = self._proposed.pop(seq_id, None)
-            if end is not None and seq_id in self._progress:  # it has not left
-                self._progress.note(seq_id, min(end, len(self._batch.token_ids(seq_id)) - 1))
+            if self.count(item.seq_id) >= end - item.num_new_tokens:
+                self.note(item.seq_id, end)
 
     def _inputs(self, spans: Spans) -> StepInputs:
         return self._batch.inputs_of(
@@ -100,7 +81,6 @@ class DraftModel:
         self._forward(self._inputs(spans))
 
     def _draw(self, spans: Spans) -> Sequence[int]:
-        """The token after each span."""
         inputs = self._inputs(spans)
         sampling = inputs.sampling
         output = self._model.step(

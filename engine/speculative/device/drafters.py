@@ -6,12 +6,11 @@ One is loaded before the pools are sized, since its own count, and made after th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.engine.batch import Batch
+from penstock.engine.batch import ScheduledSequence
 from penstock.engine.models.backends import fastest
 from penstock.engine.models.language_model import StateSpec, StepOutput
 from penstock.engine.models.loader import DraftingModel
@@ -19,14 +18,14 @@ from penstock.engine.runner.device import use_kv_dtype
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculative.device.draft_model import DraftModel
-from penstock.engine.speculative.device.draft_progress import DraftProgress, Spans
+from penstock.engine.speculative.device.draft_progress import Drafter, Spans
 from penstock.engine.speculative.device.eagle3_head import Eagle3Head
 from penstock.kernels.cpu.library import CpuLibrary
 
 _LAG = 1  # a position is computed with the token after it
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(Drafter):
     """Drafts by an EAGLE-3 head (`eagle3_head`): it continues the target's hidden states.
 
     The features of all tokens are in a pool too, written in every step beside the target's keys and
@@ -56,39 +55,33 @@ class Eagle3Drafter:
         *,
         max_num_tokens: int,
     ) -> None:
-        self._head, self._batch, self._sampler = head, batch, sampler
-        self._progress = DraftProgress(
+        super().__init__(
             head.state_spec,
             kv_pool,
             num_host_blocks,
             batch,
             max_num_tokens=max_num_tokens,
             lag=_LAG,
+            keeps_guesses=False,
         )
-        self._pool, features = self._progress.pools
+        self._head, self._sampler = head, sampler
+        self._pool, features = self.pools
         self._features = features.view(2, -1, features.shape[-1])  # a half of each in each
 
     @property
     def weight_bytes(self) -> int:
         return self._head.weight_bytes
 
-    def update(self, batch: Batch) -> None:
-        """Follow the batch's moves, and what its sequences' tables hold now."""
-        self._progress.update(batch)
-
-    def propose(self, batch: Batch) -> None:
-        """Guess as many tokens as each item of the batch wants."""
-        self._progress.propose(batch, self._compute, self._draw)
-
-    def follow(self, batch: Batch, inputs: StepInputs, output: StepOutput) -> None:
-        """Keep the features of a step, and compute its prompts here too."""
+    def follow(
+        self, scheduled: Sequence[ScheduledSequence], inputs: StepInputs, output: StepOutput
+    ) -> None:
         layout = inputs.context.layout
         self._store(layout.slot_mapping, self._head.fuse(output.features))
         if inputs.drafts or layout.max_query_len == 1:
             return
         spans = {}
-        for item in batch.scheduled:
-            start, end = self._progress.count(item.seq_id), self._batch.num_computed(item.seq_id)
+        for item in scheduled:
+            start, end = self.count(item.seq_id), self._batch.num_computed(item.seq_id)
             is_next = start >= end - item.num_new_tokens - _LAG
             end = min(end, len(self._batch.token_ids(item.seq_id)) - _LAG)
             if is_next and start < end:
@@ -96,16 +89,12 @@ class Eagle3Drafter:
         if spans:
             self._compute(spans)
             for seq_id, (_, end) in spans.items():
-                self._progress.note(seq_id, end)
-
-    def settle(self, seq_ids: Sequence[int]) -> None:
-        """Nothing to keep of guesses."""
+                self.note(seq_id, end)
 
     def _compute(self, spans: Spans) -> None:
         self._forward(self._inputs(spans))
 
     def _draw(self, spans: Spans) -> Sequence[int]:
-        """The token after each span's last token."""
         inputs = self._inputs(spans)
         hidden, features = (each[inputs.sampled_tokens] for each in self._forward(inputs))
         # Of the next guess, until the target's own are there.
@@ -131,9 +120,6 @@ class Eagle3Drafter:
     def _store(self, slots: Tensor, features: Tensor) -> None:
         """features [num_slots, hidden_size]"""
         self._features[:, slots] = features.view(len(slots), 2, -1).transpose(0, 1)
-
-
-Drafter: TypeAlias = DraftModel | Eagle3Drafter
 
 
 def draft_state_spec(model: DraftingModel | None, kv_dtype: torch.dtype) -> StateSpec:

@@ -473,9 +473,9 @@ def test_a_call_is_one_that_was_offered(
         masks = np.zeros((2, 32), np.uint32)
         refused = False
         for token_id in tokenizer.encode(f"{before}{call} Done."):
-            assert not (kept.needs_mask(len(token_ids)) and len(token_ids) < num_free)
+            assert not (kept.needs_mask(len(token_ids), ()) and len(token_ids) < num_free)
             token_ids.append(token_id)  # as a draft
-            if kept.needs_mask(len(token_ids) - 1):
+            if kept.needs_mask(len(token_ids) - 1, token_ids[-1:]):
                 kept.write_masks(masks.ctypes.data, masks)
                 if not masks[0][token_id // 32] >> (token_id % 32) & 1:
                     refused = True

@@ -109,7 +109,7 @@ def test_logits_are_computed_a_few_rows_at_a_time(tiny_checkpoint, driver):
 
 def test_a_batch_calls_extensions_only_while_a_sequence_has_them(tiny_checkpoint, driver):
     drive = driver(tiny_checkpoint())
-    assert drive.runner._extensions == []
+    assert drive.runner._planners == []
     drive.add(1, prompt(8), prompt_logprobs=1)
     drive.add(2, prompt(8))
     drive.step({1: -1, 2: -1})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.sampled_tokens import TokensInFlight, make_token_path
 from penstock.engine.runner.staging import InputStaging
 from penstock.engine.sampling.sampler import ChosenTokens
-from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 from .simulated_streams import SimulatedStreams
 
@@ -49,7 +47,6 @@ class World:
             max_blocks=MAX_BLOCKS,
             block_size=BLOCK_SIZE,
             device=CPU,
-            grammars=GrammarCompiler(Path(), vocab_size=1009, eos_token_ids=()),
         )
         self.expected: dict[int, list[int]] = {}  # every token, those in flight too
         self.computed: dict[int, int] = {}

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from penstock.engine.request import TokenLogprobs
+from penstock.engine.sampling.grammars import GrammarMasks, SequenceGrammar, StepMasks
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampling_table import SamplingRow, SamplingTable
+from penstock.engine.sampling.sampling_table import SamplingRow, SamplingTable, SpecialRows
 from penstock.kernels.cpu.library import load_library
 
 
@@ -19,6 +20,14 @@ class Result:
     token_id: int
     is_valid: bool
     logprobs: TokenLogprobs | None
+
+
+@dataclass(kw_only=True)
+class Row(SamplingRow):
+    """A sequence whose next token is drawn."""
+
+    index: int = 0
+    grammar: SequenceGrammar | None = None
 
 
 class Sample:
@@ -33,7 +42,7 @@ class Sample:
     def __call__(
         self,
         logits: torch.Tensor,
-        rows: Sequence[SamplingRow],
+        rows: Sequence[Row],
         eos_token_ids: Sequence[int] = (),
         *,
         num_drafts: int = 0,
@@ -45,16 +54,22 @@ class Sample:
         """
         logits = logits.to(self._device)
         before = logits.clone()
-        table = SamplingTable(len(rows) + 2, self._device, vocab_size=logits.shape[1])
+        table, special = SamplingTable(len(rows) + 2, self._device), SpecialRows()
         places = np.arange(len(rows))[::-1] + 1
+        grammars: dict[int, SequenceGrammar] = {}
+        num_tokens: list[int] = []
         for place, item in zip(places, rows, strict=True):
-            table.enter(place, item)
-        num_tokens = [
-            len(item.token_ids) - num_after
-            for item in rows
-            for num_after in reversed(range(num_drafts + 1))
-        ]
-        batch = table.select(places.repeat(num_drafts + 1), np.array(num_tokens))
+            table.enter(place, item.params, item.index)
+            num_known = len(item.token_ids) - num_drafts
+            own = range(len(num_tokens), len(num_tokens) + num_drafts + 1)
+            special.add(own, item, num_known)
+            if item.grammar is not None:
+                grammars |= dict.fromkeys(own, item.grammar)
+            num_tokens += range(num_known, len(item.token_ids) + 1)
+        if grammars:
+            memory = GrammarMasks(len(grammars), logits.shape[1], self._device)
+            special.masks = StepMasks(memory, grammars, len(num_tokens))
+        batch = table.select(places.repeat(num_drafts + 1), np.array(num_tokens), special)
         if batch.masks is not None:
             batch.masks.fill()
         sampler = Sampler(eos_token_ids, library=self._libraries.get(logits.dtype))

@@ -17,11 +17,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.sampling.sample import Sample
+from tests.engine.sampling.sample import Row, Sample
 
 from penstock.engine.request import SamplingParams
 from penstock.engine.sampling.grammars import SequenceGrammar
-from penstock.engine.sampling.sampling_table import SamplingRow
 from penstock.engine.sampling.token_limits import limits_of
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.reference.draw_uniforms import as_draws, draw_uniforms_reference
@@ -41,8 +40,8 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 
 def row(
     token_ids: Sequence[int] = (5, 6, 7), *, num_prompt: int = 2, index: int = 0, **params: Any
-) -> SamplingRow:
-    return SamplingRow(
+) -> Row:
+    return Row(
         params=SamplingParams(**{"max_tokens": 100} | params),
         token_ids=list(token_ids),
         num_prompt_tokens=num_prompt,
@@ -63,7 +62,7 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
 # -- the recipe, written again --------------------------------------------------------------
 
 
-def naive_logits(logits: np.ndarray, item: SamplingRow) -> np.ndarray:
+def naive_logits(logits: np.ndarray, item: Row) -> np.ndarray:
     """Everything before the temperature."""
     logits = logits.copy()
     params = item.params
@@ -165,7 +164,7 @@ def _is_cut_close(logits: np.ndarray, params: SamplingParams) -> bool:
 # -- promises -------------------------------------------------------------------------------
 
 
-def mixed_rows() -> list[SamplingRow]:
+def mixed_rows() -> list[Row]:
     return [
         row(temperature=0.0, logprobs=3),
         row(seed=1, top_p=0.9),
@@ -226,7 +225,7 @@ def test_a_row_after_drafts_equals_that_of_a_shorter_sequence(sample):
         assert sample(logits, rows, EOS, num_drafts=3) == sample(logits, shorter, EOS)
 
 
-def limited(token_ids: list[int], **params: Any) -> SamplingRow:
+def limited(token_ids: list[int], **params: Any) -> Row:
     """A row whose tokens its request's own lists limit; its prompt has one token."""
     item = row(token_ids, num_prompt=1, **params)
     compiler = GrammarCompiler(Path(), vocab_size=50, eos_token_ids=())
@@ -365,7 +364,7 @@ def test_penalties_follow_a_sequence_as_it_grows(sample):
     logits = logits_of([0.0, 1.0, 2.0, 3.0])
     token_ids = [3]
     params = SamplingParams(temperature=0.0, frequency_penalty=0.9)
-    item = SamplingRow(params=params, token_ids=token_ids, num_prompt_tokens=1, index=0)
+    item = Row(params=params, token_ids=token_ids, num_prompt_tokens=1, index=0)
     for _ in range(6):
         (result,) = sample(logits, [item])
         token_ids.append(result.token_id)

@@ -250,7 +250,7 @@ def test_logits_over_a_prompt_and_three_drafts(
     path = tiny_checkpoint(num_hidden_layers=8, max_position_embeddings=512, head_dim=head_dim)
     weights = random_weights(head_dim=head_dim)
     core = core_with(path, write_head(tmp_path / "head", weights), max_num_batched_tokens=chunk)
-    head = core._executor._runner._extensions[0]._drafter._head  # type: ignore[attr-defined]
+    head = core._executor._runner._planners[0]._head  # type: ignore[attr-defined]
     positions: list[int] = []
     found: list[Tensor] = []
 
@@ -297,7 +297,7 @@ def observe_steps(core: EngineCore, observe: Callable[[Any, list[int], list[int]
 def check_drafts(core: EngineCore, plain: PlainHead) -> Callable[[], int]:
     """Hold the greedy drafts of each step, and their logits, against the definition; how many there
     were so far."""
-    drafter = core._executor._runner._extensions[0]._drafter  # type: ignore[attr-defined]
+    drafter = core._executor._runner._planners[0]  # type: ignore[attr-defined]
     draw, num_checked = drafter._draw, 0
     found: dict[int, list[Tensor]] = {}  # seq_id → the logits of its drafts in this step
     drawn: list[Tensor] = []
