@@ -78,6 +78,7 @@ _MAX_VOCAB_DIFFERENCE = 128  # of a draft model, as in llama.cpp: padding, a few
 _DUMMY_STD = 0.02
 _NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the numbers differ
 
+TargetModel: TypeAlias = "Decoder | TransformersModel"
 DraftingModel: TypeAlias = Decoder | Eagle3Head
 
 
@@ -88,7 +89,7 @@ def load_model(
     *,
     defers_experts: bool = False,
     ranks: Ranks = ALONE,
-) -> Decoder | TransformersModel:
+) -> TargetModel:
     """The model in directory `path`, with the checkpoint's weights or, for `dummy`, random ones.
 
     Args:
@@ -291,9 +292,7 @@ def _name_tied(quantize: Quantizer, model: TransformersModel) -> None:
         quantize.aliases[source.removesuffix(".weight")] = name.removesuffix(".weight")
 
 
-def build_without_weights(
-    config: ModelConfig, path: Path, *, has_weights: bool
-) -> Decoder | TransformersModel:
+def build_without_weights(config: ModelConfig, path: Path, *, has_weights: bool) -> TargetModel:
     """The model in directory `path` on the meta device: what it stores and needs can be asked.
 
     Args:

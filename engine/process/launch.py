@@ -57,10 +57,9 @@ def run_child(
     title: str,
     main: Callable[[Mapping[str, Any], Status], None],
     *,
-    prepare: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config,
 ) -> int:
-    """Run `main(config, status)` as a child process, after `prepare(config)`, which may fork; its
-    exit code.
+    """Run `main(prepare(config), status)` as a child process; its exit code. `prepare` may fork.
 
     A user's mistake (`EngineError`) is reported in one line through the status pipe; any other
     exception is a bug, and its traceback is logged too.
@@ -72,8 +71,8 @@ def run_child(
     with os.fdopen(int(os.environ[CONFIG_FD]), "rb") as pipe:
         config = json.load(pipe)
     try:
-        prepare(config)
-        main(config, _status())
+        prepared = prepare(config)
+        main(prepared, _status())
     except EngineError as error:
         is_option = isinstance(error, ConfigError) and not isinstance(error, ModelLoadError)
         _status().failed(str(error), code=EXIT_WRONG_OPTION if is_option else 1)

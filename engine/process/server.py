@@ -386,19 +386,25 @@ def _short(keys: Iterable[bytes]) -> bytes:
     return b"".join(key[:SHORT_KEY_BYTES] for key in keys)
 
 
-def parse_config(values: Mapping[str, Any]) -> EngineConfig:
-    """An `EngineConfig` from the plain mapping `dataclasses.asdict` makes of one."""
+def parsed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The process's settings, with an `EngineConfig` in place of the plain mapping that
+    `dataclasses.asdict` makes of one."""
+    values = config["engine"]
     sections: dict[str, Any] = {name: kind(**values[name]) for name, kind in SECTIONS.items()}
-    return EngineConfig(**sections)
+    return {**config, "engine": EngineConfig(**sections)}
 
 
 def serve(config: Mapping[str, Any], status: Status) -> None:
-    """The process: load, report ready, step until SIGTERM."""
+    """The process: load, report ready, step until SIGTERM.
+
+    Args:
+        config: as `parsed` returns it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles it
     # On SIGUSR1 from the supervisor, write all stacks to the log; this does not need the GIL.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     log = configure_logging(config["log_level"], config["log_format"])
-    engine = parse_config(config["engine"])
+    engine: EngineConfig = config["engine"]
     _take_share(config.get("index", 0), engine.device.num_sharing)
     remote = None
     if config.get("tls") is not None:  # before loading, as a mistake ends the start
@@ -518,14 +524,17 @@ def stats_snapshot(
     )
 
 
-def prepare(config: Mapping[str, Any]) -> None:
-    """Leave a template behind, from which the engine starts again without its imports: not where
-    it may use a GPU, whose driver a fork cannot share, nor for ranks, which start on their own."""
-    engine = parse_config(config["engine"])
+def prepare(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings (`parsed`). Leaves a template behind, from which the engine starts again without
+    its imports: not where it may use a GPU, whose driver a fork cannot share, nor for ranks, which
+    start on their own."""
+    config = parsed(config)
+    engine: EngineConfig = config["engine"]
     if engine.device.num_ranks > 1 or (engine.device.device != "cpu" and _has_gpu()):
         decline_template()
     else:
         leave_template(_TITLE)
+    return config
 
 
 def _has_gpu() -> bool:

@@ -1,8 +1,9 @@
 """The device's part of a step: `Batch` in, forward pass, sampling, `BatchResult` out.
 
-Charter of this file: what every model and every request needs. What a rare feature adds to a step
-(drafts, adapters, vectors, prompt log-probabilities, images) is in `step_extensions`, and nothing
-where it is off.
+A runner starts in stages, each of which takes what those before it give: `load` weights, `size`
+the memory beside them, `pack` the weights for what runs them, and capture graphs.
+
+What a feature adds to a step is in `step_extensions`, and nothing where no sequence needs it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import FITTING_LEN, EngineConfig
@@ -26,7 +28,12 @@ from penstock.engine.models.backends import (
     running_library,
 )
 from penstock.engine.models.language_model import LanguageModel, LoadedModel, StepOutput
-from penstock.engine.models.loader import load_drafting_model, load_model
+from penstock.engine.models.loader import (
+    DraftingModel,
+    TargetModel,
+    load_drafting_model,
+    load_model,
+)
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.parallel.ranks import ALONE, Ranks
@@ -44,7 +51,7 @@ from penstock.engine.runner.device import (
 )
 from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.kv_cache import KVShape
-from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
+from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes, NoHostTier
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.step_extensions import (
@@ -55,6 +62,7 @@ from penstock.engine.runner.step_extensions import (
     PooledRows,
     PromptLogprobRows,
     ResultPart,
+    SequenceExtension,
     StepPlanner,
 )
 from penstock.engine.runner.timing import Stopwatch, stopwatch_of
@@ -105,6 +113,134 @@ class RunnerInfo:
     sends_on: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What is on the device once weights are read.
+
+    Attributes:
+        drafting: the model that drafts; None: none does.
+        adapters: their places in the model.
+        shape: of a block.
+        max_model_len: within the model's context.
+    """
+
+    model: TargetModel
+    drafting: DraftingModel | None
+    adapters: AdapterSlots | NoAdapters
+    pooler: Pooler
+    kv_dtype: torch.dtype
+    shape: KVShape
+    max_model_len: int
+
+
+def load(
+    config: EngineConfig,
+    model_path: Path,
+    pooling: ModelPooling,
+    device: torch.device,
+    ranks: Ranks,
+) -> Loaded:
+    """The first stage of a start: read all weights."""
+    check_kv_dtype(config.cache, device)
+    model = load_model(config.model, model_path, device, defers_experts=True, ranks=ranks)
+    adapters = _adapter_slots(config, model, model_path)
+    max_model_len = resolve_max_model_len(config.model, model.context_len)
+    kv_dtype = resolve_kv_dtype(config.cache, model.dtype)
+    use_kv_dtype(model, kv_dtype)
+    drafting = load_drafting_model(config, model)
+    shape = KVShape.of(model.state_spec, config.cache.block_size)
+    num_bytes = num_draft_bytes(draft_state_spec(drafting, kv_dtype), shape.block_size)
+    is_dummy = config.model.load_format == "dummy"
+    score_head = load_score_head(model, pooling, model_path, is_dummy=is_dummy)
+    return Loaded(
+        model=model,
+        drafting=drafting,
+        adapters=adapters,
+        pooler=Pooler(pooling, score_head),
+        kv_dtype=kv_dtype,
+        shape=replace(shape, num_draft_bytes=num_bytes),
+        max_model_len=max_model_len,
+    )
+
+
+def _adapter_slots(
+    config: EngineConfig, model: LoadedModel, model_path: Path
+) -> AdapterSlots | NoAdapters:
+    """Room for adapters in a model whose weights are not packed yet, if the config wants it."""
+    lora = config.lora
+    if not lora.enable_lora:
+        return NO_ADAPTERS
+    architecture, _ = read_model_config(model_path)
+    room = attach_lora_slots(
+        model,
+        architecture.names,
+        num_slots=lora.num_at_once,
+        max_rank=lora.max_lora_rank,
+        library=running_library(model, config.cache.block_size),
+    )
+    return AdapterSlots(room, max_loras=lora.num_at_once, max_rank=lora.max_lora_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The KV pool and its host tier.
+
+    Attributes:
+        max_model_len: that fits into the pool, if the config leaves it open.
+        max_blocks: of a sequence.
+    """
+
+    kv_pool: Tensor
+    host_tier: HostTier | NoHostTier
+    max_model_len: int
+    max_blocks: int
+
+
+def size(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> Memory:
+    """The second stage: allocate what the weights leave room for."""
+    shape, max_model_len = loaded.shape, loaded.max_model_len
+    kv_pool = allocate_pool(config, loaded.model, shape, max_model_len, ranks)
+    num_blocks = kv_pool.shape[2]
+    if config.model.max_model_len == FITTING_LEN:
+        max_model_len = min(max_model_len, num_blocks * shape.block_size)
+    return Memory(
+        kv_pool=kv_pool,
+        host_tier=allocate_host_tier(config, shape, kv_pool, ranks),
+        max_model_len=max_model_len,
+        max_blocks=min(num_blocks, shape.num_blocks_for(max_model_len)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A model as it runs.
+
+    Attributes:
+        library: the CPU kernels, if they run it.
+        sends_on: as in `RunnerInfo`.
+    """
+
+    model: LanguageModel
+    library: CpuLibrary | None
+    dtype: torch.dtype
+    sends_on: bool
+
+
+def pack(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> Packed:
+    """The third stage: whatever runs the model takes the weights out of it."""
+    model, block_size, settings = loaded.model, loaded.shape.block_size, config.device
+    library = cpu_kernels(
+        model, block_size, num_threads=settings.num_threads, num_ranks=ranks.num_on_cores
+    )
+    if settings.deterministic and model.device.type == "cpu":
+        check_deterministic(model, block_size, library)
+    elif settings.deterministic:
+        model.use_invariant_kernels()
+    dtype, sends_on = model.dtype, model.sends_on
+    runs = fastest(model, block_size, library, deterministic=settings.deterministic)
+    return Packed(model=runs, library=library, dtype=dtype, sends_on=sends_on)
+
+
 class ModelRunner:
     """A model with its KV pool and the sequences on its device.
 
@@ -130,110 +266,76 @@ class ModelRunner:
     ) -> None:
         # One for all steps: making one takes longer than entering it.
         self._inference_mode = torch.inference_mode()
-        self._device = select_device(config.device, ranks)
-        self._start_stopwatch = stopwatch_of(self._device)
-        check_kv_dtype(config.cache, self._device)
-        model = load_model(config.model, model_path, self._device, defers_experts=True, ranks=ranks)
-        self.adapters = adapter_slots(config, model, model_path)
-        dtype, quantization = model.dtype, model.quantization
-        max_model_len = resolve_max_model_len(config.model, model.context_len)
-        kv_dtype = resolve_kv_dtype(config.cache, dtype)
-        use_kv_dtype(model, kv_dtype)
-        drafting_model = load_drafting_model(config, model)
-        shape = KVShape.of(model.state_spec, config.cache.block_size)
-        draft_specs = draft_state_spec(drafting_model, kv_dtype)
-        shape = replace(shape, num_draft_bytes=num_draft_bytes(draft_specs, shape.block_size))
-        self._kv_pool = allocate_pool(config, model, shape, max_model_len, ranks)
-        if config.model.max_model_len == FITTING_LEN:
-            max_model_len = min(max_model_len, self._kv_pool.shape[2] * shape.block_size)
-        self._host_tier = allocate_host_tier(config, shape, self._kv_pool, ranks)
-        library = cpu_kernels(
-            model,
-            shape.block_size,
-            num_threads=config.device.num_threads,
-            num_ranks=ranks.num_on_cores,
-        )
-        if config.device.deterministic:
-            if self._device.type == "cpu":
-                check_deterministic(model, shape.block_size, library)
-            else:
-                model.use_invariant_kernels()
-        self._sampler = Sampler(eos_token_ids, library=library)
-        pooling = pooling or ModelPooling()
-        is_dummy = config.model.load_format == "dummy"
-        score_head = load_score_head(model, pooling, model_path, is_dummy=is_dummy)
-        pooler = Pooler(pooling, score_head)
-        num_blocks = self._kv_pool.shape[2]
-        max_blocks = min(num_blocks, shape.num_blocks_for(max_model_len))
-        sends_on = model.sends_on
-        # Last, since it takes the weights out of `model`.
+        device = select_device(config.device, ranks)
+        self._start_stopwatch = stopwatch_of(device)
+        loaded = load(config, model_path, pooling or ModelPooling(), device, ranks)
+        memory = size(config, loaded, ranks)
+        packed = pack(config, loaded, ranks)
+        self._kv_pool, self._host_tier = memory.kv_pool, memory.host_tier
+        self._sends_on = packed.sends_on
         self._model: LanguageModel = with_graphs(
-            fastest(model, shape.block_size, library, deterministic=config.device.deterministic),
-            config,
-            self._kv_pool,
-            max_blocks=max_blocks,
+            packed.model, config, memory.kv_pool, max_blocks=memory.max_blocks
         )
-        self.progress = Progress(self._model, self._device, library)
+        self._sampler = Sampler(eos_token_ids, library=packed.library)
+        vocab_size = loaded.model.vocab_size
+        self.progress = Progress(self._model, device, packed.library)
         self.grammars = GrammarCompiler(
-            model_path, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
+            model_path, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
-        self.images = model.images
+        self.adapters, self.images = loaded.adapters, loaded.model.images
         self._batch, self._tokens = make_token_path(
             config.scheduler,
-            max_blocks=max_blocks,
-            block_size=shape.block_size,
-            device=self._device,
-            draws_tokens=not sends_on,
+            max_blocks=memory.max_blocks,
+            block_size=loaded.shape.block_size,
+            device=device,
+            draws_tokens=not packed.sends_on,
         )
-        self._sends_on = sends_on
         drafter = make_drafter(
-            drafting_model,
-            self._kv_pool,
-            self._host_tier.num_blocks,
+            loaded.drafting,
+            memory.kv_pool,
+            memory.host_tier.num_blocks,
             self._batch,
             self._sampler,
-            library,
+            packed.library,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
-            vocab_size=model.vocab_size,
+            vocab_size=vocab_size,
         )
-        num_draft_weight_bytes = 0 if drafter is None else drafter.weight_bytes
         self._planners: list[StepPlanner] = [] if drafter is None else [drafter]
-        self._batch.extensions = [
-            PooledRows(None if sends_on else pooler),
-            GrammarRows(self.grammars, config.scheduler.max_num_seqs, self._device),
+        extensions: list[SequenceExtension | None] = [
+            PooledRows(None if packed.sends_on else loaded.pooler),
+            GrammarRows(self.grammars, config.scheduler.max_num_seqs, device),
             ChangedRows(),
+            drafter,
+            AdapterRows(self.adapters) if isinstance(self.adapters, AdapterSlots) else None,
+            None if self.images is None else ImageRows(self.images),
+            None if packed.sends_on else PromptLogprobRows(self._model),
         ]
-        if drafter is not None:
-            self._batch.extensions.append(drafter)
-        if isinstance(self.adapters, AdapterSlots):
-            self._batch.extensions.append(AdapterRows(self.adapters))
-        if self.images is not None:
-            self._batch.extensions.append(ImageRows(self.images))
-        if not sends_on:
-            self._batch.extensions.append(PromptLogprobRows(self._model))
+        self._batch.extensions = [each for each in extensions if each is not None]
         # A draft model has keys and values of its own, which would be missing.
         self.block_bytes: HostTier | NoBlockBytes = (
-            self._host_tier if drafter is None else NoBlockBytes()
+            memory.host_tier if drafter is None else NoBlockBytes()
         )
+        order = _order_of(self._model, packed.library)
         self.info = RunnerInfo(
-            max_model_len=max_model_len,
-            vocab_size=model.vocab_size,
-            num_blocks=num_blocks,
-            block_size=shape.block_size,
-            num_host_blocks=self._host_tier.num_blocks,
-            bytes_per_block=shape.bytes_per_block,
-            block_move_s=self._host_tier.block_move_s,
+            max_model_len=memory.max_model_len,
+            vocab_size=vocab_size,
+            num_blocks=memory.kv_pool.shape[2],
+            block_size=loaded.shape.block_size,
+            num_host_blocks=memory.host_tier.num_blocks,
+            bytes_per_block=loaded.shape.bytes_per_block,
+            block_move_s=memory.host_tier.block_move_s,
             needs_prompt_lens=self._model.needs_prompt_lens,
-            dtype=str(dtype).removeprefix("torch."),
-            kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
-            kv_layout=f"{shape} {_order_of(self._model, library)}",
-            quantization=quantization,
-            weight_bytes=self._model.weight_bytes + num_draft_weight_bytes,
+            dtype=str(packed.dtype).removeprefix("torch."),
+            kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
+            kv_layout=f"{loaded.shape} {order}",
+            quantization=loaded.model.quantization,
+            weight_bytes=self._model.weight_bytes
+            + (0 if drafter is None else drafter.weight_bytes),
             async_scheduling=self._tokens.async_scheduling,
-            device=str(self._device),
+            device=str(device),
             num_threads=self._model.num_threads,
             num_verify_rows=self._model.num_verify_rows,
-            sends_on=sends_on,
+            sends_on=packed.sends_on,
         )
 
     def execute(self, batch: Batch) -> BatchResult:
@@ -311,24 +413,6 @@ class ModelRunner:
 def _order_of(model: LanguageModel, library: CpuLibrary | None) -> str:
     """Who decides where a number lies in a block: torch, or C for these instructions."""
     return "torch" if library is None else f"{type(model).__name__} {library.isa}"
-
-
-def adapter_slots(
-    config: EngineConfig, model: LoadedModel, model_path: Path
-) -> AdapterSlots | NoAdapters:
-    """Room for adapters in a model whose weights are not packed yet, if the config wants it."""
-    lora = config.lora
-    if not lora.enable_lora:
-        return NO_ADAPTERS
-    architecture, _ = read_model_config(model_path)
-    room = attach_lora_slots(
-        model,
-        architecture.names,
-        num_slots=lora.num_at_once,
-        max_rank=lora.max_lora_rank,
-        library=running_library(model, config.cache.block_size),
-    )
-    return AdapterSlots(room, max_loras=lora.num_at_once, max_rank=lora.max_lora_rank)
 
 
 class Swaps(Protocol):

@@ -30,7 +30,7 @@ def _run_engine(change: Callable[[Any], None]) -> int:
         return core, info
 
     server.build_core = build
-    return run_child("penstock-engine", server.serve)
+    return run_child("penstock-engine", server.serve, prepare=server.parsed)
 
 
 def _run_server(module: str) -> int:
