@@ -34,7 +34,7 @@ def _refused(check: Any) -> str | None:
 # Those that have another form over HTTP.
 OTHERS = {
     "bad_words_token_ids", "beam_search", "repetition_detection", "speculation",
-    "structured_outputs",
+    "structured_outputs", "thought_limit",
 }  # fmt: skip
 
 
