@@ -599,10 +599,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Notice(enum.Enum):
-    """A stream was preempted for lack of KV blocks, or runs again."""
+    """A stream was preempted for lack of KV blocks, or runs again; or a request that asked for its
+    position waits for a resource, whose kind `param` names."""
 
     PREEMPTED = "preempted"
     RESUMED = "resumed"
+    PREPARING = "preparing"
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -636,7 +638,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         num_host_cached_tokens: how many of those were in host memory.
         score: of a beam search's hypothesis (see `BeamSearch.length_penalty`).
         prefix_id: the hash of a finished branch's last full KV block, which names the whole chain.
-        notice: the branch was preempted, or resumed.
+        notice: the branch was preempted, or resumed, or its request is prepared.
         queue_position: how many requests are served before this one; only while it waits, and if
             it asked.
         num_tokens_ahead: the prompt tokens of those requests; without a position, its own that are

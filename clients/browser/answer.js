@@ -32,7 +32,7 @@
  * @property {Problem} [error]
  */
 /** @typedef {{ position: number, estimatedWaitMs: number }} QueuePlace */
-/** How many tokens of its prompt are computed. @typedef {{ numComputed: number, numTokens: number }} Prefill */
+/** How many tokens of its prompt are computed. @typedef {{ numComputed: number, numTokens: number, leftMs: number }} Prefill */
 /**
  * A token of the answer, and those that were likely in its place.
  * @typedef {{ token: string, logprob: number, bytes: number[], top_logprobs: { token: string, logprob: number }[] }} Token
@@ -74,7 +74,7 @@ export class AnswerError extends Error {
 }
 
 /**
- * Events: `started`, `delta` (detail: the new text), `block` (detail: a Block that has changed), `queue` (detail: QueuePlace), `prefill` (detail: Prefill), `pause` (detail:
+ * Events: `started`, `delta` (detail: the new text), `block` (detail: a Block that has changed), `queue` (detail: QueuePlace), `preparing` (detail: a kind of resource), `prefill` (detail: Prefill), `pause` (detail:
  * true when the server has paused it for lack of memory, false when it continues), `end` (detail:
  * Outcome).
  *
@@ -154,8 +154,11 @@ export class Answer extends EventTarget {
     else if (event.type === "response.output_item.done") this.#take(event.item, true);
     else if (event.type === "penstock.queue") {
       this.#tell("queue", { position: event.position, estimatedWaitMs: event.estimated_wait_ms });
-    } else if (event.type === "penstock.prefill") {
-      this.#tell("prefill", { numComputed: event.computed_tokens, numTokens: event.prompt_tokens });
+    } else if (event.type === "penstock.progress" && event.stage === "prefilling") {
+      const leftMs = event.estimated_ms;
+      this.#tell("prefill", { numComputed: event.computed_tokens, numTokens: event.prompt_tokens, leftMs });
+    } else if (event.type === "penstock.progress" && event.stage === "preparing") {
+      this.#tell("preparing", event.resource);
     } else if (event.type === "penstock.preempted" || event.type === "penstock.resumed") {
       this.#tell("pause", event.type === "penstock.preempted");
     } else if (TERMINAL.has(event.type)) this.settle(event.response);

@@ -8,7 +8,7 @@ import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
 import { keepDraft, NOTHING } from "./drafts.js";
-import { liveText, prefillText, QueueEstimate, queueText, restartText } from "./figures.js";
+import { liveText, prefillText, preparingText, QueueEstimate, queueText, restartText } from "./figures.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { conversationOf, newStore, titleOf } from "./page-state.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
@@ -328,7 +328,7 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
     heardAt = performance.now();
     if (isRestarting && followed === answer) endRestart();
   };
-  for (const name of ["started", "delta", "queue", "prefill", "pause", "block"]) answer.addEventListener(name, hear);
+  for (const name of ["started", "delta", "queue", "preparing", "prefill", "pause", "block"]) answer.addEventListener(name, hear);
   void askAfterEngine(answer, () => performance.now() - heardAt > SILENT_MS && !isPaused);
   // The server has the message: a copy that was kept of it is not needed any more.
   answer.addEventListener("started", () => { if (id === composer.id) composer.keep(); });
@@ -342,6 +342,11 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   answer.addEventListener("queue", (event) => {
     const { detail } = /** @type {CustomEvent} */ (event);
     const text = queueText(detail, estimate.note(detail));
+    say(text);
+    view?.showStatus(text);
+  });
+  answer.addEventListener("preparing", (event) => {
+    const text = preparingText(/** @type {CustomEvent<string>} */ (event).detail);
     say(text);
     view?.showStatus(text);
   });

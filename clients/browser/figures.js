@@ -85,8 +85,14 @@ function waitText(/** @type {number} */ waitMs) {
   return rounded < 120 ? `about ${rounded} s` : `about ${rounded / 60} min`;
 }
 
-export function prefillText(/** @type {import("./answer.js").Prefill} */ { numComputed, numTokens }) {
-  return `Reading the prompt: ${numComputed.toLocaleString()} of ${numTokens.toLocaleString()} tokens`;
+/** `resource`: the kind of what is loaded, as the server calls it. */
+export function preparingText(/** @type {string} */ resource) {
+  return `Waiting: the server loads the ${resource} that this answer needs`;
+}
+
+export function prefillText(/** @type {import("./answer.js").Prefill} */ { numComputed, numTokens, leftMs }) {
+  const left = leftMs > 0 ? `, ${waitText(leftMs)} to go` : "";
+  return `Reading the prompt: ${numComputed.toLocaleString()} of ${numTokens.toLocaleString()} tokens${left}`;
 }
 
 /** `waitMs`: until an engine is expected; null: not known. */

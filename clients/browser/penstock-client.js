@@ -53,7 +53,7 @@ export { isSendableKey, PenstockError } from "./http.js";
 const MAX_STEER_TRIES = 12;
 const PROBE_TIMEOUT_MS = 10_000;
 const STABLE_CONNECTION_MS = 5_000;
-const NOTICES = ["queue", "prefill", "preempted", "resumed"];
+const NOTICES = ["queue", "progress", "preempted", "resumed"];
 const NOT_RESUMABLE = {
   message: "The connection broke, and the server could not store this answer, so it cannot be resumed.",
   code: "not_resumable",

@@ -5,7 +5,7 @@ Unknown events of a newer server are passed on unchanged.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from .objects import Item, Response, TextPart
 
@@ -150,13 +150,20 @@ class Queued(TypedDict):
     estimated_wait_ms: int
 
 
-class Prefilled(TypedDict):
-    """Only if requested with `penstock={"events": ["prefill"]}`."""
+class Progress(TypedDict):
+    """Only if requested with `penstock={"events": ["progress"]}`; fields by the stage."""
 
-    type: Literal["penstock.prefill"]
+    type: Literal["penstock.progress"]
     response_id: str
-    computed_tokens: int
-    prompt_tokens: int
+    stage: Literal["queued", "preparing", "prefilling"]
+    estimated_ms: NotRequired[int]
+    position: NotRequired[int]
+    resource: NotRequired[str]
+    computed_tokens: NotRequired[int]
+    cached_tokens: NotRequired[dict[Literal["device", "host"], int]]
+    prompt_tokens: NotRequired[int]
+    tokens_per_second: NotRequired[float]
+    interpolated: NotRequired[bool]
 
 
 class Parked(TypedDict):
@@ -183,6 +190,6 @@ ResponseEvent: TypeAlias = (
     | ToolOutput
     | ResponseEnded
     | Queued
-    | Prefilled
+    | Progress
     | Parked
 )

@@ -14,13 +14,20 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.preparation.loader import Claims, Loader
 from penstock.engine.preparation.resources import Need, Resources
-from penstock.engine.request import FinishReason, Request, RequestOutput, Requests, refusal
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    Requests,
+    refusal,
+)
 
 MAX_OVERTAKING = 16  # later requests that go ahead of one that waits for room
 _COST = 1.0  # of a request, beside its resources
@@ -35,6 +42,7 @@ class _Waiting:
         turn: in the order of all, with the number of its arrival.
         aborted: branches to abort once it runs.
         num_overtaking: later ones that went ahead while it waited for room.
+        told: the kind of resource that its client was told it waits for.
     """
 
     request: Request
@@ -42,6 +50,7 @@ class _Waiting:
     turn: tuple[float, int]
     aborted: list[int] = field(default_factory=list)
     num_overtaking: int = 0
+    told: str = ""
 
 
 @dataclass(slots=True)
@@ -186,7 +195,7 @@ class PreparationQueue:
 
     def admit(self) -> list[RequestOutput]:
         """Hand over the requests that may run, and have resources loaded for others; the outputs of
-        those that cannot run."""
+        those that cannot run, and what others wait for, as far as they asked."""
         self.has_news = False
         self._collect()
         self._forget_ended()
@@ -202,7 +211,18 @@ class PreparationQueue:
                 self._now = max(self._now, waiting.turn[0])
                 loader.start(need, waiting.request.tenant)
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return [*outputs, *self._told()]
+
+    def _told(self) -> Iterator[RequestOutput]:
+        for waiting in self._waiting:
+            if waiting.request.wants_queue_position:
+                missing = (each.kind.name for each, need in waiting.needs if need.key not in each)
+                name = next(missing, waiting.told)
+                if name != waiting.told:
+                    waiting.told = name
+                    yield RequestOutput(
+                        request_id=waiting.request.request_id, notice=Notice.PREPARING, param=name
+                    )
 
     def close(self) -> None:
         for loader in self._loaders:

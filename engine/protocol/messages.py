@@ -37,7 +37,7 @@ from penstock.engine.request import (
     TokenId,
 )
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 # A peer that is silent for this long is declared dead, at the next heartbeat.

@@ -330,6 +330,10 @@ class OutputProcessor:
                             request_id=sequence.request.request_id,
                             prompt_logprobs=prompt_logprobs,
                             num_tokens_ahead=num_left,
+                            num_cached_tokens=sequence.num_cached_tokens if num_left else 0,
+                            num_host_cached_tokens=sequence.num_host_cached_tokens
+                            if num_left
+                            else 0,
                         )
                     )
         return outputs

@@ -1,10 +1,12 @@
 """How many tokens a step computes, and how tenants with prompts share them.
 
-A step ends for all its sequences together, so prompts must not delay decoding for long. If nothing
-decodes, a step is as large as allowed; beside decodes, prompts get as many tokens as can be
-computed in `max_stall_ms` at the measured rate. So a small model, or a GPU, is never limited, and a
-large model on a CPU, where 2,048 tokens take many seconds, keeps streaming while a long prompt is
-computed (Sarathi-Serve, OSDI 2024, §4.3, also derives the budget from such a limit).
+A step ends for all its sequences together, so prompts must not delay decoding for long: beside
+decodes, prompts get as many tokens as can be computed in `max_stall_ms` at the measured rate. If
+nothing decodes, they get what can be computed in `MAX_STEP_MS`: a request that comes or is aborted
+waits no longer, and whoever waits for a prompt is told how far it is. So a small model, or a GPU,
+is never limited, and a large model on a CPU, where 2,048 tokens take many seconds, keeps streaming
+while a long prompt is computed (Sarathi-Serve, OSDI 2024, §4.3, also derives the budget from such a
+limit).
 
 Tenants get equal parts of the budget; what one does not use goes to the others. Otherwise a long
 prompt would take whole steps until its end, and other tenants' new requests would wait for it. A
@@ -22,6 +24,7 @@ from penstock.engine.request import Sequence
 # Prompt tokens of a step, whatever the limit: with fewer rows a CPU's matrix products run below
 # their full rate, which would delay first tokens.
 MIN_PROMPT_TOKENS = 128
+MAX_STEP_MS = 1000.0
 
 
 def step_budget(
@@ -41,9 +44,10 @@ def step_budget(
     most = config.max_num_batched_tokens
     if config.enable_chunked_prefill:
         most = -(-most // num_microbatches)
-    if not num_decoding or not prefill_tokens_per_s or not config.enable_chunked_prefill:
+    if not prefill_tokens_per_s or not config.enable_chunked_prefill:
         return most
-    in_time = int(prefill_tokens_per_s * config.max_stall_ms / 1e3)
+    limit_ms = config.max_stall_ms if num_decoding else max(config.max_stall_ms, MAX_STEP_MS)
+    in_time = int(prefill_tokens_per_s * limit_ms / 1e3)
     return min(most, num_decoding + max(MIN_PROMPT_TOKENS, in_time))
 
 

@@ -24,9 +24,12 @@ class Reservation:
 
     The owner calls `started` when the engine has begun the request and `release` when the request
     has ended. Only the first call of each counts.
+
+    Attributes:
+        expected_s: until the first token, from rates; 0: nothing has been measured.
     """
 
-    __slots__ = ("_caller", "_cost", "_hold", "_queue", "_waiting", "is_released")
+    __slots__ = ("_caller", "_cost", "_hold", "_queue", "_waiting", "expected_s", "is_released")
 
     def __init__(
         self,
@@ -36,7 +39,9 @@ class Reservation:
         cost: ExpectedCost | None = None,
         queue: EngineQueue | None = None,
         waiting: Waiting | None = None,
+        expected_s: float = 0.0,
     ) -> None:
+        self.expected_s = expected_s
         self._caller = caller
         self._hold = hold
         self._cost = cost
@@ -129,12 +134,15 @@ class Admission:
         except BaseException:
             hold.cancel()
             raise
+        num_new = self._cost.prompt_tokens(tenant, num_prompt)
+        expected_s = self._queue.ttft_s(caller, num_prompt, num_new=num_new)
         return Reservation(
             caller,
             hold=hold,
             cost=self._cost,
             queue=self._queue,
             waiting=self._queue.enter(caller, num_prompt),
+            expected_s=expected_s,
         )
 
     async def count(self, caller: Caller) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -30,8 +31,7 @@ class Delta(msgspec.Struct, gc=False):
         notice: an event of the branch before this text.
         queue_position: for a waiting request that asked for it: how many are served before it.
         estimated_wait_ms: with `queue_position`, the wait; 0 while nothing has been measured.
-        num_prefilled: for a request that asked for its position, and whose prompt takes several
-            steps: how many of its tokens are computed.
+        progress: what a request waits for that asked; see `Progress`. The delta has nothing else.
         pieces: of items, where thoughts or tool calls are looked for; then `text` is empty, or it
             continues the newest item, a message, and there are no pieces.
     """
@@ -43,16 +43,14 @@ class Delta(msgspec.Struct, gc=False):
     notice: Notice | None = None
     queue_position: int | None = None
     estimated_wait_ms: int = 0
-    num_prefilled: int | None = None
+    progress: dict[str, Any] | None = None
     pieces: Sequence[Piece] = ()
 
     @property
     def is_told(self) -> bool:
         """Whether it has news beside the output."""
         return (
-            self.notice is not None
-            or self.queue_position is not None
-            or self.num_prefilled is not None
+            self.notice is not None or self.queue_position is not None or self.progress is not None
         )
 
     @property

@@ -10,6 +10,7 @@ a log.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import time
@@ -30,6 +31,7 @@ from penstock.engine.chat_formats import (
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import (
     FinishReason,
+    Notice,
     Request,
     RequestOutput,
     TokenLogprobs,
@@ -40,6 +42,7 @@ from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError, SupersededError
 from penstock.gateway.generation.branch import Branch, Delta
+from penstock.gateway.generation.progress import Estimates, Expectation, Progress
 from penstock.gateway.sources import Source, next_of
 from penstock.gateway.storage.usage.ledger import (
     Counts,
@@ -100,6 +103,7 @@ class Generation:
         has_end_logprobs: see `GenerationOptions`.
         ledger: where its usage is recorded; None: nowhere, or whoever runs it records it.
         key_id: of its caller's API key.
+        estimates: of times to first tokens; None: there are none.
 
     Attributes:
         prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; complete
@@ -123,6 +127,7 @@ class Generation:
         has_end_logprobs: bool = False,
         ledger: Ledger | None = None,
         key_id: str = "",
+        estimates: Estimates | None = None,
     ) -> None:
         self.request = request
         self.ledger = ledger
@@ -156,6 +161,10 @@ class Generation:
         self._compute_us = self._block_us = 0
         self._spent_before = NO_USAGE
         self._noted: Noted = None
+        self._estimates = estimates
+        self._expectation: Expectation | None = None  # until the first token
+        self._progress: Progress | None = None  # likewise, if it was asked for
+        self._timer: asyncio.TimerHandle | None = None  # of the next event about it
 
     def put_prompt(self, token_ids: Sequence[int], *, max_model_len: int, spent: Usage) -> None:
         """Replace the prompt of a generation that has not begun.
@@ -196,13 +205,25 @@ class Generation:
         if not self.is_finished:
             self._stream = self._engine.submit(self.request, epoch=self._epoch)
         self._stage = _Stage.WAITING
+        if self._stream is not None:
+            self._expect()
         return self
+
+    def _expect(self) -> None:
+        if self._estimates is None:
+            return
+        num_tokens, reserved = self._num_prompt_tokens, self._reservation
+        expected = Expectation(self._estimates, reserved.expected_s, num_tokens)
+        self._expectation = expected
+        if self.request.wants_queue_position and not self.request.output_token_ids:
+            self._progress = Progress(num_tokens, self._estimates, expected, reserved)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Not a coroutine, so that cancellation cannot interrupt it.
         if self._stream is not None:
             self._engine.abort(self._stream)
         self._stream, self._stage = None, _Stage.LEFT
+        self._end_progress()
         is_error = kind is not None and issubclass(kind, Exception)
         is_error &= kind is not SupersededError
         rest = FinishReason.ERROR if is_error else FinishReason.ABORT
@@ -330,12 +351,27 @@ class Generation:
                 delta = self._delta_of(output)
                 if delta is not None:
                     deltas.append(delta)
+            if self._progress is not None and (told := self._progress.take()) is not None:
+                deltas.append(Delta(0, "", progress=told))
         return deltas
 
     def when_ready(self, call: Callable[[], None]) -> bool:
         if self._due or self._stream is None or not self._num_running:
             return False
+        if self._progress is not None:
+            due_in_s = self._progress.due_in_s()
+            if due_in_s <= 0:
+                return False
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(due_in_s, call)
         return self._stream.when_ready(call)
+
+    def _end_progress(self) -> None:
+        self._progress = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _catch_up(self, token_ids: tuple[int, ...]) -> None:
         """Process the output tokens that are known, as if they had just arrived."""
@@ -389,6 +425,10 @@ class Generation:
         branch = self.branches[output.index]
         if branch.finish_reason is not None:
             return None  # already in flight when the branch was stopped
+        if self._progress is not None:
+            self._progress.hear(output)
+        if output.notice is Notice.PREPARING:
+            return None
         if output.num_cached_tokens > self._num_cached_tokens:
             self._num_cached_tokens = output.num_cached_tokens
             self._num_host_cached_tokens = output.num_host_cached_tokens
@@ -409,13 +449,13 @@ class Generation:
         if num_tokens and self._stage is not _STARTED:
             self._stage = _STARTED
             self._reservation.started()
+            if self._expectation is not None:
+                self._expectation.met()
+            self._end_progress()
         if output.queue_position is not None:
             delta.queue_position = output.queue_position
             wait_s = self._reservation.wait_s(output.num_tokens_ahead)
             delta.estimated_wait_ms = round(wait_s * 1e3)
-            return delta
-        if output.num_tokens_ahead:
-            delta.num_prefilled = max(0, self._num_prompt_tokens - output.num_tokens_ahead)
             return delta
         if delta.text or delta.pieces or delta.logprobs or delta.finish_reason or delta.notice:
             return delta

@@ -67,6 +67,7 @@ from penstock.gateway.generation.generation import DeltaSource, Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import LARGE, PacedWork, work_of
+from penstock.gateway.generation.progress import Estimates
 from penstock.gateway.generation.prompt_memory import MIN_KNOWN_CHARS, PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_parts import as_read, names_parts_of, reads_of
@@ -143,6 +144,10 @@ class RequestPlanner:
         self._engine = engine
         self._metrics = metrics
         self._ledger = ledger
+        self._estimates = Estimates(
+            lambda: engine.stats.prefill_tokens_per_s / engine.num_engines,
+            metrics.estimate_ratio.observe,
+        )
         self._admission = admission
         self._memory = PromptMemory(model.tokenizer)
         self._templates = templates
@@ -563,6 +568,7 @@ class RequestPlanner:
             request,
             texts=texts,
             meter=StreamMeter(self._metrics, request.tenant),
+            estimates=self._estimates,
             shown=shown,
             output_format=output_format,
             epoch=epoch,

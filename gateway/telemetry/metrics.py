@@ -34,6 +34,7 @@ from penstock.gateway.telemetry.worker_metrics import Workers
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 10.0)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2, 5)
 _LAG_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _LAG_INTERVAL_S = 0.1
@@ -124,6 +125,12 @@ class Metrics:
             "time_to_first_token_seconds",
             "Seconds from admission to the first token.",
             buckets=_TTFT_BUCKETS,
+        )
+        self.estimate_ratio = self._histogram(
+            "time_to_first_token_estimate_ratio",
+            "Predicted ÷ real seconds from admission to the first token, of requests for which "
+            "rates were measured and that took 50 ms or more.",
+            buckets=_RATIO_BUCKETS,
         )
         self.inter_token_latency = PlainHistogram(
             "penstock:inter_token_latency_seconds",

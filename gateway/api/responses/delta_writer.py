@@ -161,11 +161,8 @@ class DeltaWriter:
         if delta.queue_position is not None:
             wait_ms = delta.estimated_wait_ms
             self._run.notify("queue", position=delta.queue_position, estimated_wait_ms=wait_ms)
-        if delta.num_prefilled is not None:
-            num_tokens = len(self._generation.request.prompt_token_ids)
-            self._run.notify(
-                "prefill", computed_tokens=delta.num_prefilled, prompt_tokens=num_tokens
-            )
+        if delta.progress is not None:
+            self._run.notify("progress", **delta.progress)
 
     def _log(self, text: str) -> None:
         """Log text of the newest item, if there is any, or if the item begins."""

@@ -56,7 +56,7 @@ class ResponseExtensions(Extensions):
 
     continues: bool = Field(default=False, alias="continue")
     events: Annotated[
-        list[Literal["preempted", "resumed", "queue", "prefill"]],
+        list[Literal["preempted", "resumed", "queue", "progress"]],
         Field(max_length=_MAX_EVENTS, fail_fast=True),
     ] = Field(default_factory=list)
 
@@ -274,7 +274,7 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def wants_queue_position(self) -> bool:
-        return bool({"queue", "prefill"} & set(self.penstock.events))
+        return bool({"queue", "progress"} & set(self.penstock.events))
 
     @property
     def generates(self) -> bool:

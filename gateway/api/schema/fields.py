@@ -153,6 +153,16 @@ class Extensions(Model):
     speculation: bool = True
 
 
+class StreamExtensions(Extensions):
+    """Those of chats and completions.
+
+    Attributes:
+        events: `progress`: chunks without choices say what the request waits for.
+    """
+
+    events: Annotated[list[Literal["progress"]], Field(max_length=1)] = Field(default_factory=list)
+
+
 class LoopDetection(Model):
     """vLLM's `repetition_detection`: when an output that repeats itself ends."""
 
@@ -410,6 +420,7 @@ class ChoicesRequest(SamplingRequest):
     """
 
     stream_options: StreamOptions = StreamOptions()
+    penstock: StreamExtensions = StreamExtensions()
     n: NumBranches = 1
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
@@ -459,6 +470,10 @@ class ChoicesRequest(SamplingRequest):
             return prompt_token_ids
         is_left = self.truncation_side == "left"
         return prompt_token_ids[-num_kept:] if is_left else prompt_token_ids[:num_kept]
+
+    @property
+    def wants_queue_position(self) -> bool:
+        return self.stream and bool(self.penstock.events)
 
     @property
     def formats(self) -> Iterator[Asked]:

@@ -140,8 +140,9 @@ class Answer(abc.ABC):
                 deltas = await next_of(merged)
                 if deltas is None:
                     break
-                for number, _ in deltas:
-                    await self._see_prompt(number)
+                for number, delta in deltas:
+                    if not delta.is_told:  # nothing has been computed
+                        await self._see_prompt(number)
                 for payload in self._encoded(deltas):
                     if not out.write(payload):
                         await out.drained()
@@ -184,10 +185,24 @@ class Answer(abc.ABC):
 
     def _events(self, index: int, delta: Delta) -> Sequence[bytes]:
         """A delta's events, or pieces of them."""
+        if delta.is_told and (delta.progress is not None or delta.queue_position is not None):
+            return self._progress(delta)
         frame = self._frames.get(index)
         if frame is None or delta.finish_reason is not None or not delta.text:
             return self._general(index, delta)
         return frame[0], orjson.dumps(delta.text), frame[1]
+
+    def _progress(self, delta: Delta) -> Sequence[bytes]:
+        """A chunk without choices about what the request waits for."""
+        if delta.progress is None:
+            return ()  # `progress` tells the position too
+        chunk = {
+            **self._head,
+            "object": self.chunk_name,
+            "choices": [],
+            "penstock": {"progress": delta.progress},
+        }
+        return (data(orjson.dumps(chunk)),)
 
     def _general(self, index: int, delta: Delta) -> list[bytes]:
         """A delta's events. What surrounds the text is kept, if that is all that will change."""

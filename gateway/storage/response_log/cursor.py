@@ -56,7 +56,10 @@ class Cursor:
     ) -> None:
         self._replica = replica
         self._notices = notices
-        self._next_notice = len(notices)
+        # What the response waits for is told to whoever comes while it does.
+        is_waiting = bool(notices) and notices[-1][0] >= len(replica.entries)
+        is_told = is_waiting and notices[-1][1].kind == "progress"
+        self._next_notice = len(notices) - is_told
         self._after = after
         place = bisect_right(replica.entries, after, key=attrgetter("last_number"))
         self._place = min(place, replica.num_visible)

@@ -150,6 +150,7 @@ def request(
     tenant: str = "",
     weight: float = 1.0,
     prompt: tuple[int, ...] = (),
+    wants_queue_position: bool = False,
     **params: int,
 ) -> Request:
     """With one token of the prompt for each image."""
@@ -157,6 +158,7 @@ def request(
         request_id=request_id,
         prompt_token_ids=(*prompt, *range(1, len(images) + 1), 1),
         tenant=tenant,
+        wants_queue_position=wants_queue_position,
         weight=weight,
         adapter=None if adapter_name is None else adapter(adapter_name),
         images=tuple(

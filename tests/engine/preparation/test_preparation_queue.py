@@ -13,7 +13,7 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.lora.quarantine import Quarantine, mark_name
 from penstock.engine.preparation.preparation_queue import MAX_OVERTAKING, PreparationQueue
 from penstock.engine.preparation.resources import AdapterResources
-from penstock.engine.request import Adapter, FinishReason, Request, RequestOutput
+from penstock.engine.request import Adapter, FinishReason, Notice, Request, RequestOutput
 
 from .stores import Running, Stores, adapter, request
 
@@ -365,3 +365,25 @@ def test_what_has_ended_engines_is_not_read(room: Room, tmp_path: Path) -> None:
     assert output.is_refused
     assert "has ended 2 engines" in (output.error or "")
     assert not room.stores.adapters.held
+
+
+def test_who_asked_is_told_what_it_waits_for(make_room: Callable[..., Room]) -> None:
+    """Each kind once, in the order in which they are there; nothing of what is there already."""
+    room = make_room()
+    room.stores.shut()
+    needs = {"grammar": "a", "adapter_name": "b", "images": ("c",)}
+    room.add(
+        request("asks", wants_queue_position=True, **needs),  # type: ignore[arg-type]
+        request("does not", **needs),  # type: ignore[arg-type]
+    )
+    told = room.queue.admit()
+    room.stores.open()
+    told += room.run_dry()
+    assert {output.request_id for output in told} == {"asks"}
+    assert all(output.notice is Notice.PREPARING for output in told)
+    kinds = [output.param for output in told]
+    assert kinds[0] == "grammar"
+    assert kinds == sorted(set(kinds), key=["grammar", "adapter", "image"].index)
+    room.add(request("again", wants_queue_position=True, **needs))  # type: ignore[arg-type]
+    assert not room.run_dry()
+    assert room.running.requests.keys() == {"asks", "does not", "again"}

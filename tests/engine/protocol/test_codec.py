@@ -134,7 +134,7 @@ def test_another_layout_is_another_version() -> None:
     ]
     without_modules = re.sub(r"\bpenstock(\.\w+)*\.", "", repr(layout))
     digest = hashlib.sha256(without_modules.encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (23, "bd57a41d1be618e6")
+    assert (PROTOCOL_VERSION, digest) == (24, "bd57a41d1be618e6")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

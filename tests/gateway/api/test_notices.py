@@ -96,3 +96,69 @@ async def test_chat_streams_say_nothing_of_it(served: Served) -> None:
     assert "penstock" not in text
     assert "preempted" not in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+PROGRESS = {"events": ["progress"]}
+WAITING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+}
+
+
+def progress_of(event: dict[str, Any]) -> dict[str, Any] | None:
+    if event.get("type") == "penstock.progress":
+        return event
+    found: dict[str, Any] | None = event.get("penstock", {}).get("progress")
+    return found
+
+
+@pytest.mark.parametrize("path", WAITING)
+async def test_who_waits_is_told_again_and_again_for_what(served: Served, path: str) -> None:
+    """Until the first token: the engine says nothing for longer than events are apart."""
+    served.engine.may_speak.clear()
+    body = WAITING[path] | {"stream": True, "penstock": PROGRESS, "max_tokens": 500}
+    if path == "/v1/responses":
+        del body["max_tokens"]
+    told: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    async with served.http.stream("POST", path, json=body) as response:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            progress = progress_of(event)
+            if progress is None:
+                others.append(event)
+                continue
+            told.append(progress)
+            assert event.get("choices", []) == []
+            assert progress["stage"] == "queued"
+            assert progress["estimated_ms"] >= 0
+            assert not any(each.get("choices") or "delta" in each for each in others)
+            if len(told) == 3:
+                served.engine.may_speak.set()
+    assert len(told) >= 3
+    assert "".join(map(text_of, others)) == ANSWER
+
+
+def text_of(event: dict[str, Any]) -> str:
+    for choice in event.get("choices", []):
+        return choice.get("text") or choice.get("delta", {}).get("content") or ""
+    return event["delta"] if event.get("type", "").endswith("text.delta") else ""
+
+
+async def test_a_whole_answer_waits_in_silence(served: Served) -> None:
+    body = WAITING["/v1/chat/completions"] | {"penstock": PROGRESS}
+    answer = (await served.http.post("/v1/chat/completions", json=body)).json()
+    assert answer["choices"][0]["message"]["content"] == ANSWER
+    (request,) = served.engine.submitted.values()
+    assert not request.wants_queue_position
+
+
+async def test_what_is_no_event_is_refused(served: Served) -> None:
+    for path, body in WAITING.items():
+        sent = body | {"penstock": {"events": ["prefill"]}}
+        refused = await served.http.post(path, json=sent)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith("penstock.events")

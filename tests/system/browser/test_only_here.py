@@ -70,7 +70,7 @@ async def test_the_queue_and_the_prompt(page: Page, slow_server: Served) -> None
     await finished(waiting)
     await expect(status).to_be_hidden()
     statuses = await page.evaluate("statuses")
-    shares = [re.match(r"Reading the prompt: (\d+) of (\d+) tokens$", text) for text in statuses]
+    shares = [re.match(r"Reading the prompt: (\d+) of (\d+) tokens", text) for text in statuses]
     counts = [(int(match[1]), int(match[2])) for match in shares if match]
     assert len(counts) >= 2
     assert counts == sorted(counts)

@@ -1,0 +1,250 @@
+"""What a request waits for until its first token, and for how long: `penstock.progress`.
+
+An engine tells when a request's position, what is prepared for it, or the number of its computed
+tokens changes. In between, at least once a second, the last of it is told again: tokens of a prompt
+as they are at the measured rate, marked as interpolated.
+
+Predictions are of measured rates. At admission they are corrected by how far earlier ones were off,
+of prompts of about the size. While a prompt is computed, it is known what its tokens so far took
+and, from it and from earlier prompts, how much longer later tokens take, which attend to more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Protocol
+
+from penstock.engine.request import Notice, RequestOutput
+
+INTERVAL_S = 0.9
+_MIN_INTERVAL_S = 0.2  # between events about one stage
+_WEIGHT = 0.3  # of the newest request in a correction
+_KEPT = 0.97  # of the weight of steps, with each one
+_PRIOR_S = 0.5  # of a prompt's steps, as much as which earlier prompts weigh
+_MOST_OFF = math.log(8.0)  # of a correction, which one outlier must not turn around
+_MIN_OBSERVED_S = 0.05  # shorter times are the event loop's
+
+
+class TokenCosts:
+    """What a prompt's token takes at its position: a line, fitted to the steps of prompts so far.
+    Newer ones weigh more."""
+
+    def __init__(self) -> None:
+        self._num = self._x = self._xx = self._y = self._xy = 0.0
+
+    def note(self, start: int, stop: int, seconds: float) -> None:
+        """The tokens from one position to another took so long."""
+        num, x = float(stop - start), (start + stop) / 2
+        for name, value in (
+            ("_num", num), ("_x", num * x), ("_xx", num * x * x), ("_y", seconds),
+            ("_xy", seconds * x),
+        ):  # fmt: skip
+            setattr(self, name, getattr(self, name) * _KEPT + value)
+
+    def seconds(self, start: float, stop: float) -> float:
+        """What the tokens between two positions take; 0 if nothing is known."""
+        if not self._num:
+            return 0.0
+        spread = self._num * self._xx - self._x**2
+        # Later tokens never take less: where it seems so, others had a part of the time.
+        slope = max(0.0, (self._num * self._xy - self._x * self._y) / spread if spread > 1 else 0.0)
+        mean, at = self._y / self._num, self._x / self._num
+        slope = min(slope, mean / at if at else 0.0)  # the first one takes time too
+        return (stop - start) * (mean + slope * ((start + stop) / 2 - at))
+
+
+class Estimates:
+    """Predicted times to first tokens, and how right they are.
+
+    Args:
+        rate: prompt tokens that an engine computes in a second; 0 if that was not measured.
+        observe: told each prediction ÷ what it was.
+    """
+
+    def __init__(self, rate: Callable[[], float], observe: Callable[[float], None]) -> None:
+        self.rate = rate
+        self._observe = observe
+        self.costs = TokenCosts()
+        self._logs: dict[int, float] = {}  # by size: of the factor
+
+    def corrected(self, seconds: float, num_tokens: int) -> float:
+        """A prediction from rates, for a prompt of so many tokens, as experience has it."""
+        return seconds * math.exp(self._log(num_tokens.bit_length()))
+
+    def learn(self, predicted_s: float, told_s: float, seconds: float, num_tokens: int) -> None:
+        """
+        Args:
+            predicted_s: from rates.
+            told_s: corrected.
+            seconds: what it was.
+        """
+        if predicted_s <= 0 or seconds < _MIN_OBSERVED_S:
+            return
+        self._observe(told_s / seconds)
+        size = num_tokens.bit_length()
+        found = max(-_MOST_OFF, min(_MOST_OFF, math.log(seconds / predicted_s)))
+        known = self._logs.get(size)
+        self._logs[size] = found if known is None else known + _WEIGHT * (found - known)
+
+    def _log(self, size: int) -> float:
+        if not self._logs:
+            return 0.0
+        return self._logs[min(self._logs, key=lambda known: abs(known - size))]
+
+
+class Expectation:
+    """The prediction of one request's first token, made when it was admitted.
+
+    Args:
+        predicted_s: from rates; 0: nothing has been measured.
+    """
+
+    __slots__ = ("_began_s", "_estimates", "_num_tokens", "_predicted_s", "told_s")
+
+    def __init__(self, estimates: Estimates, predicted_s: float, num_tokens: int) -> None:
+        self._estimates, self._num_tokens = estimates, num_tokens
+        self._predicted_s = predicted_s
+        self.told_s = estimates.corrected(predicted_s, num_tokens)
+        self._began_s = perf_counter()
+
+    def left_s(self) -> float:
+        return max(0.0, self.told_s - (perf_counter() - self._began_s))
+
+    def met(self) -> None:
+        """The first token is there."""
+        seconds = perf_counter() - self._began_s
+        self._estimates.learn(self._predicted_s, self.told_s, seconds, self._num_tokens)
+
+
+class Waits(Protocol):
+    def wait_s(self, num_tokens_ahead: int) -> float: ...
+
+
+class Progress:
+    """Of one request.
+
+    Args:
+        num_tokens: of its prompt.
+        queue: predicts waits.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        estimates: Estimates,
+        expectation: Expectation,
+        queue: Waits,
+        *,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._num_tokens, self._estimates, self._queue = num_tokens, estimates, queue
+        self._expectation, self._clock = expectation, clock
+        self._stage = "queued"
+        self._position: int | None = None
+        self._expected_at_s = 0.0  # the first token, with a position
+        self._resource = ""
+        self._num_cached = self._num_from_host = 0
+        self._first: tuple[float, int] | None = None  # when how many tokens were computed
+        self._last = (0.0, 0)
+        self._has_news = True
+        self._told_s = -math.inf
+
+    def hear(self, output: RequestOutput) -> None:
+        """An output of the engine before the first token."""
+        stage = self._stage
+        if output.notice is Notice.PREPARING:
+            stage, self._resource = "preparing", output.param or self._resource
+        elif output.queue_position is not None:
+            stage = "queued"
+            self._position = output.queue_position
+            rate, num_tokens = self._estimates.rate(), self._num_tokens
+            own_s = num_tokens / rate if rate > 0 else 0.0
+            wait_s = self._queue.wait_s(output.num_tokens_ahead) + own_s
+            self._expected_at_s = self._clock() + self._estimates.corrected(wait_s, num_tokens)
+        elif output.num_tokens_ahead:
+            stage = "prefilling"
+            if output.num_cached_tokens > self._num_cached:
+                self._num_cached = output.num_cached_tokens
+                self._num_from_host = output.num_host_cached_tokens
+            self._hear_step(self._num_tokens - output.num_tokens_ahead)
+        else:
+            return
+        self._has_news = True
+        if stage != self._stage:
+            self._stage, self._told_s = stage, -math.inf
+
+    def _hear_step(self, num_computed: int) -> None:
+        before_s, before = self._last
+        self._last = self._clock(), max(0, num_computed)
+        if self._first is None or num_computed < before:  # of a prompt that is computed again
+            self._first = self._last
+        elif num_computed > before:
+            self._estimates.costs.note(before, num_computed, self._last[0] - before_s)
+
+    def due_in_s(self) -> float:
+        """Seconds until `take` has something."""
+        interval_s = _MIN_INTERVAL_S if self._has_news else INTERVAL_S
+        return max(0.0, self._told_s + interval_s - self._clock())
+
+    def take(self) -> dict[str, Any] | None:
+        """The fields of the next event; None: it is not due."""
+        if self.due_in_s() > 0:
+            return None
+        self._told_s = self._clock()
+        is_new, self._has_news = self._has_news, False
+        if self._stage == "preparing":
+            return {"stage": "preparing", "resource": self._resource}
+        if self._stage == "prefilling":
+            return self._of_prompt(is_new=is_new)
+        return self._of_queue()
+
+    def _of_queue(self) -> dict[str, Any]:
+        if self._position is None:
+            left_s = self._expectation.left_s()
+            return {"stage": "queued", "estimated_ms": round(left_s * 1e3)}
+        left_s = max(0.0, self._expected_at_s - self._clock())
+        return {
+            "stage": "queued",
+            "position": self._position,
+            "estimated_ms": round(left_s * 1e3),
+        }
+
+    def _of_prompt(self, *, is_new: bool) -> dict[str, Any]:
+        at_s, num_computed = self._last
+        passed_s = self._clock() - at_s
+        left_s = max(0.0, self._seconds(num_computed, self._num_tokens) - passed_s)
+        if not is_new:
+            each_s = self._seconds(num_computed, num_computed + 1)
+            since = int(passed_s / each_s) if each_s > 0 else 0
+            num_computed = min(self._num_tokens - 1, num_computed + since)
+        return {
+            "stage": "prefilling",
+            "computed_tokens": num_computed,
+            "cached_tokens": {
+                "device": self._num_cached - self._num_from_host,
+                "host": self._num_from_host,
+            },
+            "prompt_tokens": self._num_tokens,
+            "tokens_per_second": round(self._rate(), 1),
+            "estimated_ms": round(1e3 * left_s),
+            "interpolated": not is_new,
+        }
+
+    def _seconds(self, start: int, stop: int) -> float:
+        """What tokens of this prompt take, by what earlier ones took; 0 if nothing is known."""
+        costs = self._estimates.costs
+        usual_s = costs.seconds(start, stop)
+        if not usual_s or self._first is None:
+            rate = self._rate()
+            return (stop - start) / rate if rate > 0 else 0.0
+        taken_s = self._last[0] - self._first[0]
+        expected_s = costs.seconds(self._first[1], self._last[1])
+        return usual_s * (taken_s + _PRIOR_S) / (expected_s + _PRIOR_S)
+
+    def _rate(self) -> float:
+        """Tokens in a second: of this prompt, once two of its steps are known."""
+        if self._first is not None and self._last[0] > self._first[0]:
+            return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        return self._estimates.rate()

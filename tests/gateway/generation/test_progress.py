@@ -1,0 +1,125 @@
+"""What a request is told before its first token, by a clock that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.request import Notice, RequestOutput
+from penstock.gateway.generation.progress import (
+    INTERVAL_S,
+    Estimates,
+    Expectation,
+    Progress,
+)
+
+RATE, NUM_TOKENS = 100.0, 1000
+
+
+class Queue:
+    def wait_s(self, num_tokens_ahead: int) -> float:
+        return num_tokens_ahead / RATE
+
+
+class Told:
+    """A request's progress."""
+
+    def __init__(self, estimates: Estimates) -> None:
+        self.now_s, self.estimates = 0.0, estimates
+        expectation = Expectation(estimates, 12.0, NUM_TOKENS)
+        self.progress = Progress(
+            NUM_TOKENS, estimates, expectation, Queue(), clock=lambda: self.now_s
+        )
+
+    def hear(self, **output: object) -> None:
+        self.progress.hear(RequestOutput(request_id="r", **output))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told(Estimates(lambda: RATE, lambda _: None))
+
+
+def test_each_stage_is_told_at_once_and_again_within_a_second(told: Told) -> None:
+    first = told.progress.take()
+    assert first is not None
+    assert first["stage"] == "queued"
+    assert 11_000 < first["estimated_ms"] <= 12_000
+    assert told.progress.take() is None
+    told.hear(queue_position=2, num_tokens_ahead=500)
+    assert told.progress.take() is None
+    told.now_s += 0.25
+    assert told.progress.take() == {"stage": "queued", "position": 2, "estimated_ms": 14_750}
+    told.hear(notice=Notice.PREPARING, param="grammar")
+    assert told.progress.take() == {"stage": "preparing", "resource": "grammar"}
+    for _ in range(3):
+        assert 0 < told.progress.due_in_s() <= INTERVAL_S < 1.0
+        told.now_s += told.progress.due_in_s()
+        assert told.progress.take() == {"stage": "preparing", "resource": "grammar"}
+
+
+def test_a_prompt_is_told_at_its_own_rate_and_interpolated_between_steps(told: Told) -> None:
+    told.hear(num_tokens_ahead=800, num_cached_tokens=64, num_host_cached_tokens=16)
+    event = told.progress.take()
+    assert event == {
+        "stage": "prefilling",
+        "computed_tokens": 200,
+        "cached_tokens": {"device": 48, "host": 16},
+        "prompt_tokens": NUM_TOKENS,
+        "tokens_per_second": RATE,
+        "estimated_ms": 8000,
+        "interpolated": False,
+    }
+    told.now_s += 2.0
+    told.hear(num_tokens_ahead=700, num_cached_tokens=64)
+    event = told.progress.take()
+    assert event is not None
+    assert (event["tokens_per_second"], event["estimated_ms"]) == (50.0, 14_000)
+    told.now_s += 1.0
+    event = told.progress.take()
+    assert event is not None
+    assert (event["computed_tokens"], event["interpolated"]) == (350, True)
+    told.now_s += 100.0
+    event = told.progress.take()
+    assert event is not None
+    assert event["computed_tokens"] == NUM_TOKENS - 1, "the last one comes with the first token"
+
+
+def test_predictions_are_corrected_by_what_was() -> None:
+    ratios: list[float] = []
+    estimates = Estimates(lambda: RATE, ratios.append)
+    for _ in range(8):
+        told_s = estimates.corrected(57.0, 4000)
+        estimates.learn(57.0, told_s, 10.0, 4000)
+    assert ratios[0] == pytest.approx(5.7)
+    assert all(0.7 < ratio < 1.3 for ratio in ratios[1:])
+    assert estimates.corrected(5.7, 4000) == pytest.approx(1.0)
+    assert estimates.corrected(57.0, 64) == pytest.approx(10.0), "until such sizes are known"
+    estimates.learn(1.0, 1.0, 1.0, 64)
+    assert estimates.corrected(1.0, 64) == pytest.approx(1.0)
+    estimates.learn(0.0, 0.0, 5.0, 64)
+    estimates.learn(5.0, 5.0, 0.001, 64)
+    assert len(ratios) == 9, "what was not measured, or took no time, says nothing"
+    estimates.learn(1.0, 1.0, 1e9, 4000)
+    assert estimates.corrected(1.0, 4000) < 1.0, "one outlier"
+
+
+def test_later_tokens_of_a_prompt_take_longer(told: Told) -> None:
+    """As they attend to more: 1 ms and 4 µs for each token before it."""
+
+    def cost_s(start: int, stop: int) -> float:
+        return (stop - start) * (1e-3 + 4e-6 * (start + stop) / 2)
+
+    for num_computed in range(100, 1000, 100):
+        told.hear(num_tokens_ahead=NUM_TOKENS - num_computed)
+        told.now_s += 1.0  # so that it is due
+        told.now_s -= 1.0 - cost_s(num_computed, num_computed + 100)
+    again = Told(told.estimates)
+    for num_computed in (100, 200, 300):  # at half the speed, as others have the other half
+        again.hear(num_tokens_ahead=NUM_TOKENS - num_computed)
+        event = again.progress.take()
+        again.now_s += 2 * cost_s(num_computed, num_computed + 100)
+    assert event is not None
+    left_s = cost_s(300, NUM_TOKENS)
+    assert left_s < event["estimated_ms"] / 1e3 < 2 * left_s, "between the usual and its own speed"
+    costs = told.estimates.costs
+    assert costs.seconds(300, NUM_TOKENS) == pytest.approx(left_s, rel=0.02)
