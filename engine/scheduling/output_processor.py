@@ -325,17 +325,15 @@ class OutputProcessor:
             else:  # the prompt is not fully computed yet
                 num_left = _num_left(sequence)
                 if prompt_logprobs or num_left:
-                    outputs.append(
-                        RequestOutput(
-                            request_id=sequence.request.request_id,
-                            prompt_logprobs=prompt_logprobs,
-                            num_tokens_ahead=num_left,
-                            num_cached_tokens=sequence.num_cached_tokens if num_left else 0,
-                            num_host_cached_tokens=sequence.num_host_cached_tokens
-                            if num_left
-                            else 0,
-                        )
+                    output = RequestOutput(
+                        request_id=sequence.request.request_id,
+                        prompt_logprobs=prompt_logprobs,
+                        num_tokens_ahead=num_left,
                     )
+                    if num_left:
+                        output.num_cached_tokens = sequence.num_cached_tokens
+                        output.num_host_cached_tokens = sequence.num_host_cached_tokens
+                    outputs.append(output)
         return outputs
 
     def finish(

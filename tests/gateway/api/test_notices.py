@@ -84,7 +84,7 @@ async def test_a_whole_answer_and_what_is_stored_have_none(served: Served) -> No
     body = {"input": "x", "penstock": BOTH}
     response = (await served.http.post("/v1/responses", json=body)).json()
     assert response["output"][0]["content"][0]["text"] == ANSWER
-    assert "penstock" not in json.dumps(response)
+    assert "preempted" not in json.dumps(response)
     stored = (await served.http.get(f"/v1/responses/{response['id']}")).json()
     assert stored == response
 
