@@ -35,7 +35,6 @@ from penstock.engine.request import (
 )
 from penstock.engine.scheduling.heavy_tenants import HeavyTenants
 from penstock.engine.scheduling.output_processor import (
-    Branches,
     LiveRequest,
     OutputProcessor,
     StopRule,
@@ -102,7 +101,6 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
-        self._branches = Branches(self._running_set, self._stop_rule)
         self._requests: dict[str, LiveRequest] = {}
         self.drafting = Drafting(
             config,
@@ -113,7 +111,6 @@ class Scheduler:
         self._output_processor = OutputProcessor(
             self._requests,
             self._running_set,
-            self._branches,
             self._stop_rule,
             self.counters,
             self.drafting,
@@ -166,11 +163,10 @@ class Scheduler:
             InvalidRequestError: it can never be served; it was not added.
         """
         self.check(request)
-        live = self._branches.start(request)
+        live = self._output_processor.start(request)
         if request.pooling is not None and self._pooling.needs_every_token:
             for sequence in live.sequences.values():
                 sequence.needs_every_token = True
-        self._requests[request.request_id] = live
         self._queue_stats.add(request)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
 
@@ -188,17 +184,8 @@ class Scheduler:
         """Drop a request, or one of its samples; its blocks are free when this returns. Unknown
         ids, and samples that have ended, are ignored."""
         live = self._requests.get(request_id)
-        if live is None:
-            return
-        if index is not None and live.num_unforked:
-            live.aborted.add(index)  # it ends when the samples fork
-            index = None if len(live.aborted) > live.num_unforked else index
-            if index is not None:
-                return
-        is_whole = index is None or live.search is not None
-        for sequence in list(live.sequences.values()):
-            if is_whole or sequence.index == index:
-                self._output_processor.finish(live, sequence)
+        if live is not None:
+            live.abort(index)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -458,7 +445,6 @@ class Scheduler:
         """A whole sequence, which the device does not know, or has forgotten."""
         sequence.is_on_device = True
         params = sequence.params
-        search = self._requests[sequence.request.request_id].search
         entry = SequenceEntry(
             token_ids=tuple(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
@@ -466,7 +452,7 @@ class Scheduler:
             index=sequence.index,
             params=params,
             parent_seq_id=sequence.parent_seq_id,
-            num_logprobs=params.num_logprobs if search is None else search.num_candidates,
+            num_logprobs=self._requests[sequence.request.request_id].num_logprobs,
             num_prompt_logprobs=params.prompt_logprobs if sequence.wants_prompt_logprobs else None,
             is_drafted=self.drafting.enter(sequence),
             pooling=sequence.request.pooling,
