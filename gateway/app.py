@@ -58,6 +58,7 @@ from penstock.gateway.engines.engine_link import Tls
 from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.adapters import AdapterRegistry
+from penstock.gateway.generation.cache_history import CacheHistory
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.images.fetch import ImageFetcher
 from penstock.gateway.generation.images.loader import ImageLoader
@@ -141,6 +142,7 @@ def create_app(
             max_bytes=config.max_image_bytes,
         ),
         templates=TemplateProcess() if config.trust_request_chat_template else None,
+        history=CacheHistory() if config.explain_cache else None,
         max_prompt_bytes=config.max_prompt_bytes,
         max_logprobs=config.max_logprobs,
     )

@@ -219,6 +219,8 @@ class GatewayConfig(SharedConfig):
     drop_billing_line: bool = setting(True, Group.MODEL, "leave out the line that Claude Code "
         "begins its system prompt with: it changes with each request, so that nothing would be "
         "found in the cache")
+    explain_cache: bool = setting(True, Group.MODEL, "say of requests with a predecessor why more "
+        "of the prompt was not found in the cache (penstock.cache); keeps hashes of prompts")
     max_logprobs: int = setting(-1, Group.MODEL, "alternatives that a request may ask for beside "
         "each token; -1: as many as the API allows", LOGPROBS)
     enable_lora: bool = same_as(LoraConfig, "enable_lora")

@@ -21,6 +21,7 @@ from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Unread, Use
 from penstock.gateway.api.shared.operations import Operation
 from penstock.gateway.config import ANY_NAME
+from penstock.gateway.generation.cache_history import REASONS
 
 _STATUSES = {
     400: "A parameter is unknown, unsupported, missing or invalid, or the HTTP is malformed.",
@@ -332,7 +333,17 @@ _SPENT = _object(
     compute_seconds=_NUMBER,
     kv_block_seconds=_NUMBER,
 )
-_PENSTOCK = _object(usage=_SPENT)
+_CACHE = _object(
+    predecessor=nullable(STRING),
+    reason=_one_of(*REASONS),
+    cached_tokens=_object(device=INTEGER, host=INTEGER),
+    reusable_tokens=INTEGER,
+    missed_tokens=INTEGER,
+    message=nullable(INTEGER),
+    field=nullable(STRING),
+    seconds_lost=nullable(_NUMBER),
+)
+_PENSTOCK = _object({"cache": _CACHE}, usage=_SPENT)
 _USED_BY_KEY = _object(
     object=_one_of("organization.usage.completions.result"),
     project_id=STRING,
@@ -373,6 +384,13 @@ ANSWERS: dict[str, Schema] = {
     ),
     # generated
     "Message": _object(
+        {
+            "diagnostics": nullable(
+                _object(
+                    cache_miss_reason=_object({"cache_missed_input_tokens": INTEGER}, type=STRING)
+                )
+            )
+        },
         id=STRING,
         type=_one_of("message"),
         role=_one_of("assistant"),
@@ -578,7 +596,20 @@ ANSWERS: dict[str, Schema] = {
     "Response": _object(
         # `usage` once it has ended; `resumable` only if storing a response with `store` failed: its
         # stream cannot be resumed.
-        {"penstock": _object({"usage": _SPENT, "resumable": _one_of(False)})},
+        {
+            "penstock": _object({"usage": _SPENT, "cache": _CACHE, "resumable": _one_of(False)}),
+            "prompt_cache_options": _map(STRING),
+            "prompt_cache_diagnostics": _object(
+                {
+                    "reason": STRING,
+                    "cache_missed_tokens": INTEGER,
+                    "comparison_reusable_tokens": INTEGER,
+                },
+                type=_one_of(
+                    "cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"
+                ),
+            ),
+        },
         id=STRING,
         object=_one_of("response"),
         created_at=INTEGER,

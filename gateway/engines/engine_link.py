@@ -185,6 +185,11 @@ class EngineLink:
         finally:
             self._answers.pop(message.number, None)
 
+    @property
+    def life(self) -> str:
+        """Names the engine's process, whose KV cache ends with it."""
+        return f"{self.name} {self.num_connections}"
+
     def note_work(self) -> None:
         """The engine is about to get work."""
         if self._last_step_s is None:

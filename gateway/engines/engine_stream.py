@@ -35,6 +35,7 @@ class EngineStream:
         epoch: of the owner, where gateways take over requests from each other; otherwise 1.
         prompt_cost, output_cost: what its engine has to compute, as `routing` counts it.
         deaths: of engines that had this request, by their numbers.
+        engine: that computes it, or did last (`open_streams.Engine.life`).
         num_strikes: deaths in a row before the engine had computed anything for it.
         is_new: the engine that has it has not computed anything for it yet.
     """
@@ -52,6 +53,7 @@ class EngineStream:
         "_wake_ups",
         "deaths",
         "ended",
+        "engine",
         "epoch",
         "is_new",
         "num_strikes",
@@ -74,6 +76,7 @@ class EngineStream:
         self.ended: set[int] = set()
         self.prompt_cost = self.output_cost = 0.0
         self.deaths: set[int] = set()
+        self.engine = ""
         self.num_strikes = 0
         self.is_new = True
         self._pending: list[RequestOutput | _Merged] = []

@@ -40,6 +40,11 @@ class Engine(Protocol):
     @property
     def load(self) -> EngineLoad: ...
 
+    @property
+    def life(self) -> str:
+        """Names the engine's process, whose KV cache ends with it."""
+        ...
+
     def post(self, message: Message) -> None: ...
 
     def note_work(self) -> None: ...
@@ -236,6 +241,7 @@ class OpenStreams:
         if engine is None:
             return  # it waits
         submit = stream.submit()
+        stream.engine = engine.life
         wire_id = submit.request.request_id
         self._in_engine[wire_id] = stream, engine
         engine.load.enter(stream)

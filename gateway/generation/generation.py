@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError, SupersededError
 from penstock.gateway.generation.branch import Branch, Delta
+from penstock.gateway.generation.cache_history import Comparison
 from penstock.gateway.generation.progress import Estimates, Expectation, Progress
 from penstock.gateway.sources import Source, next_of
 from penstock.gateway.storage.usage.ledger import (
@@ -104,6 +105,7 @@ class Generation:
         ledger: where its usage is recorded; None: nowhere, or whoever runs it records it.
         key_id: of its caller's API key.
         estimates: of times to first tokens; None: there are none.
+        comparison: with the request before; None: it was begun elsewhere.
 
     Attributes:
         prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; complete
@@ -111,6 +113,7 @@ class Generation:
         began_at: Unix time in seconds.
         prefix_id: identifies the KV of all full blocks of prompt and output in an engine; None
             before the end, and if the gateway ended the output.
+        cache: `penstock.cache`, once the prompt is computed; None: there is no request before.
     """
 
     def __init__(
@@ -128,8 +131,11 @@ class Generation:
         ledger: Ledger | None = None,
         key_id: str = "",
         estimates: Estimates | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         self.request = request
+        self.cache: Mapping[str, Any] | None = None
+        self._comparison = comparison
         self.ledger = ledger
         self.key_id = key_id
         self.output_format = output_format
@@ -220,6 +226,8 @@ class Generation:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Not a coroutine, so that cancellation cannot interrupt it.
+        if self.is_finished:
+            self._compare()
         if self._stream is not None:
             self._engine.abort(self._stream)
         self._stream, self._stage = None, _Stage.LEFT
@@ -231,6 +239,17 @@ class Generation:
         self._meter.finished((reason or rest).value, self._own_usage.counts)
         self._release_reservation()
         self._record()
+
+    def _compare(self) -> None:
+        """Compare it with the request before, once."""
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None and self._stream is not None:
+            self.cache = comparison.made(
+                self.request,
+                num_cached=self._num_cached_tokens,
+                num_host_cached=self._num_host_cached_tokens,
+                engine=self._stream.engine,
+            )
 
     def _record(self) -> None:
         """Record its usage, if it has any."""
@@ -452,6 +471,7 @@ class Generation:
             if self._expectation is not None:
                 self._expectation.met()
             self._end_progress()
+            self._compare()
         if output.queue_position is not None:
             delta.queue_position = output.queue_position
             wait_s = self._reservation.wait_s(output.num_tokens_ahead)
@@ -577,8 +597,13 @@ def total(usages: Iterable[Usage]) -> Usage:
     return Usage(*map(sum, zip(*map(astuple, usages), strict=True)))
 
 
-def penstock_usage(usage: Usage) -> dict[str, Any]:
-    """`penstock.usage` of an answer."""
+def penstock_object(usage: Usage, cache: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`penstock` of an answer."""
+    told = {"usage": _penstock_usage(usage)}
+    return told if cache is None else {**told, "cache": cache}
+
+
+def _penstock_usage(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": {
@@ -615,6 +640,11 @@ class DeltaSource(Source[Delta], Protocol):
     @property
     def usage(self) -> Usage:
         """Usage so far."""
+        ...
+
+    @property
+    def cache(self) -> Mapping[str, Any] | None:
+        """`penstock.cache`, once the prompt is computed."""
         ...
 
     async def settle(self) -> None:

@@ -51,6 +51,14 @@ from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
+from penstock.gateway.generation.cache_history import (
+    NO_PREDECESSOR,
+    CacheHistory,
+    Comparison,
+    Predecessor,
+    PromptShape,
+    shape_of,
+)
 from penstock.gateway.generation.context_limits import (
     Effort,
     GenerationOptions,
@@ -113,6 +121,7 @@ class RequestPlanner:
     Args:
         ledger: where what generations use is recorded.
         images: loads the images of requests.
+        history: of prompts, for comparisons; None: nothing is compared.
         templates: renders the chat templates of requests; None: requests may not have any.
         max_prompt_bytes, max_logprobs: see `GatewayConfig`.
     """
@@ -128,6 +137,7 @@ class RequestPlanner:
         adapters: AdapterRegistry,
         images: ImageLoader,
         templates: TemplateProcess | None = None,
+        history: CacheHistory | None = None,
         max_prompt_bytes: int | None = None,
         max_logprobs: int = -1,
     ) -> None:
@@ -148,6 +158,7 @@ class RequestPlanner:
             lambda: engine.stats.prefill_tokens_per_s / engine.num_engines,
             metrics.estimate_ratio.observe,
         )
+        self._history = history
         self._admission = admission
         self._memory = PromptMemory(model.tokenizer)
         self._templates = templates
@@ -357,6 +368,8 @@ class RequestPlanner:
         retention: Retention | None = None,
         images: tuple[ImageInput, ...] = (),
         reservation: Reservation | None = None,
+        shape: PromptShape | None = None,
+        predecessor: Predecessor = NO_PREDECESSOR,
     ) -> Generation:
         """A generation that fits and is admitted, but not started. The caller must enter or discard
         it.
@@ -365,6 +378,8 @@ class RequestPlanner:
             param: the parameter that the prompt came from, for error messages.
             reservation: of a request that is already admitted.
             deadline_s: seconds from now within which the first token is wanted.
+            shape: of the prompt, if it is a conversation's.
+            predecessor: with which its prompt is compared.
 
         Raises:
             InvalidRequestError: the prompt or a sampling parameter cannot be served.
@@ -427,7 +442,42 @@ class RequestPlanner:
             output_format=options.output_format,
             has_end_logprobs=options.has_end_logprobs,
             key_id=caller.key_id,
+            comparison=self._comparison(shape, predecessor, info),
         )
+
+    def shape_of(self, prompt: ChatPrompt, text: str) -> PromptShape | None:
+        """The shape of a conversation's prompt, for `plan`.
+
+        Args:
+            text: its rendering.
+        """
+        if self._history is None:
+            return None
+        return shape_of(
+            text,
+            messages=prompt.messages,
+            tools=prompt.tools,
+            template=prompt.template,
+            parameters={**self.model.template_defaults, **prompt.kwargs},
+        )
+
+    def _comparison(
+        self, shape: PromptShape | None, predecessor: Predecessor, info: EngineInfo
+    ) -> Comparison | None:
+        if shape is None and predecessor is NO_PREDECESSOR:
+            return None
+        return Comparison(
+            self._history,
+            shape,
+            predecessor,
+            block_size=info.block_size,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            count=self._metrics.count_compared,
+        )
+
+    def _prefill_tokens_per_s(self) -> float:
+        """Of an engine; 0 while nothing has been measured."""
+        return self._engine.stats.prefill_tokens_per_s / self._engine.num_engines
 
     async def constrained(
         self, options: GenerationOptions, offered: OfferedTools, output_format: OutputFormat | None
@@ -557,6 +607,7 @@ class RequestPlanner:
         output_format: OutputFormat | None = None,
         has_end_logprobs: bool = False,
         key_id: str = "",
+        comparison: Comparison | None = None,
     ) -> Generation:
         params = request.sampling_params
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
@@ -576,6 +627,7 @@ class RequestPlanner:
             has_end_logprobs=has_end_logprobs,
             ledger=self._ledger,
             key_id=key_id,
+            comparison=comparison,
         )
         self.generations.add(generation)
         if reservation is not None:

@@ -114,6 +114,17 @@ class Metrics:
             "compiled because the server is `overloaded`.",
             "verdict",
         )
+        self._compared = self._counter(
+            "prefix_cache_comparisons",
+            "Requests with a predecessor, by why no more of its prompt was found in the prefix "
+            "cache; `hit`: all of it was.",
+            "reason",
+        )
+        self._missed = self._counter(
+            "prefix_cache_missed_tokens",
+            "Prompt tokens that a predecessor had and that were computed again, by the reason.",
+            "reason",
+        )
         self._counts = {
             "sessions": self._plain_counter("sessions", "Conversations that got a first turn."),
             "turns": self._plain_counter("turns", "Stored turns that began."),
@@ -177,6 +188,11 @@ class Metrics:
 
     def count_refused(self, code: str) -> None:
         self._refused.labels(self.model_name, code).inc()
+
+    def count_compared(self, reason: str, num_missed: int) -> None:
+        """Count a request that was compared with its predecessor."""
+        self._compared.labels(self.model_name, reason).inc()
+        self._missed.labels(self.model_name, reason).inc(num_missed)
 
     def count_grammar(self, verdict: str) -> None:
         self._grammars.labels(self.model_name, verdict).inc()

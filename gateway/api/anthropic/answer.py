@@ -9,7 +9,7 @@ Items are blocks: what chat completions and responses have as thoughts, messages
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -26,7 +26,7 @@ from penstock.gateway.generation.generation import (
     Output,
     Usage,
     collected,
-    penstock_usage,
+    penstock_object,
 )
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
@@ -93,7 +93,12 @@ class MessageAnswer:
         [[output]] = await collected([self._source])
         self._finish_reason = output.finish_reason
         content = self._content(output)
-        ended = {"content": content, **await self._ending(), "usage": self._usage()}
+        ended = {
+            "content": content,
+            **await self._ending(),
+            "usage": self._usage(),
+            **self._diagnostics(),
+        }
         return {**self._head, **ended, "penstock": self._penstock()}
 
     def event_stream(self, *, is_resumed: bool, ping_s: float) -> EventStream:
@@ -140,6 +145,7 @@ class MessageAnswer:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(),
+            **self._diagnostics(),
         }
         return [_event({"type": "message_start", "message": message})]
 
@@ -239,11 +245,40 @@ class MessageAnswer:
 
     def _penstock(self) -> dict[str, Any]:
         """penstock's own part of the answer."""
-        return {"usage": penstock_usage(self._source.usage)}
+        return penstock_object(self._source.usage, self._source.cache)
+
+    def _diagnostics(self) -> dict[str, Any]:
+        """Why no more was found in the cache, in Anthropic's words."""
+        asked = self._asked.diagnostics
+        if asked is None:
+            return {}
+        return {"diagnostics": diagnostics_object(self._source.cache)}
 
     def _usage(self) -> dict[str, Any]:
         used = self._source.usage
         return usage_object(used, marks_cache=self._marks_cache, block_size=self._block_size)
+
+
+# Of `penstock.cache`: reason → Anthropic's. What it has no word for is `unavailable`.
+_MISSES = {
+    "adapter": "model_changed",
+    "tools": "tools_changed",
+    "system": "system_changed",
+    "date": "system_changed",
+    "messages": "messages_changed",
+    "not_found": "previous_message_not_found",
+}
+
+
+def diagnostics_object(cache: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`diagnostics` of a message; None: nothing was missed, or there was nothing to compare."""
+    if cache is None or cache["reason"] == "hit":
+        return None
+    kind = _MISSES.get(cache["reason"], "unavailable")
+    miss: dict[str, Any] = {"type": kind}
+    if kind.endswith("_changed"):
+        miss["cache_missed_input_tokens"] = cache["missed_tokens"]
+    return {"cache_miss_reason": miss}
 
 
 def usage_object(used: Usage, *, marks_cache: bool, block_size: int) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class Messages:
             await self._prompt(asked, generates=asked.max_tokens > 0),
             asked,
             scope=request.scope,
+            predecessor=asked.predecessor,
         )
 
     async def _prompt(self, asked: Conversation, *, generates: bool) -> ChatPrompt:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.api.anthropic.blocks import AnyMessage, AssistantMessage, Texts
-from penstock.gateway.api.schema.fields import SamplingRequest
+from penstock.gateway.api.schema.fields import CacheKey, SamplingRequest
 from penstock.gateway.api.schema.messages import MAX_ITEMS
 from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
@@ -25,6 +25,7 @@ from penstock.gateway.api.schema.tools import (
     template_kwargs,
 )
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.cache_history import NO_PREDECESSOR, Predecessor, predecessor
 from penstock.gateway.generation.context_limits import Effort
 
 _MIN_BUDGET = 1024  # Anthropic's
@@ -233,6 +234,12 @@ class CountTokensRequest(Conversation):
     max_tokens: int | None = None  # clients send the whole request
 
 
+class Diagnostics(Model):
+    """With which message's request this one's prompt is compared; None: it is the first."""
+
+    previous_message_id: CacheKey | None = None
+
+
 class MessagesRequest(Conversation):
     """
     Attributes:
@@ -240,6 +247,7 @@ class MessagesRequest(Conversation):
     """
 
     max_tokens: Annotated[int, Field(ge=0)]
+    diagnostics: Diagnostics | None = None
 
     @model_validator(mode="after")
     def _check_budget(self) -> MessagesRequest:
@@ -256,6 +264,13 @@ class MessagesRequest(Conversation):
     @property
     def output_limit(self) -> int:
         return self.max_tokens
+
+    @property
+    def predecessor(self) -> Predecessor:
+        """With which request its prompt is compared."""
+        if self.diagnostics is None:
+            return NO_PREDECESSOR
+        return predecessor(self.diagnostics.previous_message_id)
 
     @property
     def shows_thoughts(self) -> bool:

@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.auth.callers import caller_of, deadline_of
+from penstock.gateway.generation.cache_history import NO_PREDECESSOR, Predecessor
 from penstock.gateway.generation.context_limits import GenerationOptions
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.request_planner import ChatPrompt, RequestPlanner
@@ -51,11 +52,13 @@ async def planned(
     *,
     scope: Scope,
     cut: Callable[[Sequence[int]], Sequence[int]] | None = None,
+    predecessor: Predecessor = NO_PREDECESSOR,
 ) -> Generation:
     """The generation that answers a conversation.
 
     Args:
         cut: what is kept of the prompt; None: it must fit.
+        predecessor: see `RequestPlanner.plan`.
 
     Raises as `RequestPlanner.plan`.
     """
@@ -74,4 +77,6 @@ async def planned(
         images=planner.images.located(chat.token_ids, prompt.images, param="messages")
         if prompt.images
         else (),
+        shape=planner.shape_of(prompt, chat.text),
+        predecessor=predecessor,
     )

@@ -104,6 +104,7 @@ class ChatCompletions:
             chat,
             scope=request.scope,
             cut=None if chat.truncate_prompt_tokens is None else chat.kept,
+            predecessor=chat.predecessor,
         )
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from penstock.engine.chat_formats import OfferedTools
 from penstock.engine.vision.image_file import LoadedImage
 from penstock.gateway.api.schema.fields import (
+    CacheKey,
     ChoicesRequest,
     MaxTokens,
     NumLogprobs,
@@ -28,6 +29,7 @@ from penstock.gateway.api.schema.tools import (
     template_kwargs,
 )
 from penstock.gateway.api.tokens.schema import TemplatedChat
+from penstock.gateway.generation.cache_history import Predecessor, predecessor
 from penstock.gateway.generation.context_limits import Effort
 from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.generation.request_planner import ChatPrompt
@@ -56,6 +58,7 @@ class ChatRequest(ChoicesRequest):
     enable_thinking: bool | None = None
     verbosity: Verbosity | None = None
     include_reasoning: bool = True
+    prompt_cache_key: CacheKey | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
@@ -96,6 +99,11 @@ class ChatRequest(ChoicesRequest):
         )
         documents = {"documents": self.documents} if self.documents else {}
         return {**asked, **documents, **self.chat_template_kwargs}
+
+    @property
+    def predecessor(self) -> Predecessor:
+        """With which request its prompt is compared."""
+        return predecessor(prompt_cache_key=self.prompt_cache_key)
 
     @property
     def output_limit(self) -> int | None:

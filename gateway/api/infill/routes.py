@@ -26,7 +26,7 @@ from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.fill_in_middle import ending_there
-from penstock.gateway.generation.generation import Generation, penstock_usage
+from penstock.gateway.generation.generation import Generation, penstock_object
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.http.event_stream import EventStream, data
 from penstock.gateway.http.raw_writer import RawWriter, pump
@@ -157,7 +157,7 @@ class _Answer:
                 **_speed("prompt", num_computed, first_s - self._began_s),
                 **_speed("predicted", usage.output_tokens, now_s - first_s),
             },
-            "penstock": {"usage": penstock_usage(usage)},
+            "penstock": penstock_object(usage, None),
         }
 
     def _stop_type(self) -> str:

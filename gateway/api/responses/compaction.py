@@ -23,7 +23,7 @@ from penstock.gateway.generation.generation import (
     Generation,
     Usage,
     collected,
-    penstock_usage,
+    penstock_object,
 )
 from penstock.gateway.storage.conversations.records import Item
 
@@ -73,5 +73,5 @@ async def compacted(
         "created_at": int(request.arrival_s),
         "output": [*kept, compaction_item(summary)],
         "usage": usage_object(used),
-        "penstock": {"usage": penstock_usage(used)},
+        "penstock": penstock_object(used, source.cache),
     }

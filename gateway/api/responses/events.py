@@ -14,7 +14,7 @@ place: a replay produces the same bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -34,7 +34,7 @@ from penstock.gateway.api.responses.item_kinds import (
 from penstock.gateway.api.responses.item_kinds import JsonObject as _Object
 from penstock.gateway.api.responses.logged_generation import usage_of
 from penstock.gateway.api.shared.items import CALLS
-from penstock.gateway.generation.generation import Usage, penstock_usage
+from penstock.gateway.generation.generation import Usage, penstock_object
 from penstock.gateway.storage.conversations.ids import successor_id
 from penstock.gateway.storage.response_log.cursor import LogNotice
 from penstock.gateway.storage.response_log.log import ResponseLog
@@ -56,6 +56,15 @@ _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
     FinishReason.REPETITION: ("incomplete", "response.incomplete", "repetition"),
     FinishReason.ABORT: ("cancelled", "response.incomplete", None),
     INTERRUPTED: ("incomplete", "response.incomplete", "interrupted"),
+}
+# Reason of `penstock.cache` → OpenAI's; and by the parameter that changed.
+_CHANGED = {"adapter": "model_changed", "tools": "tools_changed"} | dict.fromkeys(
+    ("template", "system", "date", "messages"), "input_changed"
+)
+_CHANGED_PARAMETERS = {
+    "reasoning_effort": "reasoning_effort_changed",
+    "enable_thinking": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
 }
 _STEERED = ("incomplete", "response.incomplete", "steered")
 # In a Response object, and once in a stream: storing it failed, so its events are kept no longer.
@@ -422,7 +431,11 @@ def _new_response(
     error: _Object | None = None,
     incomplete_details: _Object | None = None,
 ) -> _Object:
-    told = {} if end is None else {"penstock": {"usage": penstock_usage(usage_of(end))}}
+    told: _Object = {}
+    if end is not None:
+        told["penstock"] = penstock_object(usage_of(end), end.cache)
+        if (header.echo.get("prompt_cache_options") or {}).get("comparison_response_id"):
+            told["prompt_cache_diagnostics"] = diagnostics_object(end.cache)
     return {
         "id": header.response_id,
         "object": "response",
@@ -435,6 +448,28 @@ def _new_response(
         "incomplete_details": incomplete_details,
         "completed_at": end.ended_at if end is not None and status == "completed" else None,
         **told,
+    }
+
+
+def diagnostics_object(cache: Mapping[str, Any] | None) -> _Object:
+    """`prompt_cache_diagnostics`. OpenAI has no word for a prompt that has not changed and was not
+    found: `unavailable`."""
+    reason = "unavailable" if cache is None else cache["reason"]
+    if reason == "hit":
+        return {"type": "cache_hit"}
+    if reason == "not_found":
+        return {"type": "comparison_response_not_found"}
+    if reason == "parameter":
+        reason = _CHANGED_PARAMETERS.get(cache["field"] or "", "input_changed") if cache else ""
+    else:
+        reason = _CHANGED.get(reason, "")
+    if cache is None or not reason:
+        return {"type": "unavailable"}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": cache["missed_tokens"],
+        "comparison_reusable_tokens": cache["reusable_tokens"],
     }
 
 

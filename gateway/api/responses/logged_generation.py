@@ -57,6 +57,10 @@ class LoggedGeneration:
     def output_format(self) -> OutputFormat | None:
         return self._header.output_format
 
+    @property
+    def cache(self) -> Mapping[str, Any] | None:
+        return None if self._end is None else self._end.cache
+
     async def settle(self) -> None:
         """It was recorded before the log got its end."""
 

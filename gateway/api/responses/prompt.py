@@ -33,6 +33,7 @@ from penstock.gateway.api.shared.items import (
 )
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.cache_history import PromptShape
 from penstock.gateway.generation.images.loader import ImageSource
 from penstock.gateway.generation.prompt_ids import (
     Reused,
@@ -109,6 +110,7 @@ class Prompt:
         images: in the ids.
         files: the images of all items, by digest.
         summary: what is to be written first; then a mark stands for it in this prompt.
+        shape: of its messages, for comparisons.
         takes_steers: its first items are those that the turn before was steered with, which none
             but the turn of the id `successor_id` may have.
     """
@@ -123,6 +125,7 @@ class Prompt:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     summary: SummaryPrompt | None = None
     takes_steers: bool = False
+    shape: PromptShape | None = None
 
     @property
     def all_items(self) -> Sequence[Item]:
@@ -143,6 +146,7 @@ class _Rendered(NamedTuple):
     text: str
     token_ids: Sequence[int]
     images: Sequence[LoadedImage]
+    shape: PromptShape | None
 
 
 class PromptBuilder:
@@ -216,6 +220,7 @@ class PromptBuilder:
             files=files,
             summary=summary,
             takes_steers=bool(steers),
+            shape=rendered.shape,
         )
 
     async def _pending_steers(
@@ -365,17 +370,16 @@ class PromptBuilder:
         instructions = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
-        text = await self._planner.render_chat(
-            ChatPrompt(
-                messages=[*instructions, *messages_of(items)],
-                # A prepared prompt may be extended, so it must not end with the answer's header.
-                add_generation_prompt=request.generates,
-                template=request.chat_template,
-                kwargs=request.template_kwargs,
-                tools=request.offered.for_template,
-                images=images,
-            )
+        prompt = ChatPrompt(
+            messages=[*instructions, *messages_of(items)],
+            # A prepared prompt may be extended, so it must not end with the answer's header.
+            add_generation_prompt=request.generates,
+            template=request.chat_template,
+            kwargs=request.template_kwargs,
+            tools=request.offered.for_template,
+            images=images,
         )
+        text = await self._planner.render_chat(prompt)
         reused: Reused = await self._planner.long_work.run(
             partial(
                 reuse,
@@ -393,7 +397,8 @@ class PromptBuilder:
             must_fit=must_fit,
             num_known_tokens=len(reused.token_ids),
         )
-        return _Rendered(text, [*reused.token_ids, *rest], images)
+        shape = self._planner.shape_of(prompt, text)
+        return _Rendered(text, [*reused.token_ids, *rest], images, shape)
 
     def _origin(self, request: ResponsesRequest) -> bytes:
         adapter = self._planner.adapters.known(request.model)

@@ -17,6 +17,7 @@ from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, SummaryPro
 from penstock.gateway.api.responses.schema import ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.auth.callers import Caller
+from penstock.gateway.generation.cache_history import NO_PREDECESSOR
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.storage.response_log.record import Compaction, LogHeader
@@ -111,6 +112,8 @@ class ResponsePlanner:
             retention=retention,
             images=prompt.images,
             reservation=reservation,
+            shape=prompt.shape if isinstance(prompt, Prompt) else None,
+            predecessor=request.predecessor if isinstance(prompt, Prompt) else NO_PREDECESSOR,
         )
 
 
@@ -155,7 +158,16 @@ def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -
         params: the effective sampling parameters.
     """
     conversation = request.conversation
+    asked = request.prompt_cache_options
+    caching: dict[str, Any] = {}
+    if asked.comparison_response_id is not None:
+        caching["prompt_cache_options"] = {
+            "mode": asked.mode or "implicit",
+            "ttl": asked.ttl or "30m",
+            "comparison_response_id": asked.comparison_response_id,
+        }
     return {
+        **caching,
         "model": model,
         "instructions": request.instructions,
         "metadata": dict(request.metadata),

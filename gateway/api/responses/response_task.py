@@ -330,6 +330,7 @@ class ResponseTask:
             ended_at=int(time.time()),
             error=error,
             prefix_id=self._generation.prefix_id,
+            cache=self._generation.cache,
         )
 
     def _ended(self, end: EndEntry) -> StoredTurn:

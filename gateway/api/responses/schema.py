@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.api.schema.fields import (
+    CacheKey,
     ConversationId,
     Extensions,
     Includes,
@@ -38,6 +39,7 @@ from penstock.gateway.api.schema.tools import (
     template_kwargs,
 )
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.cache_history import Predecessor, predecessor
 from penstock.gateway.generation.context_limits import Effort
 
 MAX_SUMMARY_TOKENS = 4096
@@ -68,11 +70,12 @@ class ResponseStreamOptions(Model):
 
 
 class CacheOptions(Model):
-    """OpenAI's. Only `prewarm` has an effect: the engine decides what it caches and how long."""
+    """OpenAI's. The engine decides what it caches and how long, so `mode` and `ttl` have no
+    effect."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
-    comparison_response_id: str | None = None
+    comparison_response_id: CacheKey | None = None
     prewarm: bool | None = None
 
 
@@ -128,7 +131,7 @@ class ResponsesRequest(SamplingRequest):
         default_factory=list
     )
     safety_identifier: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
+    prompt_cache_key: CacheKey | None = None
     penstock: ResponseExtensions = ResponseExtensions()
 
     @model_validator(mode="after")
@@ -280,6 +283,16 @@ class ResponsesRequest(SamplingRequest):
     def generates(self) -> bool:
         """Whether to generate output; otherwise the prompt is only prepared."""
         return not self.prompt_cache_options.prewarm
+
+    @property
+    def predecessor(self) -> Predecessor:
+        """With which request its prompt is compared."""
+        return predecessor(
+            self.prompt_cache_options.comparison_response_id,
+            previous_id=self.previous_response_id,
+            conversation_id=self.conversation,
+            prompt_cache_key=self.prompt_cache_key,
+        )
 
     @property
     def output_limit(self) -> int | None:

@@ -46,6 +46,7 @@ _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_CHARS = 512
 _MAX_INCLUDES = 32
 _MAX_ID_CHARS = 128
+_MAX_CACHE_KEY_CHARS = 512
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
@@ -105,6 +106,7 @@ Metadata = Annotated[
     ],
     BeforeValidator(lambda value: bounded(value, _MAX_METADATA)),
 ]
+CacheKey = Annotated[str, Field(max_length=_MAX_CACHE_KEY_CHARS)]
 ConversationId = Annotated[
     str,
     Field(max_length=_MAX_ID_CHARS),

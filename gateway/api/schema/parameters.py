@@ -67,7 +67,7 @@ _ROWS: tuple[_Row, ...] = (
     # OpenAI's
     (_ALL, Use.NEUTRAL, "user", ()),
     (_MESSAGES, Use.NEUTRAL, "service_tier prompt_cache_retention", ()),
-    (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_key prompt_cache_options", ()),
+    (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store", ()),
     (_RESPONSES, Use.NEUTRAL, "client_metadata", ()),  # Codex sends it
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
@@ -80,7 +80,7 @@ _ROWS: tuple[_Row, ...] = (
     ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode
     # Anthropic's
     (_ANTHROPIC, Use.NEUTRAL, "metadata cache_control service_tier inference_geo speed", ()),
-    (_ANTHROPIC, Use.NEUTRAL, "diagnostics user_profile_id workspace_id billing_policy", ()),
+    (_ANTHROPIC, Use.NEUTRAL, "user_profile_id workspace_id billing_policy", ()),
     (_ANTHROPIC, Use.NEUTRAL, "fallbacks fallback_credit_token", ()),
     (_ANTHROPIC, Use.REFUSED, "container mcp_servers compaction thread", ()),
     # vLLM's extras at top level

@@ -27,7 +27,7 @@ from penstock.gateway.generation.generation import (
     Output,
     Usage,
     collected,
-    penstock_usage,
+    penstock_object,
     total,
 )
 from penstock.gateway.generation.prediction import num_accepted
@@ -158,7 +158,8 @@ class Answer(abc.ABC):
 
     def _penstock(self) -> dict[str, Any]:
         """penstock's own part of a whole answer."""
-        return {"usage": penstock_usage(total(each.usage for each in self.generations))}
+        used = total(each.usage for each in self.generations)
+        return penstock_object(used, self.generations[0].cache)
 
     def _encoded(self, deltas: Sequence[tuple[int, Delta]]) -> Sequence[bytes]:
         """What arrives together is one write."""

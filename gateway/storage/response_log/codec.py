@@ -219,12 +219,21 @@ def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
         entry.ended_at,
         entry.error,
         entry.prefix_id,
-        *(() if entry.steered is None else (astuple(entry.steered),)),
+        *_rest_of(entry),
     )
+
+
+def _rest_of(entry: EndEntry) -> tuple[Any, ...]:
+    """Fields that came later, as far as they have no default."""
+    steered = None if entry.steered is None else astuple(entry.steered)
+    if entry.cache is not None:
+        return steered, entry.cache
+    return () if steered is None else (steered,)
 
 
 def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> EndEntry:
     usage, ended_at, error, prefix_id, *more = rest
+    steered, cache, *_ = *more, None, None
     return EndEntry(
         number=number,
         num_events=num_events,
@@ -233,7 +242,8 @@ def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> E
         ended_at=ended_at,
         error=None if error is None else (error[0], error[1]),
         prefix_id=prefix_id,
-        steered=_read_steered(*more[0]) if more else None,
+        steered=None if steered is None else _read_steered(*steered),
+        cache=cache,
     )
 
 

@@ -228,6 +228,7 @@ class EndEntry:
         error: code and message of a failure.
         prefix_id: identifies the KV of the whole turn in an engine.
         steered: None if nobody steered it.
+        cache: `penstock.cache`; None: there is no request before.
     """
 
     number: int
@@ -238,6 +239,7 @@ class EndEntry:
     error: tuple[str, str] | None = None
     prefix_id: bytes | None = None
     steered: Steered | None = None
+    cache: Mapping[str, Any] | None = None
     is_end: ClassVar[bool] = True
 
     @property

@@ -20,6 +20,7 @@ class Desk:
         self.now_s = 0.0
         self.posted: list[Message] = []
         self.load = EngineLoad()
+        self.life = "the only one"
         self.streams = OpenStreams(
             lambda _: self, max_engine_deaths=9, engine_wait_s=60.0, clock=lambda: self.now_s
         )

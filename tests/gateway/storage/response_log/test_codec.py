@@ -191,6 +191,8 @@ ends = st.builds(
     ended_at=numbers,
     error=st.none() | st.tuples(st.text(), st.text()),
     prefix_id=st.none() | st.binary(),
+    steered=st.none() | st.builds(Steered, status=st.sampled_from(["committed", "pending"])),
+    cache=st.none() | st.dictionaries(st.text(), numbers),
 )
 
 
