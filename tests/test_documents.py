@@ -68,7 +68,7 @@ def test_the_commands_they_name_exist(page: Path) -> None:
         "`soothsayer.py`",
         "`scheduling/soothsayer/`",
         "[`soothsayer.py`](engine/request.py)",
-        "`StepPlanner`",
+        "`StepOracle`",
         "`Sequence.num_guessed_tokens`",
         "`SamplingParams(num_guesses=3)`",
         "`plan_step()`",

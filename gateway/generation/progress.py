@@ -148,6 +148,7 @@ class Progress:
         self._num_cached = self._num_from_host = 0
         self._first: tuple[float, int] | None = None  # when how many tokens were computed
         self._last = (0.0, 0)
+        self._num_told = 0  # tokens of the prompt: the number does not go back
         self._has_news = True
         self._told_s = -math.inf
 
@@ -179,7 +180,7 @@ class Progress:
         before_s, before = self._last
         self._last = self._clock(), max(0, num_computed)
         if self._first is None or num_computed < before:  # of a prompt that is computed again
-            self._first = self._last
+            self._first, self._num_told = self._last, 0
         elif num_computed > before:
             self._estimates.costs.note(before, num_computed, self._last[0] - before_s)
 
@@ -219,9 +220,10 @@ class Progress:
             each_s = self._seconds(num_computed, num_computed + 1)
             since = int(passed_s / each_s) if each_s > 0 else 0
             num_computed = min(self._num_tokens - 1, num_computed + since)
+        self._num_told = max(self._num_told, num_computed)
         return {
             "stage": "prefilling",
-            "computed_tokens": num_computed,
+            "computed_tokens": self._num_told,
             "cached_tokens": {
                 "device": self._num_cached - self._num_from_host,
                 "host": self._num_from_host,
@@ -229,7 +231,7 @@ class Progress:
             "prompt_tokens": self._num_tokens,
             "tokens_per_second": round(self._rate(), 1),
             "estimated_ms": round(1e3 * left_s),
-            "interpolated": not is_new,
+            "interpolated": self._num_told > self._last[1],
         }
 
     def _seconds(self, start: int, stop: int) -> float:

@@ -82,6 +82,16 @@ def test_a_prompt_is_told_at_its_own_rate_and_interpolated_between_steps(told: T
     event = told.progress.take()
     assert event is not None
     assert event["computed_tokens"] == NUM_TOKENS - 1, "the last one comes with the first token"
+    told.now_s += 1.0
+    told.hear(num_tokens_ahead=400)
+    event = told.progress.take()
+    assert event is not None
+    assert (event["computed_tokens"], event["interpolated"]) == (NUM_TOKENS - 1, True), "not back"
+    told.now_s += 1.0
+    told.hear(num_tokens_ahead=900)
+    event = told.progress.take()
+    assert event is not None
+    assert event["computed_tokens"] == 100, "it is computed again, after it was preempted"
 
 
 def test_predictions_are_corrected_by_what_was() -> None:
