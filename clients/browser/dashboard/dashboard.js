@@ -12,6 +12,7 @@ import { requestFigures, speedFigures } from "./figures.js";
 import { History, SPAN_S } from "./history.js";
 import { RunningTable } from "./running.js";
 import { TenantTable, tenantsOf } from "./tenants.js";
+import { UsageTable } from "./usage.js";
 import { bytes, count } from "./texts.js";
 import { Tile } from "./tile.js";
 
@@ -40,6 +41,7 @@ const pictures = {
   host: new BlocksPicture(byId("host-blocks"), "KV in host memory"),
 };
 const tenants = new TenantTable({ body: byId("tenants"), more: byId("more-tenants") });
+const usage = new UsageTable({ body: byId("usage"), note: byId("usage-note"), http: feed.http });
 const running = new RunningTable({ body: byId("running"), note: byId("running-note"), http: feed.http });
 let isDrawPending = false;
 let hasHistory = false;
@@ -154,6 +156,7 @@ function onStateChange() {
   if (feed.state === "open") {
     closeKeyDialog();
     void running.watch();
+    void usage.watch();
     void loadHistory();
   } else if (feed.state === "unauthorized") askForKey();
   else if (feed.state === "connecting") history.begin();

@@ -81,7 +81,8 @@ export const speedFigures = () => [
       const hits = view.value("prefix_cache_hits_total");
       const queries = view.value("prefix_cache_queries_total");
       const host = view.value("prefix_cache_host_hits_total");
-      return `total: ${percent(hits !== null && queries ? hits / queries : null)} · ${percent(hits ? (host ?? 0) / hits : null)} of them from host`;
+      const total = percent(hits !== null && queries ? hits / queries : null);
+      return `total: ${total} · ${percent(hits ? (host ?? 0) / hits : null)} of them from host${misses(view)}`;
     },
   },
   {
@@ -154,6 +155,17 @@ function perStep(/** @type {View} */ view) {
   const decoded = view.ratio("engine_generation_tokens_total", "engine_steps_total");
   const prefilled = uncached((name) => view.ratio(name, "engine_steps_total"));
   return decoded === null || prefilled === null ? null : decoded + prefilled;
+}
+
+/** The most frequent reasons for which prompts that were there before were not found again. */
+function misses(/** @type {View} */ view) {
+  const reasons = view
+    .labelled("prefix_cache_comparisons_total", "reason")
+    .map(([reason, name]) => ({ reason: reason.replaceAll("_", " "), times: view.value(name) ?? 0 }))
+    .filter(({ reason, times }) => reason !== "hit" && times > 0)
+    .sort((one, other) => other.times - one.times)
+    .slice(0, 3);
+  return reasons.length === 0 ? "" : ` · missed: ${reasons.map(({ reason, times }) => `${reason} ${count(times)}`).join(", ")}`;
 }
 
 /** Prompt tokens that had to be computed. */

@@ -167,6 +167,18 @@ async def expect_numbers(page: Page, series: Mapping[str, float]) -> None:
         await expect(note).to_contain_text(re.compile(rf"(^| )total: {series[name]:,.0f}($| )"))
 
 
+async def expect_usage(page: Page, client: httpx.AsyncClient) -> None:
+    """What each key has used today, as `/v1/usage` says."""
+    headers = {"Authorization": "Bearer sk-web"}
+    today = (await client.get("/v1/usage", headers=headers)).json()["data"][-1]
+    assert {each["project_id"] for each in today["results"]} == {"web", "batch"}
+    for each in today["results"]:
+        row = page.locator("#usage").get_by_role("row", name=each["api_key_id"])
+        await expect(row.locator("td").nth(0)).to_have_text(f"{each['num_model_requests']:,}")
+        await expect(row.locator("td").nth(1)).to_have_text(f"{each['input_tokens']:,}")
+        await expect(row.locator("td").nth(3)).to_have_text(f"{each['output_tokens']:,}")
+
+
 async def expect_tenants(page: Page, series: Mapping[str, float]) -> None:
     totals = {
         tenant: sum(
@@ -176,7 +188,7 @@ async def expect_tenants(page: Page, series: Mapping[str, float]) -> None:
         for tenant in ("web", "batch")
     }
     for tenant, total in totals.items():
-        row = page.get_by_role("row", name=tenant)
+        row = page.locator("#tenants").get_by_role("row", name=tenant)
         await expect(row.locator("td").last).to_have_text(f"{total:,.0f}")
         said = await row.locator(".share span").inner_text()
         assert percent(said) == pytest.approx(100 * total / sum(totals.values()), abs=0.51)
@@ -207,6 +219,7 @@ async def test_what_it_says_is_what_the_metrics_say(
     series = await scraped(client)
     await expect_numbers(page, series)
     await expect_tenants(page, series)
+    await expect_usage(page, client)
     hits = series["prefix_cache_hits_total"] / series["prefix_cache_queries_total"]
     said = await page.locator("#tile-hits b").inner_text()
     assert percent(said) == pytest.approx(100 * hits, abs=0.51)
