@@ -34,6 +34,7 @@ from penstock.engine.process.launch import (
 MAX_FAILED_STARTS = 5
 LOOK_INTERVAL_S = 1.0
 _LOOKS_FOR_STACKS = 2  # between asking for stacks and killing
+_LOOKS_AT_STOPPED = 3  # before a stopped template is killed, which was to be the child
 _HEALTHY_S = 30.0  # after this long, the next death counts as the first
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 10.0
@@ -43,7 +44,7 @@ _WAIT_S = 0.01  # between looks whether a process has ended
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When a dead child restarts: at once, then after ever longer waits; and when to give up.
+    """When a dead child restarts: at once, then ever longer after it was ready; and when to give up.
 
     Attributes:
         num_deaths: in a row, without a healthy time between them.
@@ -58,7 +59,8 @@ class RestartPolicy:
         return self.num_failed_starts >= MAX_FAILED_STARTS
 
     def note_death(self, ready_for_s: float | None) -> float:
-        """Count a death; the seconds to wait before the restart.
+        """Count a death; the seconds to wait before the restart. The time that the child was ready
+        counts as waited: only one that dies soon again and again has to wait.
 
         Args:
             ready_for_s: how long the child was ready; None: never.
@@ -72,7 +74,8 @@ class RestartPolicy:
         self.num_deaths += 1
         if self.num_deaths == 1:
             return 0.0
-        return float(min(_FIRST_DELAY_S * 2 ** min(self.num_deaths - 2, 16), _MAX_DELAY_S))
+        delay_s: float = min(_FIRST_DELAY_S * 2 ** min(self.num_deaths - 2, 16), _MAX_DELAY_S)
+        return max(0.0, delay_s - (ready_for_s or 0.0))
 
 
 @dataclass(slots=True)
@@ -115,6 +118,15 @@ class Child:
     _template: socket.socket | None = None
     _ready_at_s: float | None = None
     _buffer: bytes = b""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `look` has something to look at."""
+        return self.max_silent_looks > 0 or self._awaits_template
+
+    @property
+    def _awaits_template(self) -> bool:
+        return self.ready is None and isinstance(self.process, Adopted)
 
     @property
     def is_dead(self) -> bool:
@@ -221,8 +233,17 @@ class Child:
         """Look for a sign of life, once every `LOOK_INTERVAL_S`; whether the child has just been
         found silent. Then its stacks are requested, and some looks later it is killed.
 
-        Looks are counted, not seconds, and a stopped child (SIGSTOP, a debugger) is not counted.
+        Looks are counted, not seconds, and a stopped child (SIGSTOP, a debugger) is not counted. A
+        template is, which does not become the child because it is stopped: after a few looks it
+        is killed, and the child starts as the first time.
         """
+        if self._awaits_template:
+            assert self.process is not None
+            is_stopped = _is_stopped(self.process.pid)
+            self.num_silent_looks = self.num_silent_looks + 1 if is_stopped else 0
+            if self.num_silent_looks >= _LOOKS_AT_STOPPED:
+                self.process.kill()
+            return False
         if self.pulse_fd is None or self.process is None or self.ready is None:
             return False
         try:

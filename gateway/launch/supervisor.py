@@ -324,7 +324,7 @@ class Supervisor:
     def _next_wake_s(self) -> float | None:
         """Seconds until a restart or a look is due; None if none will be."""
         due = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
-        if any(child.max_silent_looks for child in self._children):
+        if any(child.is_watched for child in self._children):
             due.append(self._next_look_s)
         return max(0.0, min(due) - time.monotonic()) if due else None
 

@@ -137,6 +137,19 @@ async def test_a_template_that_dies_on_its_way_to_be_the_engine(tmp_path: Path) 
         assert log().count("died (SIGKILL); restarting") == 2
 
 
+async def test_a_template_that_is_stopped(tmp_path: Path) -> None:
+    with serve("--dtype", "float32", log=tmp_path / "log") as served:
+        engine, template = only(served, _ENGINE), only(served, _TEMPLATE)
+
+        def strike() -> None:
+            template.suspend()
+            engine.kill()
+
+        after = await outlive(served, strike)
+        assert after.pid != template.pid
+        assert not psutil.pid_exists(template.pid)
+
+
 async def test_a_template_without_memory_for_an_engine(tmp_path: Path) -> None:
     with serve("--dtype", "float32", log=tmp_path / "log") as served:
         engine, template = only(served, _ENGINE), only(served, _TEMPLATE)

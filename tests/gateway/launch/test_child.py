@@ -91,16 +91,21 @@ def test_a_child_that_was_made_to_stand_still_is_not_killed(child: Child) -> Non
 
 def test_the_first_restart_is_at_once_and_later_ones_wait_ever_longer() -> None:
     policy = RestartPolicy()
-    assert [policy.note_death(1.0) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 10, 10]
+    assert [policy.note_death(0.0) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 10, 10]
     assert not policy.is_hopeless, "it was ready every time"
+
+
+def test_the_time_that_it_was_ready_counts_as_waited() -> None:
+    policy = RestartPolicy()
+    assert [policy.note_death(1.0) for _ in range(8)] == [0, 0, 0, 1, 3, 7, 9, 9]
 
 
 def test_a_healthy_time_makes_up_for_deaths() -> None:
     policy = RestartPolicy()
-    policy.note_death(1.0)
-    assert policy.note_death(1.0) > 0
+    policy.note_death(0.1)
+    assert policy.note_death(0.1) > 0
     assert policy.note_death(3600.0) == 0
-    assert policy.note_death(1.0) > 0
+    assert policy.note_death(0.1) > 0
 
 
 def test_starts_that_fail_in_a_row_are_hopeless() -> None:
