@@ -44,7 +44,8 @@ _WAIT_S = 0.01  # between looks whether a process has ended
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When a dead child restarts: at once, then ever longer after it was ready; and when to give up.
+    """When a dead child restarts: at once, then ever longer after it was last ready; and when to
+    give up.
 
     Attributes:
         num_deaths: in a row, without a healthy time between them.
