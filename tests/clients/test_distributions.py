@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -87,8 +88,11 @@ def _pip(*words: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    return _build(tmp_path_factory.mktemp("wheels"))
+
+
+def _build(folder: Path) -> Wheels:
     """Built from a copy of the sources: a build leaves files beside them."""
-    folder = tmp_path_factory.mktemp("wheels")
     ignored = shutil.ignore_patterns("__pycache__", "node_modules", "*.egg-info")
     for name in _SOURCES:
         shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=ignored)
@@ -136,6 +140,21 @@ def test_every_file_is_in_one_wheel(wheels: Wheels) -> None:
     page = {name for name in in_server if name.startswith("penstock/clients/")}
     assert {"penstock/clients/browser/index.html"} <= page
     assert all(name.startswith("penstock/clients/browser/") for name in page)
+
+
+def test_two_builds_have_the_same_bytes(wheels: Wheels, tmp_path: Path) -> None:
+    """The compiled libraries apart: `tests/kernels/cpu/test_shipped.py`."""
+    builder = runpy.run_path(str(ROOT / ".deploy" / "wheels.py"))
+    again = _build(tmp_path)
+    assert again.server.read_bytes() != wheels.server.read_bytes()  # at another time
+
+    def written(wheel: Path, folder: str) -> bytes:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        files = builder["read_wheel"](wheel)
+        return bytes(builder["write_wheel"](tmp_path / folder, files, "any", {}).read_bytes())
+
+    assert written(wheels.server, "first") == written(again.server, "second")
+    assert written(wheels.client, "first") == written(again.client, "second")
 
 
 def test_the_wheels_name_the_licences_of_what_is_in_them(wheels: Wheels) -> None:
