@@ -23,7 +23,13 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.request import BeamSearch, Request, SamplingParams, StructuredOutputs
+from penstock.engine.request import (
+    BeamSearch,
+    Request,
+    SamplingParams,
+    StructuredOutputs,
+    ThoughtLimit,
+)
 from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
 from penstock.engine.runner.cuda_graphs import DecodeGraphs, GraphedModel
 from penstock.engine.runner.model_runner import StepInFlight
@@ -57,6 +63,18 @@ KINDS = {
         "temperature": 1.0,
         "n": 2,
         "structured_outputs": StructuredOutputs("regex", "[a-z]+(-[0-9]{1,9}){2,3}x*"),
+    },
+    "thought": {
+        "temperature": 1.0,
+        "n": 2,
+        "thinking_token_budget": 9,
+        "thought_limit": ThoughtLimit(
+            begins=("<b>",),
+            ends=("<e>",),
+            marks=((70, "<e>"),),
+            end_token_ids=(71, 70, 72),
+            is_thinking=True,
+        ),
     },
     "grammar of beams": {
         "temperature": 0.0,
@@ -160,18 +178,19 @@ SCHEDULES = {
         TIGHT,
     ),
 }
-# Each kind with one schedule, then with another.
+# Each kind but thoughts, which are masks as grammars are, with one schedule; then with another.
 ASKED = [
     ("plain", "roomy"), ("penalties", "roomy"), ("samples", "swapped"),
     ("grammar of beams", "swapped"), ("no early end", "recomputed, three in flight"),
     ("described", "recomputed, three in flight"), ("grammar", "recomputed, three in flight"),
     ("plain", "swapped"), ("penalties", "recomputed, three in flight"), ("samples", "roomy"),
     ("grammar of beams", "recomputed, three in flight"), ("no early end", "swapped"),
-    ("described", "swapped"), ("grammar", "swapped"),
+    ("described", "swapped"), ("grammar", "swapped"), ("thought", "roomy"),
+    ("thought", "recomputed, three in flight"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "name"), tiered(ASKED, ASKED[: len(KINDS)]))
+@pytest.mark.parametrize(("kind", "name"), tiered(ASKED, ASKED[: len(KINDS) - 1]))
 def test_every_request_gets_what_it_gets_step_by_step(
     kind: str,
     name: str,
