@@ -25,6 +25,7 @@ from penstock.engine.chat_formats import (
     ReasoningFormat,
     Tool,
     items_of,
+    sentence_of,
 )
 from penstock.engine.request import Request, StructuredOutputs, ThoughtLimit
 from penstock.engine.structured_outputs.forms import structured_outputs
@@ -296,3 +297,31 @@ def test_every_format_of_thoughts(demo: LLM, name: str, kind: str) -> None:
             answers = [json.loads(item.text) for item in items if item.kind != "reasoning"]
             assert answers  # one, or calls of the tool
             assert all(0 <= answer["a"] <= 99 for answer in answers)
+
+
+def test_the_sentence_that_a_family_has_learnt(demo: LLM, tmp_path: Path) -> None:
+    encode = partial(demo.tokenizer.encode, add_special_tokens=False)
+    ends: dict[str, list[str]] = {}
+    for kind in ("qwen3_moe", "seed_oss", "llama", "[]"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        formats = ModelFormats(
+            sentence=sentence_of(tmp_path), added_tokens={"<seed:cot_budget_reflect>": 5}
+        )
+        asked = [
+            SamplingParams(thinking_token_budget=9),
+            SamplingParams(thinking_token_budget=9, structured_outputs=GRAMMAR),
+            SamplingParams(thinking_token_budget=0),
+        ]
+        limits = [formats.limited(each, OutputSyntax("", "qwen3"), encode) for each in asked]
+        ends[kind] = [
+            demo.tokenizer.decode(each.thought_limit.end_token_ids)
+            for each in limits
+            if each.thought_limit is not None
+        ]
+    assert ends["llama"] == ends["[]"] == ["</think>"] * 3
+    qwen = "directly now.\n</think>\n\n"
+    assert [each.endswith(qwen) for each in ends["qwen3_moe"]] == [True, True, False]
+    assert ends["qwen3_moe"][2] == "\n</think>\n\n", "as of a thought that its template leaves out"
+    assert "exhausted my token budget" in ends["seed_oss"][0]
+    assert ends["seed_oss"][1:] == ["</think>"] * 2, "its special tokens are in no grammar"
+    assert sentence_of(tmp_path / "nowhere") == ("", "")

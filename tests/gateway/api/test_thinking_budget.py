@@ -114,3 +114,10 @@ async def test_a_refusal_names_what_was_sent(
     answer = await served.http.post(CHAT, json=BODIES[CHAT] | sent)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+async def test_a_server_may_say_how_a_thought_ends(serve: Serve) -> None:
+    async with serve(chat_template=THINKS, reasoning_budget_message="Time is up.") as served:
+        params = await asked_of(served, CHAT, thinking_token_budget=9)
+        end = served.tokenizer.decode(params.thought_limit.end_token_ids)
+        assert end == "Time is up.</think>"

@@ -21,6 +21,7 @@ from penstock.engine.request import (
     Retention,
     SamplingParams,
     StructuredOutputs,
+    ThoughtLimit,
 )
 from penstock.gateway.storage.response_log.codec import (
     LATER_FIELDS,
@@ -89,6 +90,17 @@ sampling = st.builds(
         max_pattern_size=st.integers(5, 9),
         min_pattern_size=st.integers(1, 5),
         min_count=st.integers(2, 9),
+    ),
+    thinking_token_budget=st.sampled_from([-1, 0, 99]),
+    thought_limit=st.none()
+    | st.builds(
+        ThoughtLimit,
+        begins=st.just(("<think>",)),
+        ends=st.just(("</think>", "<end>")),
+        marks=st.sampled_from([(), ((7, "<think>"),)]),
+        end_token_ids=st.just((1, 2)),
+        is_thinking=st.booleans(),
+        never=st.sampled_from([(), ((7, 8),)]),
     ),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
