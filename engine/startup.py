@@ -11,7 +11,7 @@ from penstock.engine.blocks.block_keys import root_key
 from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.engine.engine_core import BlockBytes, EngineCore, Executor
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
-from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
+from penstock.engine.executor.in_process import InProcessExecutor
 from penstock.engine.executor.ranks import RanksExecutor
 from penstock.engine.lora.files import find_adapter
 from penstock.engine.lora.quarantine import Quarantine
@@ -65,8 +65,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
     else:
         runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
         device, images = runner.info, runner.images
-        overlaps = device.async_scheduling
-        executor = OverlappedExecutor(runner) if overlaps else InProcessExecutor(runner)
+        executor = InProcessExecutor(runner)
     cache_root = _cache_root(config, path, device)
     max_steps_in_flight = _max_steps_in_flight(config, device)
     scheduler = Scheduler(

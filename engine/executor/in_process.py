@@ -1,4 +1,4 @@
-"""Executors for one device in this process: `submit` runs a step, or launches it on a GPU."""
+"""The executor for one device in this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.engine.batch import Batch, BatchResult
-from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.pooling.encoder_runner import EncoderRunner
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
-from penstock.engine.runner.model_runner import ModelRunner, PendingStage, RunnerInfo, StepInFlight
-from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.engine.runner.model_runner import ModelRunner, PendingStage, StepInFlight
 
 
 class DoneHandle(msgspec.Struct, frozen=True):
@@ -24,78 +22,26 @@ class DoneHandle(msgspec.Struct, frozen=True):
 
 
 class InProcessExecutor:
-    """Runs each batch synchronously: the step has finished when `submit` returns."""
+    """Runs each batch: on a CPU the step has finished when `submit` returns, and a GPU has it after
+    the earlier ones."""
 
     def __init__(self, runner: ModelRunner | EncoderRunner) -> None:
         self.wake: Callable[[], None] = lambda: None  # never called
         self._runner = runner
+        self.info, self.grammars, self.adapters = runner.info, runner.grammars, runner.adapters
+        self.block_bytes: HostTier | NoBlockBytes = runner.block_bytes
+        self.num_parts_done, self.describe = (
+            runner.progress.num_parts_done,
+            runner.progress.describe,
+        )
 
-    @property
-    def info(self) -> RunnerInfo:
-        return self._runner.info
-
-    def submit(self, batch: Batch) -> DoneHandle:
+    def submit(self, batch: Batch) -> DoneHandle | StepInFlight | PendingStage:
+        if isinstance(self._runner, ModelRunner) and self.info.async_scheduling:
+            return self._runner.launch(batch)
         return DoneHandle(self._runner.execute(batch))
 
     def check(self) -> None:
         """Nothing to check: there is no other process."""
-
-    def num_parts_done(self) -> int:
-        return self._runner.progress.num_parts_done()
-
-    def describe(self) -> str:
-        return self._runner.progress.describe()
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        return self._runner.grammars
-
-    @property
-    def adapters(self) -> AdapterSlots | NoAdapters:
-        return self._runner.adapters
-
-    @property
-    def block_bytes(self) -> HostTier | NoBlockBytes:
-        return self._runner.block_bytes
-
-    def close(self) -> None:
-        """Nothing to give back: memory goes with the runner."""
-
-
-class OverlappedExecutor:
-    """Launches each batch on a GPU after the earlier ones, without waiting for it."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.wake: Callable[[], None] = lambda: None  # never called
-        self._runner = runner
-
-    @property
-    def info(self) -> RunnerInfo:
-        return self._runner.info
-
-    def submit(self, batch: Batch) -> StepInFlight | PendingStage:
-        return self._runner.launch(batch)
-
-    def check(self) -> None:
-        """Nothing to check: there is no other process."""
-
-    def num_parts_done(self) -> int:
-        return self._runner.progress.num_parts_done()
-
-    def describe(self) -> str:
-        return self._runner.progress.describe()
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        return self._runner.grammars
-
-    @property
-    def adapters(self) -> AdapterSlots | NoAdapters:
-        return self._runner.adapters
-
-    @property
-    def block_bytes(self) -> HostTier | NoBlockBytes:
-        return self._runner.block_bytes
 
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""

@@ -164,7 +164,7 @@ class Watch:
         runner._model = self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self._model if hasattr(self._model, name) else self._runner, name)
 
     def step(self, *args: Any) -> StepOutput:
         output: StepOutput = self._model.step(*args)
