@@ -56,6 +56,7 @@ from penstock.gateway.storage.response_log.record import EndEntry, LogHeader, St
 
 _LOG = logging.getLogger(__name__)
 _ASK_EVERY_S = 0.1  # while the store is away
+_NUM_PLANS = 3  # of a successor, if an engine dies each time
 _MARK_WITHIN_S = 600.0  # that a steer was taken, while the store is away
 
 
@@ -318,10 +319,18 @@ class Succession:
         end = self._with_fate(end, fate)
         if fate.status == "committed" and not has_begun:
             try:
-                self._planned = await self._successors.plan(log, ended(end), self._asked)
+                self._planned = await self._plan(ended(end))
             except Exception as error:
                 end = self._without_successor(end, error)
         return end
+
+    async def _plan(self, ended: StoredTurn) -> PlannedResponse:
+        """The successor. An engine that dies meanwhile is waited for, as before."""
+        for _ in range(_NUM_PLANS - 1):
+            with contextlib.suppress(EngineDeadError):
+                return await self._successors.plan(self._log, ended, self._asked)
+            await self._successors.ready()
+        return await self._successors.plan(self._log, ended, self._asked)
 
     async def begin(self, end: EndEntry) -> EndEntry:
         """The settled end, once the successor has begun, or no gateway can begin it."""

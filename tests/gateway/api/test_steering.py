@@ -557,6 +557,32 @@ async def test_a_cancel_while_the_successor_is_planned_stops_both(
         assert (await cancels[0]).json()["status"] == "cancelled"
 
 
+async def test_an_engine_that_dies_while_the_successor_is_planned_is_waited_for(
+    served: Served, soon_alarmed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Successors.plan
+
+    async def plan(self: Successors, *args: Any) -> Any:
+        if served.engine.num_deaths:
+            return await original(self, *args)
+        served.engine.kill()
+        await until(lambda: served.app.state.engine.info is None)
+        try:
+            return await original(self, *args)
+        finally:
+            served.engine.restart()
+
+    monkeypatch.setattr(Successors, "plan", plan)
+    async with served.connect() as socket:
+        first = await _begun(served, socket)
+        served.engine.may_speak.set()
+        await send(socket, type="response.steer", previous_response_id=first, input="two")
+        *_, ended = await _until(socket, "response.incomplete")
+        assert ended["response"]["penstock"]["steers"][0]["status"] == "committed"
+        assert _text(await until_end(socket)) == ANSWER
+    assert served.engine.num_deaths == 1
+
+
 async def test_a_response_that_is_ended_as_a_running_request_is_not_steered_on(
     served: Served,
 ) -> None:
