@@ -5,15 +5,30 @@ from __future__ import annotations
 import asyncio
 import re
 
+import psutil
+
 from .processes import Served, wait_until
 
 
 async def kill(served: Served, which: str) -> None:
     """Kill the engine or the gateway, and wait for its successor."""
     num_back = len(starts_s(served, which)) + 1
-    name = f"penstock-{which}"
-    next(child for child in served.renew_family() if child.name() == name).kill()
+    named(served, which).kill()
     await asyncio.to_thread(wait_until, lambda: len(starts_s(served, which)) == num_back)
+
+
+def named(served: Served, which: str) -> psutil.Process:
+    """The engine or the gateway that it has now."""
+    name = f"penstock-{which}"
+    return next(child for child in served.renew_family() if _has_name(child, name))
+
+
+def _has_name(child: psutil.Process, name: str) -> bool:
+    try:
+        found: str = child.name()
+    except psutil.NoSuchProcess:  # such as a template that has just become an engine
+        return False
+    return found == name
 
 
 def starts_s(served: Served, which: str) -> list[float]:

@@ -1,5 +1,5 @@
 """Steers at random tokens, over server-sent events and WebSockets, while engine and gateway are
-killed: each is committed once, cut at once, and no text is lost or repeated."""
+killed and stand still: each is committed once, cut at once, and no text is lost or repeated."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ import pytest
 from penstock.clients import AsyncClient, RefusedError, RetryPolicy, output_text
 from tests.redis_server import RedisServer
 
-from .kills import kill
-from .processes import ENDLESS_TOKENS, Served, serve
+from .kills import kill, named
+from .processes import END_S, ENDLESS_TOKENS, Served, serve, suspended
 
 _PATIENT = RetryPolicy(max_retries=400, max_resumes=400, first_wait_s=0.05, max_wait_s=0.5)
 _STORY: dict[str, Any] = {
     "model": "demo",
     "input": "Tell me a long story. " * 100,  # so that there is a prefix worth the name
     "temperature": 0,
-    "min_tokens": ENDLESS_TOKENS,
+    "min_tokens": ENDLESS_TOKENS // 2,  # for all of them a successor might have no room
     "max_output_tokens": ENDLESS_TOKENS,
 }
 _MAX_CUT = 2  # tokens after a steer has arrived
 _PREFIX_HIT = 0.98
+_FREEZE_S = 0.5
 _NUM_ROUNDS, _NUM_CHAINS, _NUM_STEERS = 10, 5, 10
 
 
@@ -66,8 +67,14 @@ async def _chain(
     wire: str,
     num: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    begun: asyncio.Semaphore | None = None,
 ) -> list[_Answer]:
-    """A response that is steered again and again, over one stream."""
+    """A response that is steered again and again, over one stream.
+
+    Args:
+        begun: released with the first delta.
+    """
     socket = client.connect()
     asked = {**_STORY, **settings, "metadata": {"chain": str(chance.random())}}
     stream = client.responses.stream(**asked) if wire == "sse" else await socket.create(**asked)
@@ -81,6 +88,9 @@ async def _chain(
                 wait = chance.randint(1, 12)
             elif event["type"] == "response.output_text.delta":
                 wait -= 1
+                if begun is not None:
+                    begun.release()
+                    begun = None
             if wait == 0 and event["type"] == "response.output_text.delta":
                 if len(sent) < num:
                     response_id = stream.response_id
@@ -112,7 +122,7 @@ def _check_chain(answers: list[_Answer], steer_ids: list[str]) -> None:
         assert answer.num_late <= _MAX_CUT
         accepted += [e["steer"]["id"] for e in events if e["type"] == "response.steer.accepted"]
         for steer in (response.get("penstock") or {}).get("steers", ()):
-            assert steer["status"] == "committed"
+            assert steer["status"] == "committed", steer
             assert after is not None
             assert steer["successor_id"] == after.events[0]["response"]["id"]
             committed.append(steer["id"])
@@ -121,12 +131,14 @@ def _check_chain(answers: list[_Answer], steer_ids: list[str]) -> None:
     assert len(set(accepted)) == len(accepted)
 
 
-async def _steer(served: Served, num_chains: int, num_steers: int) -> list[list[_Answer]]:
+async def _steer(
+    served: Served, num_chains: int, num_steers: int, *, begun: asyncio.Semaphore | None = None
+) -> list[list[_Answer]]:
     async with AsyncClient(served.base_url, retries=_PATIENT) as client:
         chances = [random.Random(number) for number in range(num_chains)]
         return await asyncio.gather(
             *(
-                _chain(client, chance, ("sse", "websocket")[number % 2], num_steers)
+                _chain(client, chance, ("sse", "websocket")[number % 2], num_steers, begun=begun)
                 for number, chance in enumerate(chances)
             )
         )
@@ -193,13 +205,20 @@ async def test_steers_with_redis_while_engine_and_gateway_are_killed(
 
 
 async def _steer_amid_kills(options: tuple[str, ...], log: Path, *, num_rounds: int) -> None:
-    """A round has 50 steers, and kills the engine or the gateway."""
+    """A round has 50 steers, in which the engine or the gateway is killed or stands still."""
     with serve(*options, log=log) as served:
         num_steers = 0
         for number in range(num_rounds):
-            chains = asyncio.create_task(_steer(served, _NUM_CHAINS, _NUM_STEERS))
-            await asyncio.sleep(0.5)
-            await kill(served, ("engine", "gateway")[number % 2])
+            begun = asyncio.Semaphore(0)
+            chains = asyncio.create_task(_steer(served, _NUM_CHAINS, _NUM_STEERS, begun=begun))
+            for _ in range(_NUM_CHAINS):
+                await asyncio.wait_for(begun.acquire(), END_S)
+            which = ("engine", "gateway")[number % 2]
+            if number % 4 < 2:
+                await kill(served, which)
+            else:
+                with suspended(named(served, which)):
+                    await asyncio.sleep(_FREEZE_S)
             num_steers += sum(len(answers) - 1 for answers in await chains)
     # The others came when their answer had just ended.
     assert num_steers >= 0.9 * num_rounds * _NUM_CHAINS * _NUM_STEERS

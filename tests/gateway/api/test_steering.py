@@ -309,11 +309,14 @@ async def test_what_steers_is_counted_in_bytes(served: Served) -> None:
         await until_end(socket)
 
 
-async def test_a_steer_counts_as_a_request(serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_allowed", [1, 2])
+async def test_a_steer_and_its_successor_count_as_requests(
+    serve: Serve, tmp_path: Path, num_allowed: int
+) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(
-        '[tenants.acme]\nrequests_per_minute = 1\n[[keys]]\nkey = "sk-acme-0123456789abcdef"\n'
-        'tenant = "acme"\n'
+        f"[tenants.acme]\nrequests_per_minute = {num_allowed}\n"
+        '[[keys]]\nkey = "sk-acme-0123456789abcdef"\ntenant = "acme"\n'
     )
     key = {"Authorization": "Bearer sk-acme-0123456789abcdef"}
     async with (
@@ -323,11 +326,18 @@ async def test_a_steer_counts_as_a_request(serve: Serve, tmp_path: Path) -> None
         first = await _begun(served, socket)
         path = f"/v1/responses/{first}/steer"
         answer = await served.http.post(path, json={"input": "two"}, headers=key)
-        assert answer.status_code == 429
-        assert answer.headers["retry-after"]
         served.engine.may_speak.set()
-        *_, last = await until_end(socket)
-        assert last["type"] == "response.completed"
+        if num_allowed == 1:
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"]
+            *_, last = await until_end(socket)
+            assert last["type"] == "response.completed"
+        else:  # the client gets its input back
+            assert answer.json()["status"] == "accepted"
+            *_, failed = await _until(socket, "response.steer.failed")
+            assert failed["error"]["code"] == "successor_creation_failed"
+            assert failed["steer"]["input"] == "two"
+            EVENTS.validate_python(failed)
 
 
 _CALLED = f"Hi.<tool_call>\n{_CALL}\n</tool_call>"
