@@ -176,6 +176,10 @@ class EngineCore:
     def has_request(self, request_id: str) -> bool:
         return self.preparation.has_request(request_id) or self.scheduler.has_request(request_id)
 
+    def hold(self, request_id: str, return_s: float) -> None:
+        """Keep for a while what a request left that has ended (`Scheduler.hold`)."""
+        self.scheduler.hold(request_id, return_s)
+
     def drop_prefix(
         self,
         token_ids: Sequence[int],

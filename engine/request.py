@@ -545,6 +545,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         prediction_token_ids: what the output may be; a right guess costs less time.
         pooling: it asks for a vector or a score instead of output; `max_tokens` is 0 then.
         images: of the prompt, in order.
+        session: names the conversation that it is a turn of; empty: none.
+        is_agent: that session's last turn ended in a tool call, so a program sends this one.
     """
 
     request_id: str
@@ -562,6 +564,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prediction_token_ids: tuple[TokenId, ...] = ()
     pooling: PoolingParams | None = None
     images: tuple[ImageInput, ...] = ()
+    session: str = ""
+    is_agent: bool = False
 
 
 class FinishReason(enum.Enum):
@@ -781,6 +785,7 @@ class Sequence:
         "num_prompt_tokens",
         "params",
         "parent_seq_id",
+        "patience_s",
         "request",
         "seq_id",
         "status",
@@ -803,6 +808,7 @@ class Sequence:
         self.compute_us = self.block_us = 0.0  # not told yet (`Spent`)
         self.held_since_s = 0.0  # until when its blocks have been charged
         self.num_prompt_logprobs = 0  # already reported
+        self.patience_s = 0.0  # how much later others may arrive and still go before it
         self.needs_every_token = False  # none may be skipped that the device has not pooled
         self.is_on_device = False  # the device knows the sequence: only changes are sent
         self.status = SequenceStatus.WAITING

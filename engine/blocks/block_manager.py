@@ -15,12 +15,12 @@ comes before the next writer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 
 from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks.block_keys import block_key, pack
-from penstock.engine.blocks.prefix_cache import CachedBlock
+from penstock.engine.blocks.prefix_cache import CachedBlock, Hold
 from penstock.engine.blocks.prefixes import BlockTable, Prefixes, Tail
 from penstock.engine.blocks.tiers import BlockCounters, Tiers
 from penstock.engine.request import ImageInput, Retention, Sequence
@@ -58,6 +58,7 @@ class BlockManager:
             kv_depends_on_prompt_len=kv_depends_on_prompt_len,
             clock=clock,
         )
+        self._clock = clock
         self._tables: dict[int, BlockTable] = {}
         self._num_swapped = 0
         self._clock = clock
@@ -93,13 +94,36 @@ class BlockManager:
 
     # -- entering the device ----------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, *, num_spared: int = 0) -> int | None:
+    def admit(
+        self,
+        sequence: Sequence,
+        *,
+        num_spared: int = 0,
+        spares_persons: bool = False,
+        spares_agents: bool = False,
+    ) -> int | None:
         """Give a sequence device blocks for all its known tokens. Returns how many of the tokens
         already have their KV there (never all), or None, changing nothing, if too few are free.
 
         Args:
             num_spared: blocks that must stay free.
+            spares_persons, spares_agents: so must those that are kept for its tenant's persons, or
+                agents (`hold`), without those found for it.
         """
+        table = self._table(sequence)
+        if table.is_swapped:
+            return self._swap_in(table, sequence, num_spared)
+        found, tail = self._prefixes.find(table, sequence)
+        for persons, spares in ((True, spares_persons), (False, spares_agents)):
+            if spares:
+                num_spared += self._num_expected_others(sequence, found, persons=persons)
+        if tail is not None and not self._fits(sequence, found, num_spared, tail=tail[0]):
+            tail = None
+        if not self._fits(sequence, found, num_spared):
+            return None
+        return self._enter(table, sequence, found, tail)
+
+    def _table(self, sequence: Sequence) -> BlockTable:
         table = self._tables.get(sequence.seq_id)
         if table is None:
             table = self._tables[sequence.seq_id] = BlockTable(
@@ -107,14 +131,33 @@ class BlockManager:
                 root=self._prefixes.root_of(sequence),
                 images=sequence.request.images,
             )
-        if table.is_swapped:
-            return self._swap_in(table, sequence, num_spared)
-        found, tail = self._prefixes.find(table, sequence)
-        if tail is not None and not self._fits(sequence, found, num_spared, tail=tail[0]):
-            tail = None
-        if not self._fits(sequence, found, num_spared):
-            return None
-        return self._enter(table, sequence, found, tail)
+        return table
+
+    def num_cached(self, sequence: Sequence, *, hold_s: float) -> int:
+        """How many tokens of a new sequence have their KV in full blocks on the device.
+
+        Args:
+            hold_s: if it continues a turn that is kept (`hold`), keep it for so much longer.
+        """
+        found, _ = self._prefixes.find(self._table(sequence), sequence)
+        for hold in _continued(found):
+            hold.expires_s = max(hold.expires_s, self._clock() + hold_s)
+        return self.block_size * sum(block.device_id is not None for block in found)
+
+    def _num_expected_others(
+        self, sequence: Sequence, found: Ordered[CachedBlock], *, persons: bool
+    ) -> int:
+        device = self.tiers.device
+        num_expected = device.num_expected(sequence.request.tenant, persons=persons)
+        own = sum(
+            block.hold is not None
+            and not block.hold.is_over
+            and block.hold.is_persons == persons
+            and block.device_id is not None
+            and not device.ref_counts[block.device_id]
+            for block in found
+        )
+        return max(0, num_expected - own)
 
     def _fits(
         self,
@@ -147,6 +190,9 @@ class BlockManager:
             self.tiers.incref(block)
         if tail is not None:
             self.tiers.incref(tail[0])
+        for hold in _continued(found):
+            self.counters.num_returns += not hold.is_persons
+            self.tiers.end_hold(hold)
         num_on_device = sum(block.device_id is not None for block in found)
         num_total = -(-len(sequence.token_ids) // self.block_size)
         new = iter(self.tiers.device.allocate(num_total - num_on_device))
@@ -291,8 +337,9 @@ class BlockManager:
         *,
         retention: Retention | None = None,
         has_invalid_kv: bool = False,
-    ) -> None:
-        """Release all blocks of a sequence, which may have none.
+    ) -> list[CachedBlock]:
+        """Release all blocks of a sequence, which may have none. Returns those contents that can
+        still be found, in order.
 
         Args:
             retention: how long to prefer them at eviction.
@@ -301,19 +348,34 @@ class BlockManager:
         self.charge(sequence)
         table = self._tables.pop(sequence.seq_id, None)
         if table is None:
-            return
+            return []
+        contents: list[CachedBlock] = []
         if has_invalid_kv:
             self._prefixes.spoil(table)
         elif table.is_swapped:
-            self._prefixes.tag(table, retention)
+            contents = self._prefixes.tag(table, retention)
         else:
-            self._prefixes.keep(table, sequence, retention)
+            contents = self._prefixes.keep(table, sequence, retention)
         if table.is_swapped:
             self._num_swapped -= 1
             for host_id in reversed(table.block_ids):
                 self.tiers.host.release(host_id)
         else:
             self._release_device(table)
+        return contents
+
+    def hold(
+        self, contents: Ordered[CachedBlock], *, tenant: str, is_persons: bool, duration_s: float
+    ) -> Hold:
+        """Keep what a turn left (`release`) for a while, since its session is expected back: it is
+        evicted after blocks that nobody is expected for, but never kept from a sequence."""
+        hold = Hold(tenant, is_persons, self._clock() + duration_s)
+        self.tiers.hold(contents, hold)
+        return hold
+
+    def end_hold(self, hold: Hold) -> None:
+        """Treat what was kept like anything else in the cache."""
+        self.tiers.end_hold(hold)
 
     def drop_prefix(
         self,
@@ -412,3 +474,12 @@ class BlockManager:
             [b for table in tables if table.is_swapped for b in table.block_ids],
         )
         assert self._num_swapped == sum(table.is_swapped for table in tables)
+
+
+def _continued(found: Iterable[CachedBlock]) -> list[Hold]:
+    """The holds on turns that a sequence continues for which these blocks were found."""
+    return [
+        block.hold
+        for block in found
+        if block.hold is not None and block.hold.last is block and not block.hold.is_over
+    ]

@@ -7,10 +7,11 @@ Device and host have one pool each. A pool keeps ids, reference counts and each 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 
-from penstock.engine.blocks.prefix_cache import CachedBlock, Tag
+from penstock.engine.blocks.prefix_cache import CachedBlock, Hold, Tag
 
 
 class BlockPool:
@@ -39,6 +40,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.num_held_evictions = 0  # of blocks of sessions that were expected back
         self.ref_counts = [0] * num_blocks
         self.contents: list[CachedBlock | None] = [None] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
@@ -54,6 +56,11 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    @property
+    def num_all_expected(self) -> int:
+        """Cached blocks of sessions that are expected back, or were so at the last eviction."""
+        return self._cached.num_all_expected
 
     @property
     def num_held(self) -> int:
@@ -90,7 +97,7 @@ class BlockPool:
             if content is None:
                 self._empty.append(block_id)
             else:
-                self._cached.add(block_id, content.tag)
+                self._cached.add(block_id, content.tag, content.hold)
 
     def forget(self, block_id: int) -> None:
         """Remove the block's content; if nothing holds the block, it is empty."""
@@ -99,11 +106,32 @@ class BlockPool:
             self._cached.remove(block_id)
             self._empty.append(block_id)
 
+    def num_expected(self, tenant: str, *, persons: bool) -> int:
+        """Cached blocks of a tenant's sessions that are expected back.
+
+        Args:
+            persons: those of persons, else those of agents.
+        """
+        return self._cached.num_expected(tenant, self._clock(), persons=persons)
+
+    def end_hold(self, hold: Hold) -> None:
+        """Treat the cached blocks of a hold like others."""
+        self._cached.end_hold(hold)
+
+    def place(self, block_id: int) -> None:
+        """Put a block, if it is cached, where its content's tag and hold say."""
+        content = self.contents[block_id]
+        if self.ref_counts[block_id] == 0 and content is not None:
+            self._cached.remove(block_id)
+            self._cached.add(block_id, content.tag, content.hold)
+
     def _evict(self) -> int:
         block_id = self._cached.pop(self._clock())
         content = self.contents[block_id]
         assert content is not None, f"cached block {block_id} has no content"
         self.num_evictions += 1
+        if content.hold is not None:
+            self.num_held_evictions += not content.hold.is_over
         # Held before the callback, which may allocate.
         self.ref_counts[block_id] = 1
         self.contents[block_id] = None
@@ -130,15 +158,20 @@ class BlockPool:
             assert block_id not in empty or self.contents[block_id] is None, "empty, with content"
 
 
+_End = tuple[float, int, Hold]  # when a hold ends, and a number that no other has
+
+
 class EvictionOrder:
     """The order in which cached blocks are evicted: a set of ids with a next victim.
 
     First blocks whose retention has expired, then those without retention, then retained ones,
-    lowest priority first; each group by least recent use. Nothing is pinned: the last group is
-    evicted too.
+    lowest priority first; each group by least recent use. Blocks of sessions that are expected back
+    come after all but those of a priority above 0; the hold that ends first is evicted first, from
+    the turn's end, so that what is left of it can still be found. Nothing is pinned: the last group
+    is evicted too.
 
     `OrderedDict` is a hash table over a doubly linked list, so adding, removing from the middle
-    and popping the oldest are O(1); blocks with a tag cost an additional O(log n).
+    and popping the oldest are O(1); blocks with a tag cost an additional O(log n), and each hold.
     """
 
     def __init__(self) -> None:
@@ -147,15 +180,34 @@ class EvictionOrder:
         self._wanted: dict[int, OrderedDict[int, None]] = {}  # by priority
         self._tags: dict[int, Tag] = {}  # of the blocks in `_wanted`
         self._deadlines: list[tuple[float, int]] = []  # stale entries are skipped
+        self._holds: dict[int, Hold] = {}  # of the blocks in `_held`
+        self._held: dict[Hold, OrderedDict[int, Tag | None]] = {}
+        # When holds end, agents' and persons'; stale entries are skipped.
+        self._ends: tuple[list[_End], list[_End]] = ([], [])
+        self._num_expected = Counter[tuple[str, bool]]()  # blocks in `_held`
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._plain) + len(self._expired) + len(self._tags)
+        return len(self._plain) + len(self._expired) + len(self._tags) + len(self._holds)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._plain or block_id in self._tags or block_id in self._expired
+        groups = (self._plain, self._tags, self._expired, self._holds)
+        return any(block_id in group for group in groups)
 
-    def add(self, block_id: int, tag: Tag | None = None) -> None:
+    @property
+    def num_all_expected(self) -> int:
+        return len(self._holds)
+
+    def num_expected(self, tenant: str, now_s: float, *, persons: bool) -> int:
+        """Blocks of a tenant's persons, or agents, that are expected back."""
+        self._end_holds(now_s)
+        return self._num_expected[tenant, persons]
+
+    def add(self, block_id: int, tag: Tag | None = None, hold: Hold | None = None) -> None:
         """Add a block that was just released."""
+        if hold is not None and not hold.is_over:
+            self._add_held(block_id, tag, hold)
+            return
         if tag is None:
             self._plain[block_id] = None
             return
@@ -172,20 +224,82 @@ class EvictionOrder:
             del self._plain[block_id]
         elif block_id in self._tags:
             self._remove_wanted(block_id)
+        elif block_id in self._holds:
+            self._remove_held(block_id)
         else:
             del self._expired[block_id]
 
     def pop(self, now_s: float) -> int:
         """Remove and return the next victim; KeyError if there is none."""
         self._expire(now_s)
+        self._end_holds(now_s)
         for group in (self._expired, self._plain):
             if group:
                 return group.popitem(last=False)[0]
-        if not self._wanted:
+        lowest = min(self._wanted, default=None)
+        if self._held and (lowest is None or lowest > 0):
+            first = self._first_hold(self._ends[0]) or self._first_hold(self._ends[1])
+            assert first is not None, "blocks of no hold"
+            block_id = next(iter(self._held[first]))
+            self._remove_held(block_id)
+            return block_id
+        if lowest is None:
             raise KeyError("no block to evict")
-        block_id = next(iter(self._wanted[min(self._wanted)]))
+        block_id = next(iter(self._wanted[lowest]))
         self._remove_wanted(block_id)
         return block_id
+
+    def _add_held(self, block_id: int, tag: Tag | None, hold: Hold) -> None:
+        group = self._held.get(hold)
+        if group is None:
+            group = self._held[hold] = OrderedDict()
+            ends = self._ends[hold.is_persons]
+            heapq.heappush(ends, (hold.expires_s, next(self._numbers), hold))
+            if len(ends) > 2 * len(self._held) + 64:  # mostly stale entries
+                ends[:] = {id(end[2]): end for end in ends if end[2] in self._held}.values()
+                heapq.heapify(ends)
+        group[block_id] = tag
+        self._holds[block_id] = hold
+        self._num_expected[hold.tenant, hold.is_persons] += 1
+
+    def _remove_held(self, block_id: int) -> Tag | None:
+        hold = self._holds.pop(block_id)
+        group = self._held[hold]
+        tag = group.pop(block_id)
+        if not group:
+            del self._held[hold]
+        key = hold.tenant, hold.is_persons
+        self._num_expected[key] -= 1
+        if not self._num_expected[key]:
+            del self._num_expected[key]
+        return tag
+
+    def _end_holds(self, now_s: float) -> None:
+        """Let the blocks of sessions that did not come back be as used just now: least recent use
+        decides again."""
+        for ends in self._ends:
+            while ends and ends[0][0] <= now_s:
+                hold = self._first_hold(ends)
+                if hold is None or hold.expires_s > now_s:
+                    break
+                self.end_hold(hold)
+
+    def _first_hold(self, ends: list[_End]) -> Hold | None:
+        """The hold that ends first, of those that have blocks here."""
+        while ends:
+            end_s, _, hold = ends[0]
+            if hold not in self._held:
+                heapq.heappop(ends)
+            elif hold.expires_s > end_s:  # it was extended
+                heapq.heapreplace(ends, (hold.expires_s, next(self._numbers), hold))
+            else:
+                return hold
+        return None
+
+    def end_hold(self, hold: Hold) -> None:
+        hold.is_over = True
+        for block_id in list(self._held.get(hold, ())):
+            self.add(block_id, self._remove_held(block_id))
 
     def _remove_wanted(self, block_id: int) -> None:
         tag = self._tags.pop(block_id)

@@ -10,7 +10,7 @@ sharing to the token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TOKEN_BYTES = 4
 _MAX_TAILS = 32  # children of one block that are compared, newest first
@@ -29,6 +29,29 @@ class Tag:
 
 
 @dataclass(slots=True, eq=False)
+class Hold:
+    """Why the blocks of a turn that has ended are kept for a while: its session may come back.
+
+    A block that several turns share is in the hold that lasts longest.
+
+    Attributes:
+        tenant: whose turn it was.
+        is_persons: a person is expected, not a program.
+        expires_s: by the clock of `EvictionOrder.pop`.
+        last: the turn's last full block. Whoever finds it continues the turn.
+        is_over: its session came back, or did not in time.
+        beside: blocks that are in a shorter hold too, and that one.
+    """
+
+    tenant: str
+    is_persons: bool
+    expires_s: float
+    last: CachedBlock | None = None
+    is_over: bool = False
+    beside: list[tuple[CachedBlock, Hold]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class CachedBlock:
     """The content of one block: computed once, never changed, in one or both tiers.
 
@@ -38,6 +61,7 @@ class CachedBlock:
         key: None if the block is not full.
         device_id, host_id: the blocks that hold its bytes; if both, the same bytes.
         tag: its retention.
+        hold: of the last turn that ended with it, which may be over.
     """
 
     parent: bytes
@@ -46,6 +70,7 @@ class CachedBlock:
     device_id: int | None = None
     host_id: int | None = None
     tag: Tag | None = None
+    hold: Hold | None = None
 
 
 class KeyJournal:

@@ -152,22 +152,27 @@ class Prefixes:
             return None
         return self._key(table, sequence.token_ids, num_full - 1)
 
-    def keep(self, table: BlockTable, sequence: Sequence, retention: Retention | None) -> None:
-        """Cache everything that a sequence computed, as it leaves the device."""
-        if self._is_on and table.block_ids:
-            self.commit(table, sequence, is_fresh=False)
-            self._publish_tail(table, sequence, is_fresh=False)
-            self.tag(table, retention)
+    def keep(
+        self, table: BlockTable, sequence: Sequence, retention: Retention | None
+    ) -> list[CachedBlock]:
+        """Cache everything that a sequence computed, as it leaves the device; the contents."""
+        if not self._is_on or not table.block_ids:
+            return []
+        self.commit(table, sequence, is_fresh=False)
+        self._publish_tail(table, sequence, is_fresh=False)
+        return self.tag(table, retention)
 
-    def tag(self, table: BlockTable, retention: Retention | None) -> None:
+    def tag(self, table: BlockTable, retention: Retention | None) -> list[CachedBlock]:
         """Extend the retention of a table's contents; the longest one given counts."""
         now_s = self._clock()
-        for block in self._contents(table):
+        contents = self._contents(table)
+        for block in contents:
             if block.tag is not None and block.tag.expires_s <= now_s:
                 block.tag = None  # expired, but used again: treat it like an untagged one
             if retention is not None:
                 tag = Tag(now_s + retention.duration_s, retention.priority)
                 block.tag = tag if block.tag is None else tag.joined(block.tag)
+        return contents
 
     def spoil(self, table: BlockTable) -> None:
         """Remove a table's contents from the cache."""

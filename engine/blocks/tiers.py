@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks.block_pool import BlockPool
-from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache
+from penstock.engine.blocks.prefix_cache import CachedBlock, Hold, PrefixCache
 
 
 class MovePlan:
@@ -94,6 +95,8 @@ class BlockCounters:
     num_copied: int = 0
     num_swapped_out: int = 0
     num_swapped_in: int = 0
+    num_holds: int = 0  # turns that ended in a tool call and were kept
+    num_returns: int = 0  # of those, followed by the next turn in time
 
 
 class Tiers:
@@ -190,6 +193,40 @@ class Tiers:
         self.host.contents[host_id] = block
         self.host.release(host_id)
         return host_id
+
+    def hold(self, blocks: Ordered[CachedBlock], hold: Hold) -> None:
+        """Keep a turn's contents, in their order, because its session may come back."""
+        self.counters.num_holds += not hold.is_persons
+        for block in reversed(blocks):
+            if block.device_id is None and block.host_id is None:
+                continue  # evicted meanwhile
+            if block.key is not None and hold.last is None:
+                hold.last = block
+            other = block.hold
+            if other is None or other.is_over:
+                block.hold = hold
+            elif other.expires_s < hold.expires_s:
+                block.hold = hold
+                hold.beside.append((block, other))
+            else:
+                other.beside.append((block, hold))
+            self._place(block)
+
+    def end_hold(self, hold: Hold) -> None:
+        """Treat a hold's contents like others, those that are in a shorter hold too as its."""
+        hold.is_over = True
+        for block, other in hold.beside:
+            if block.hold is hold:
+                block.hold = other
+                self._place(block)
+        self.device.end_hold(hold)
+        self.host.end_hold(hold)
+
+    def _place(self, block: CachedBlock) -> None:
+        if block.device_id is not None:
+            self.device.place(block.device_id)
+        if block.host_id is not None:
+            self.host.place(block.host_id)
 
     def is_idle(self, block: CachedBlock) -> bool:
         """Whether no sequence holds the content in either tier."""

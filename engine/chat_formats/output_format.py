@@ -85,6 +85,11 @@ class OutputReader:
         """Whether the text so far ends inside a thought."""
         return self._parser.is_reasoning
 
+    @property
+    def has_called(self) -> bool:
+        """Whether a call has come."""
+        return self._num_calls > 0
+
     def push(self, text: str) -> list[Piece]:
         """The parts of items that this text completes."""
         pieces = self._parser.push(text)

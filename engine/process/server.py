@@ -40,6 +40,7 @@ from penstock.engine.protocol.messages import (
     EngineStats,
     Epoch,
     FetchBlocks,
+    Hold,
     KVBlock,
     KVBlocks,
     Submit,
@@ -197,6 +198,8 @@ class EngineServer:
             for request_id, index in message.branches:
                 if self._is_owner(gateway_id, request_id):
                     self._abort(request_id, index=index)
+        elif isinstance(message, Hold):
+            self._core.hold(message.request_id, message.return_s)
         elif isinstance(message, DropPrefix):
             self._core.drop_prefix(
                 message.token_ids,
@@ -497,6 +500,10 @@ def stats_snapshot(
         num_blocks_copied_total=moved.num_copied,
         num_blocks_evicted_total=device.num_evictions,
         num_host_blocks_evicted_total=host.num_evictions,
+        num_held_blocks_evicted_total=device.num_held_evictions,
+        num_turns_held_total=blocks.counters.num_holds,
+        num_turns_returned_total=blocks.counters.num_returns,
+        num_blocks_expected=device.num_all_expected,
         swapped_out_bytes_total=moved.num_swapped_out * bytes_per_block,
         swapped_in_bytes_total=moved.num_swapped_in * bytes_per_block,
         swap_out_seconds_total=counted.swap_out_s,

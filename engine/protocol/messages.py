@@ -4,7 +4,7 @@ over TCP with mutual TLS.
     gateway                                            engine
       Hello        ─────────────────────────────►
                    ◄─────────────────────────────      EngineInfo
-      Submit, Abort, DropPrefix,     ───────────►
+      Submit, Abort, Hold, DropPrefix,───────────►
       UnloadAdapter, WantKeys, Heartbeat
                    ◄─────────────────────────────      Step (numbered), CachedKeys (numbered),
                                                        Heartbeat, Draining, Failure
@@ -37,7 +37,7 @@ from penstock.engine.request import (
     TokenId,
 )
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 # A peer that is silent for this long is declared dead, at the next heartbeat.
@@ -138,6 +138,18 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="abo
 
     request_ids: tuple[str, ...] = ()
     branches: tuple[tuple[str, int], ...] = ()
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hold"):
+    """Keep for a while what a request left that ended a moment ago in a tool call: its session is
+    expected back.
+
+    Attributes:
+        return_s: within which 95 % of such sessions come back.
+    """
+
+    request_id: str
+    return_s: Seconds
 
 
 class DropPrefix(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="drop_prefix"):
@@ -250,6 +262,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_swap_fallbacks_total: victims recomputed because the host tier was full.
         num_blocks_copied_total: copies on write.
         num_blocks_evicted_total: cached blocks evicted for new content.
+        num_held_blocks_evicted_total: of those, blocks of sessions that were expected back.
+        num_turns_held_total, num_turns_returned_total: that ended in a tool call and were kept, and
+            those that were continued in time.
+        num_blocks_expected: cached blocks of sessions that are expected back.
         prefix_cache_queries_total: tokens looked up, as vLLM counts.
         prefix_cache_hits_total: tokens found; host_hits of them in host memory.
         num_grammars: compiled ones that are kept.
@@ -286,6 +302,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_blocks_copied_total: Count = 0
     num_blocks_evicted_total: Count = 0
     num_host_blocks_evicted_total: Count = 0
+    num_held_blocks_evicted_total: Count = 0
+    num_turns_held_total: Count = 0
+    num_turns_returned_total: Count = 0
+    num_blocks_expected: Count = 0
     swapped_out_bytes_total: Count = 0
     swapped_in_bytes_total: Count = 0
     swap_out_seconds_total: Seconds = 0.0
@@ -360,6 +380,7 @@ Message = (
     | EngineInfo
     | Submit
     | Abort
+    | Hold
     | DropPrefix
     | UnloadAdapter
     | WantKeys

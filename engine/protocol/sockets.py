@@ -47,6 +47,7 @@ from penstock.engine.protocol.messages import (
     FetchBlocks,
     Heartbeat,
     Hello,
+    Hold,
     KVBlocks,
     Message,
     Step,
@@ -89,7 +90,7 @@ class TransportBrokenError(Exception):
 
 
 GatewayId = int  # of a connection; never used again
-_Request = Submit | Abort | DropPrefix | UnloadAdapter | WantKeys | FetchBlocks | KVBlocks
+_Request = Submit | Abort | Hold | DropPrefix | UnloadAdapter | WantKeys | FetchBlocks | KVBlocks
 Inbound = tuple[GatewayId, _Request | GatewayGone]
 
 

@@ -32,11 +32,12 @@ class PreemptionCosts:
 
     Attributes:
         prefill_tokens_per_s: measured rate; 0 before the first prompt.
+        block_move_s: as measured last.
     """
 
     def __init__(self, mode: PreemptionMode, *, block_move_s: float = 0.0) -> None:
         self._mode = mode
-        self._block_move_s = block_move_s
+        self.block_move_s = block_move_s
         self._token_s: float | None = None  # of prefill; unknown before the first
         self.prefill_tokens_per_s = 0.0
 
@@ -52,7 +53,7 @@ class PreemptionCosts:
             return self._mode == "swap"
         if self._token_s is None:
             return True
-        return (num_blocks + num_to_save) * self._block_move_s <= num_tokens * self._token_s
+        return (num_blocks + num_to_save) * self.block_move_s <= num_tokens * self._token_s
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Update the rates from a step's measurements."""
@@ -60,7 +61,7 @@ class PreemptionCosts:
         if num_moves:
             seconds = (result.swap_out_s + result.swap_in_s) / num_moves
             if seconds > 0:
-                self._block_move_s = _mean(self._block_move_s or None, seconds)
+                self.block_move_s = _mean(self.block_move_s or None, seconds)
         if result.compute_s > 0 and batch.scheduled:
             num_tokens = batch.num_tokens
             is_prefill = num_tokens >= _PREFILL_FACTOR * len(batch.scheduled)

@@ -1,12 +1,12 @@
 """How many tokens a step computes, and how tenants with prompts share them.
 
 A step ends for all its sequences together, so prompts must not delay decoding for long: beside
-decodes, prompts get as many tokens as can be computed in `max_stall_ms` at the measured rate. If
-nothing decodes, they get what can be computed in `MAX_STEP_MS`: a request that comes or is aborted
-waits no longer, and whoever waits for a prompt is told how far it is. So a small model, or a GPU,
-is never limited, and a large model on a CPU, where 2,048 tokens take many seconds, keeps streaming
-while a long prompt is computed (Sarathi-Serve, OSDI 2024, §4.3, also derives the budget from such a
-limit).
+decodes, prompts get as many tokens as can be computed in `max_stall_ms` at the measured rate, and
+so do turns of sessions, as one that goes first may come. Otherwise they get what can be computed in
+`MAX_STEP_MS`: a request that comes or is aborted waits no longer, and whoever waits for a prompt is
+told how far it is. So a small model, or a GPU, is never limited, and a large model on a CPU, where
+2,048 tokens take many seconds, keeps streaming while a long prompt is computed (Sarathi-Serve, OSDI
+2024, §4.3, also derives the budget from such a limit).
 
 Tenants get equal parts of the budget; what one does not use goes to the others. Otherwise a long
 prompt would take whole steps until its end, and other tenants' new requests would wait for it. A
@@ -32,6 +32,7 @@ def step_budget(
     *,
     num_decoding: int,
     prefill_tokens_per_s: float,
+    is_awaited: bool = False,
     num_microbatches: int = 1,
 ) -> int:
     """Tokens of the next step.
@@ -39,6 +40,7 @@ def step_budget(
     Args:
         num_decoding: sequences that wait for their next token.
         prefill_tokens_per_s: measured rate; 0 before the first prompt.
+        is_awaited: others' first tokens may wait for its end, even if nothing decodes.
         num_microbatches: steps that are computed at once, which share the limit.
     """
     most = config.max_num_batched_tokens
@@ -46,7 +48,8 @@ def step_budget(
         most = -(-most // num_microbatches)
     if not prefill_tokens_per_s or not config.enable_chunked_prefill:
         return most
-    limit_ms = config.max_stall_ms if num_decoding else max(config.max_stall_ms, MAX_STEP_MS)
+    is_short = num_decoding or is_awaited
+    limit_ms = config.max_stall_ms if is_short else max(config.max_stall_ms, MAX_STEP_MS)
     in_time = int(prefill_tokens_per_s * limit_ms / 1e3)
     return min(most, num_decoding + max(MIN_PROMPT_TOKENS, in_time))
 

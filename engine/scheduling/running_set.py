@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from penstock.engine.blocks import BlockManager
 from penstock.engine.request import Retention, Sequence, SequenceStatus
 from penstock.engine.scheduling.preemption import PreemptionCosts, choose_victim
+from penstock.engine.scheduling.sessions import Sessions
 from penstock.engine.scheduling.tenant_slots import TenantSlots
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, is_returning
 
@@ -55,6 +56,7 @@ class RunningSet:
         waiting: WaitingQueue,
         costs: PreemptionCosts,
         counters: SchedulerCounters,
+        sessions: Sessions,
         *,
         max_num_seqs: int,
         clock: Callable[[], float],
@@ -66,6 +68,7 @@ class RunningSet:
         self.reserved: dict[int, int] = {}  # by seq_id of a running one: slots for its forks
         self._costs = costs
         self._counters = counters
+        self._sessions = sessions
         self._max_num_seqs = max_num_seqs
         self.tenant_slots = TenantSlots(max_num_seqs, clock)
         # Kept free at admission, so that running sequences can grow for a while before one must be
@@ -89,6 +92,8 @@ class RunningSet:
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the waiting queue."""
         self._add_live(sequence)
+        if sequence.request.session:
+            self._sessions.add(sequence)
         self.waiting.push(sequence)
 
     def may_enter(self, sequence: Sequence, num_forks: int, *, is_first: bool) -> bool:
@@ -117,7 +122,9 @@ class RunningSet:
             return False
         # One block per running sequence lets all of them grow before one must be preempted.
         num_spared = max(self._watermark_blocks, len(self.running)) if self.running else 0
-        num_computed = self.blocks.admit(sequence, num_spared=num_spared)
+        gives_way = bool(self.running) and self._sessions.gives_way(sequence)
+        admit = self._sessions.admit if gives_way else self.blocks.admit
+        num_computed = admit(sequence, num_spared=num_spared)
         if num_computed is None:
             return False
         self.waiting.serve(sequence, num_tokens=len(sequence.token_ids) - num_computed)
@@ -154,7 +161,9 @@ class RunningSet:
             self._stop_running(sequence)
         self.waiting.discard(sequence)
         self.waiting.charge(sequence, _num_new_tokens(sequence))
-        self.blocks.release(sequence, retention=retention, has_invalid_kv=has_invalid_kv)
+        contents = self.blocks.release(sequence, retention=retention, has_invalid_kv=has_invalid_kv)
+        if sequence.request.session:
+            self._sessions.end(sequence.request, contents)
         sequence.move_to(SequenceStatus.FINISHED)
         del self.live[sequence.seq_id]
         self.tenant_slots.remove_sequence(sequence.request.tenant)

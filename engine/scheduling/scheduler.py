@@ -14,6 +14,7 @@ OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from penstock.engine.scheduling.output_processor import (
 from penstock.engine.scheduling.preemption import PreemptionCosts
 from penstock.engine.scheduling.prefill_budget import prefill_budgets, step_budget
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
+from penstock.engine.scheduling.sessions import Sessions
 from penstock.engine.scheduling.waiting_queue import QueueStats, ServiceOrder, WaitingQueue
 from penstock.engine.speculative.policy.drafting import Drafting
 
@@ -93,11 +95,13 @@ class Scheduler:
         self._stop_rule = StopRule(eos_token_ids=eos_token_ids, max_model_len=max_model_len)
         self._costs = PreemptionCosts(config.preemption, block_move_s=block_move_s)
         order = ServiceOrder(config.scheduling_policy, aging_s=config.priority_aging_s, clock=clock)
+        self._sessions = Sessions(blocks, self._costs, clock)
         self._running_set = RunningSet(
             blocks,
             WaitingQueue(order),
             self._costs,
             self.counters,
+            self._sessions,
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
@@ -187,6 +191,11 @@ class Scheduler:
         if live is not None:
             live.abort(index)
 
+    def hold(self, request_id: str, return_s: float) -> None:
+        """Keep what a request left for a while, since its session is expected back within
+        `return_s` seconds (`Sessions.hold`)."""
+        self._sessions.hold(request_id, return_s)
+
     # -- the step ---------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
@@ -200,6 +209,7 @@ class Scheduler:
         budget = step_budget(
             self._config,
             num_decoding=len(decoding),
+            is_awaited=self._sessions.num_live > 0,
             num_microbatches=self._num_microbatches,
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
         )
@@ -297,6 +307,9 @@ class Scheduler:
         """
         has_preempted = False
         limits = self._prompt_limits(in_prompt, budget - len(decoding)) if in_prompt else {}
+        outranked: list[Sequence] = []
+        if not tenant_limits:
+            in_prompt, outranked = self._by_rank(in_prompt)
         spare = self._config.max_num_batched_tokens - budget  # for images that are not cut
         for sequence in decoding + in_prompt:
             num_new = min(self._num_uncomputed(sequence), budget)
@@ -315,9 +328,26 @@ class Scheduler:
         # admission, so that sequences admitted to this step can share what it computes.
         for seq_id, item in scheduled.items():
             self._advance(self._running_set.running[seq_id], item.num_new_tokens)
+        if outranked:
+            if not has_preempted:
+                budget = self._admit(scheduled, budget, spare, before=outranked[0])
+            budget = self._extend_outranked(outranked, scheduled, budget, limits)
         if len(self._running_set.waiting) and not has_preempted:
             # After a preemption, a new sequence would take the blocks that the victim gave up.
             self._admit(scheduled, budget, spare, tenant_limits)
+
+    def _by_rank(self, in_prompt: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """The prompts being computed, those of sessions by rank, and those of them that come after
+        the sequence to be admitted next."""
+        if not any(each.patience_s for each in in_prompt) or self._has_bidirectional_images:
+            return in_prompt, []
+        rank = self._running_set.waiting.order.rank
+        in_prompt = sorted(in_prompt, key=rank)
+        head = self._running_set.waiting.peek()
+        if head is None or self._running_set.num_free_slots <= 0:
+            return in_prompt, []
+        num_before = bisect.bisect(in_prompt, rank(head), key=rank)
+        return in_prompt[:num_before], in_prompt[num_before:]
 
     def _prompt_limits(self, in_prompt: list[Sequence], budget: int) -> dict[int, int]:
         """Maximum tokens of the prompts being computed, by seq_id, where tenants compete for the
@@ -356,13 +386,44 @@ class Scheduler:
             num_preempted += 1
             if victim is sequence:
                 return False, num_preempted
+        self._schedule(sequence, num_new, new_block_ids, scheduled)
+        return True, num_preempted
+
+    def _extend_outranked(
+        self,
+        sequences: list[Sequence],
+        scheduled: dict[int, ScheduledSequence],
+        budget: int,
+        limits: dict[int, int],
+    ) -> int:
+        """Schedule more of prompts that others were admitted before; the tokens left of the budget.
+        Nobody is preempted for them: what is scheduled by now has been counted as computed."""
+        for sequence in sequences:
+            num_new = min(self._num_uncomputed(sequence), budget)
+            num_new = min(num_new, limits.get(sequence.seq_id, num_new))
+            num_tokens = sequence.num_computed_tokens + num_new
+            if num_new <= 0:
+                continue
+            new_block_ids = self.blocks.grow_if_free(sequence, num_tokens, num_spared=0)
+            if new_block_ids is not None:
+                self._schedule(sequence, num_new, new_block_ids, scheduled)
+                self._advance(sequence, num_new)
+                budget -= num_new
+        return budget
+
+    def _schedule(
+        self,
+        sequence: Sequence,
+        num_new: int,
+        new_block_ids: tuple[int, ...],
+        scheduled: dict[int, ScheduledSequence],
+    ) -> None:
         if sequence.is_on_device:
             scheduled[sequence.seq_id] = ScheduledSequence(
                 seq_id=sequence.seq_id, num_new_tokens=num_new, new_block_ids=new_block_ids
             )
         else:
             scheduled[sequence.seq_id] = self._enter(sequence, num_new)
-        return True, num_preempted
 
     def _uncut(self, sequence: Sequence, num_new: int, *, room: int) -> int:
         """How many tokens to compute, `num_new` or else, so that the step ends in no image whose
@@ -383,30 +444,43 @@ class Scheduler:
         budget: int,
         spare: int = 0,
         tenant_limits: dict[str, int] | None = None,
-    ) -> None:
-        """Start waiting sequences, in the queue's order, while budget, slots and blocks last.
+        *,
+        before: Sequence | None = None,
+    ) -> int:
+        """Start waiting sequences, in the queue's order, while budget, slots and blocks last; the
+        tokens left of the budget.
 
         Args:
             spare: tokens beyond the budget, for images that are not cut.
             tenant_limits: tokens that some tenants may compute; those scheduled are deducted.
+            before: only sequences that come before this one.
         """
         tenant_limits = tenant_limits or {}
         passed: set[str] = set()  # tenants that have used up their share
         held = {tenant for tenant, limit in tenant_limits.items() if limit <= 0}
+        rank = self._running_set.waiting.order.rank
         while budget > 0 and self._running_set.num_free_slots > 0:
             sequence = self._running_set.waiting.peek(passed | held)
             if sequence is None or sequence.num_in_flight_tokens:
-                return  # its token in flight must arrive before it re-enters
+                break  # its token in flight must arrive before it re-enters
             if not self._config.enable_chunked_prefill and budget < self._num_missing(sequence):
-                return
+                break
+            if before is not None and rank(sequence) > rank(before):
+                break
             tenant = sequence.request.tenant
             live = self._requests[sequence.request.request_id]
             if not self._running_set.may_enter(sequence, live.num_forks, is_first=not passed):
                 passed.add(tenant)
                 continue
+            if self._sessions.has_lost_blocks(sequence):
+                self._running_set.waiting.push(sequence)
+                continue
             was_parked = sequence.status is SequenceStatus.PREEMPTED or live.is_parked
             if not self._running_set.admit(sequence, num_forks=live.num_forks):
-                return
+                if not self._sessions.gives_way(sequence):
+                    break
+                held.add(tenant)  # those behind it give way too
+                continue
             if was_parked:
                 self._tell(sequence, Notice.RESUMED)
             num_new = min(self._num_missing(sequence), budget)
@@ -415,7 +489,7 @@ class Scheduler:
             if self._has_bidirectional_images:
                 num_new = self._uncut(sequence, num_new, room=budget + spare)
             if not num_new:
-                return  # it runs, and its image is computed in one of the next steps
+                break  # it runs, and its image is computed in one of the next steps
             scheduled[sequence.seq_id] = self._enter(sequence, num_new)
             self._advance(sequence, num_new)
             budget -= num_new
@@ -423,6 +497,7 @@ class Scheduler:
                 tenant_limits[tenant] -= num_new
                 if tenant_limits[tenant] <= 0:
                     held.add(tenant)
+        return budget
 
     def _make_way(self, scheduled: dict[int, ScheduledSequence]) -> None:
         """Resolve a deadlock: nothing can run, and no step in flight can change that. Sequences

@@ -5,7 +5,7 @@
                 nothing starves, and a backlog does not overtake others by its age alone
     2. return   sequences that have run before and were preempted, by arrival: their streams pause
     3. tenant   by deficit round robin over tokens (`FairTurns`)
-    4. arrival  within a tenant
+    4. arrival  within a tenant; turns of sessions may yield to later ones (`sessions`)
 
 Under `fcfs` there is one band; with a single tenant that is the order of arrival. `QueueStats`
 measures how fast the queue drains, and reports positions to requests that ask.
@@ -52,7 +52,7 @@ class ServiceOrder:
     def rank(self, sequence: Sequence) -> Rank:
         """Band, arrival, order of submission."""
         request = sequence.request
-        return self.band(sequence), request.arrival_s, sequence.seq_id
+        return self.band(sequence), request.arrival_s + sequence.patience_s, sequence.seq_id
 
     def band(self, sequence: Sequence) -> int:
         if self._is_fcfs:

@@ -39,6 +39,7 @@ from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.engines.routing import Router
 
 MAX_ENGINE_DEATHS = 5
+_RETURN_S = 10.0  # in which 95 % of sessions come back after a tool call
 ENGINE_WAIT_S: float = default_of(GatewayConfig, "engine_wait_s")
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
@@ -235,6 +236,10 @@ class EnginePool:
     def abort_branch(self, stream: EngineStream, index: int) -> None:
         """Stop one branch; the request continues. Outputs in flight are still delivered."""
         self._streams.abort_branch(stream, index)
+
+    def hold(self, stream: EngineStream) -> None:
+        """Have the KV of a stream that has ended in a tool call kept for a while."""
+        self._streams.hold(stream, _RETURN_S)
 
     def drop_prefix(
         self,

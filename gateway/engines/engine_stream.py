@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from penstock.engine.protocol.checks import PeerFaultError
-from penstock.engine.protocol.messages import Submit
+from penstock.engine.protocol.messages import Message, Submit
 from penstock.engine.request import Request, RequestOutput, Spent, TokenLogprobs
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.wake_ups import WakeUps
@@ -38,6 +38,7 @@ class EngineStream:
         engine: that computes it, or did last (`open_streams.Engine.life`).
         num_strikes: deaths in a row before the engine had computed anything for it.
         is_new: the engine that has it has not computed anything for it yet.
+        left: its id in the engine that had it last, and how to send that engine a message.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class EngineStream:
         "engine",
         "epoch",
         "is_new",
+        "left",
         "num_strikes",
         "output_cost",
         "prompt_cost",
@@ -70,6 +72,7 @@ class EngineStream:
         self.request = request
         self.epoch = epoch
         self.wire_id: str | None = None
+        self.left: tuple[str, Callable[[Message], None]] | None = None
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling_params.num_branches)]
         self.token_ids[0] += request.output_token_ids
         self._max_tokens = request.sampling_params.max_tokens

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.protocol.messages import Abort, Message
+from penstock.engine.protocol.messages import Abort, Hold, Message
 from penstock.engine.request import Request, RequestOutput
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.routing import EngineLoad
@@ -114,6 +114,12 @@ class OpenStreams:
             if stream.wire_id is not None:
                 _, engine = self._in_engine[stream.wire_id]
                 engine.post(Abort(branches=((stream.wire_id, index),)))
+
+    def hold(self, stream: EngineStream, return_s: float) -> None:
+        """Have the engine that ended a stream keep its KV, as its session is expected back."""
+        if stream.left is not None:
+            wire_id, post = stream.left
+            post(Hold(request_id=wire_id, return_s=return_s))
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Pass the outputs of an engine's iteration to their streams."""
@@ -294,4 +300,5 @@ class OpenStreams:
         assert stream.wire_id is not None
         _, engine = self._in_engine.pop(stream.wire_id)
         engine.load.leave(stream)
+        stream.left = stream.wire_id, engine.post
         stream.wire_id = None

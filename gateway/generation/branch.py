@@ -111,6 +111,11 @@ class Branch:
         return self._reader is not None and self._reader.is_calling
 
     @property
+    def has_called(self) -> bool:
+        """Whether the output has a tool call."""
+        return self._reader is not None and self._reader.has_called
+
+    @property
     def mean_logprob(self) -> float:
         """Mean logprob per output token; 0 if the logprobs were not reported."""
         return self._sum_logprobs / max(len(self.token_ids), 1)

@@ -465,6 +465,9 @@ class Generation:
                 self._stop(output.index)
             elif output.index == 0:
                 self.prefix_id = output.prefix_id
+            is_call = delta.finish_reason is FinishReason.STOP and branch.has_called
+            if is_call and self._stream is not None and self.request.session:
+                self._engine.hold(self._stream)
         if num_tokens and self._stage is not _STARTED:
             self._stage = _STARTED
             self._reservation.started()

@@ -93,6 +93,7 @@ _MAX_OPEN = 64  # running and waiting; each keeps its text in memory
 # Google's, of the OpenAI-compatible API of Gemini 2.5; more effort is no limit.
 _EFFORT_BUDGETS = {"none": 0, "minimal": 1024, "low": 1024, "medium": 8192, "high": 24576}
 _NAME_CHARS = 12  # of a digest in a fingerprint
+_SESSION_CHARS = 16
 _Result = TypeVar("_Result")
 
 
@@ -370,6 +371,8 @@ class RequestPlanner:
         reservation: Reservation | None = None,
         shape: PromptShape | None = None,
         predecessor: Predecessor = NO_PREDECESSOR,
+        session: str = "",
+        is_agent: bool = False,
     ) -> Generation:
         """A generation that fits and is admitted, but not started. The caller must enter or discard
         it.
@@ -377,6 +380,8 @@ class RequestPlanner:
         Args:
             param: the parameter that the prompt came from, for error messages.
             reservation: of a request that is already admitted.
+            session: names the conversation that it is a turn of, among its tenant's.
+            is_agent: that one's last turn ended in a tool call.
             deadline_s: seconds from now within which the first token is wanted.
             shape: of the prompt, if it is a conversation's.
             predecessor: with which its prompt is compared.
@@ -436,6 +441,8 @@ class RequestPlanner:
                 prediction_token_ids=prediction_token_ids,
                 adapter=self.adapters.adapter(options.model),
                 images=images,
+                session=_session_key(caller.tenant, session),
+                is_agent=is_agent,
             ),
             continues_prompt=options.continues_prompt,
             reservation=reservation,
@@ -748,3 +755,10 @@ class LongWork:
     def close(self) -> None:
         """Drop work that has not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _session_key(tenant: str, session: str) -> str:
+    """What the engine knows of a session: enough to tell it from others."""
+    if not session:
+        return ""
+    return hashlib.sha256(f"{tenant}\0{session}".encode()).hexdigest()[:_SESSION_CHARS]

@@ -120,6 +120,11 @@ def _gauges(stats: EngineStats) -> Iterator[_Row]:
         stats.queue_tokens_per_s,
     )
     yield _one(
+        "kv_blocks_expected",
+        "Cached KV blocks whose sessions are expected back.",
+        stats.num_blocks_expected,
+    )
+    yield _one(
         "predicted_queue_seconds",
         "Predicted seconds until the prompts in the queue have left it.",
         stats.drain_s(stats.num_tokens_waiting),
@@ -243,6 +248,17 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
             "host": stats.num_host_blocks_evicted_total,
         },
         "tier",
+    )
+    yield _one(
+        "kv_blocks_evicted_expected",
+        "Cached KV blocks evicted while their sessions were expected back from a tool call.",
+        stats.num_held_blocks_evicted_total,
+    )
+    yield _Row(
+        "tool_call_turns",
+        "Turns that ended in a tool call: kept by the engine, and continued in time.",
+        {"held": stats.num_turns_held_total, "returned": stats.num_turns_returned_total},
+        "state",
     )
     yield _Row(
         "kv_blocks_transferred",

@@ -21,6 +21,7 @@ from penstock.engine.protocol.messages import (
     Failure,
     Heartbeat,
     Hello,
+    Hold,
     Message,
     Step,
     Submit,
@@ -95,6 +96,7 @@ class FakeEngine:
         self._stopped: set[tuple[int, str]] = set()  # by gateway: another may run it now
         self.aborted_branches: set[tuple[str, int]] = set()
         self.dropped: list[DropPrefix] = []
+        self.held: list[Hold] = []
         self.unloaded: list[str] = []
         self.stats = EngineStats(num_requests_running=1, num_blocks_used=16, num_blocks=64)
         self.since_step_s: float | None = None
@@ -193,6 +195,8 @@ class FakeEngine:
             self.aborted.update(message.request_ids)
             self._stopped.update((gateway, name) for name in message.request_ids)
             self.aborted_branches.update(message.branches)
+        elif isinstance(message, Hold):
+            self.held.append(message)
         elif isinstance(message, DropPrefix):
             self.dropped.append(message)
         elif isinstance(message, UnloadAdapter):

@@ -149,6 +149,7 @@ class Conversation(SamplingRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     context_management: ContextManagement = ContextManagement()
+    metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -187,6 +188,11 @@ class Conversation(SamplingRequest):
     @property
     def continues_prompt(self) -> bool:
         return isinstance(self.messages[-1], AssistantMessage)
+
+    @property
+    def session(self) -> str:
+        user = (self.metadata or {}).get("user_id")
+        return user if isinstance(user, str) else ""
 
     @property
     def _thinks(self) -> bool | None:

@@ -21,6 +21,11 @@ class Asked(Protocol):
     @property
     def offered(self) -> OfferedTools: ...
 
+    @property
+    def session(self) -> str:
+        """What the caller names the conversation, or itself; empty: nothing."""
+        ...
+
     def options(self, model_defaults: Mapping[str, Any]) -> GenerationOptions: ...
 
 
@@ -79,4 +84,15 @@ async def planned(
         else (),
         shape=planner.shape_of(prompt, chat.text),
         predecessor=predecessor,
+        # A tool call is soon followed by its result, whatever the session is called.
+        session=asked.session or (request_id if asked.offered.tools else ""),
+        is_agent=_has_called(prompt.messages),
     )
+
+
+def _has_called(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last answer in a conversation has tool calls."""
+    for message in reversed(messages):
+        if message.get("role") == "assistant":
+            return bool(message.get("tool_calls"))
+    return False

@@ -59,6 +59,7 @@ class ChatRequest(ChoicesRequest):
     verbosity: Verbosity | None = None
     include_reasoning: bool = True
     prompt_cache_key: CacheKey | None = None
+    user: str | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
@@ -83,6 +84,10 @@ class ChatRequest(ChoicesRequest):
     @property
     def continues_prompt(self) -> bool:
         return self.continue_final_message
+
+    @property
+    def session(self) -> str:
+        return self.prompt_cache_key or self.user or ""
 
     @property
     def effort(self) -> Effort | None:

@@ -7,7 +7,7 @@ Nothing is stored here: a response that is only planned leaves no trace.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,15 @@ from penstock.gateway.admission.admission import PartReservation, Reservation
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, SummaryPrompt
 from penstock.gateway.api.responses.schema import ResponsesRequest
 from penstock.gateway.api.schema.tools import echo_of
+from penstock.gateway.api.shared.items import CALLS, OUTPUTS
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.generation.cache_history import NO_PREDECESSOR
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.request_planner import RequestPlanner
+from penstock.gateway.storage.conversations.records import Item
 from penstock.gateway.storage.response_log.record import Compaction, LogHeader
+
+_ASKING = ("system", "developer", "user")  # roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,15 @@ class ResponsePlanner:
             reservation=reservation,
             shape=prompt.shape if isinstance(prompt, Prompt) else None,
             predecessor=request.predecessor if isinstance(prompt, Prompt) else NO_PREDECESSOR,
+            session=prompt.position.conversation_id if isinstance(prompt, Prompt) else "",
+            is_agent=isinstance(prompt, Prompt) and _has_called(prompt.items),
         )
+
+
+def _has_called(items: Sequence[Item]) -> bool:
+    """Whether the last answer before a turn's own messages ended in a tool call."""
+    given = (item for item in reversed(items) if item.get("role") not in _ASKING)
+    return next(given, {}).get("type") in (*CALLS, *OUTPUTS)
 
 
 def _header(

@@ -61,11 +61,12 @@ _RESPONSES = (Endpoint.RESPONSES, Endpoint.RESPONSES_SOCKET)
 _MESSAGES = (*_CHAT, *_RESPONSES)
 _ANTHROPIC = (Endpoint.ANTHROPIC,)
 _ALL = tuple(Endpoint)
+_NOT_CHAT = tuple(each for each in Endpoint if each is not Endpoint.CHAT)
 
 _Row = tuple[tuple[Endpoint, ...], Use, str, tuple[Any, ...]]
 _ROWS: tuple[_Row, ...] = (
     # OpenAI's
-    (_ALL, Use.NEUTRAL, "user", ()),
+    (_NOT_CHAT, Use.NEUTRAL, "user", ()),
     (_MESSAGES, Use.NEUTRAL, "service_tier prompt_cache_retention", ()),
     (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store", ()),
@@ -79,7 +80,7 @@ _ROWS: tuple[_Row, ...] = (
     (_RESPONSES, Use.REFUSED, "image", ({"context_compression": "auto"},)),
     ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode
     # Anthropic's
-    (_ANTHROPIC, Use.NEUTRAL, "metadata cache_control service_tier inference_geo speed", ()),
+    (_ANTHROPIC, Use.NEUTRAL, "cache_control service_tier inference_geo speed", ()),
     (_ANTHROPIC, Use.NEUTRAL, "user_profile_id workspace_id billing_policy", ()),
     (_ANTHROPIC, Use.NEUTRAL, "fallbacks fallback_credit_token", ()),
     (_ANTHROPIC, Use.REFUSED, "container mcp_servers compaction thread", ()),

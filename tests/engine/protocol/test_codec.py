@@ -27,6 +27,7 @@ from penstock.engine.protocol.messages import (
     FetchBlocks,
     Heartbeat,
     Hello,
+    Hold,
     KVBlock,
     KVBlocks,
     Step,
@@ -81,6 +82,7 @@ def test_every_message_survives_the_wire() -> None:
         Submit(request=request, name="r", epoch=(2, 1)),
         Submit(request=replace(request, pooling=PoolingParams(task="score", num_first_tokens=3))),
         Abort(request_ids=("a", "b")),
+        Hold(request_id="a", return_s=10.0),
         DropPrefix(token_ids=(1, 2), adapter="d"),
         UnloadAdapter(name="a"),
         WantKeys(),
@@ -122,8 +124,8 @@ def test_another_layout_is_another_version() -> None:
     """Fails with every field that a frame gains, loses or has elsewhere: raise the version then,
     and set both here anew."""
     kinds = (
-        *(Hello, EngineInfo, Submit, Abort, DropPrefix, UnloadAdapter, WantKeys, CachedKeys, Step),
-        *(Heartbeat, Draining, Failure, FetchBlocks, KVBlocks, KVBlock, BlocksStored),
+        *(Hello, EngineInfo, Submit, Abort, Hold, DropPrefix, UnloadAdapter, WantKeys, CachedKeys),
+        *(Step, Heartbeat, Draining, Failure, FetchBlocks, KVBlocks, KVBlock, BlocksStored),
         *(Request, Adapter, SamplingParams, StructuredOutputs, BeamSearch, Retention),
         *(PoolingParams, ImageInput, ThoughtLimit),
         *(RequestOutput, TokenLogprobs, Spent, EngineStats),
@@ -134,7 +136,7 @@ def test_another_layout_is_another_version() -> None:
     ]
     without_modules = re.sub(r"\bpenstock(\.\w+)*\.", "", repr(layout))
     digest = hashlib.sha256(without_modules.encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (24, "bd57a41d1be618e6")
+    assert (PROTOCOL_VERSION, digest) == (25, "7549cd2da61222ab")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -159,6 +159,8 @@ def make_request(
     retention: Any = None,
     wants_queue_position: bool = False,
     prediction: tuple[int, ...] = (),
+    session: str = "",
+    is_agent: bool = False,
     **params: Any,
 ) -> Request:
     return Request(
@@ -173,6 +175,8 @@ def make_request(
         retention=retention,
         wants_queue_position=wants_queue_position,
         prediction_token_ids=prediction,
+        session=session,
+        is_agent=is_agent,
     )
 
 

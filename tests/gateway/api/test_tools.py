@@ -691,3 +691,59 @@ async def test_a_continued_message_may_call(serve: Serve) -> None:
         body = {**follow, "previous_response_id": cut["id"]}
         answer = await served.http.post("/v1/responses", json=body)
         assert answer.json()["error"]["param"] == "penstock.continue"
+
+
+async def test_the_engine_is_told_of_sessions_and_of_turns_that_end_in_a_call(serve: Serve) -> None:
+    """In every API: by its key, its user or its conversation, and whose turn the next one is."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "sunny"}
+    history = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    async with serve(**PARSERS) as served:
+        engine, known = served.engine, set[str]()
+
+        async def last() -> tuple[Any, list[str]]:
+            """The newest request, and those that ended in calls."""
+            (request_id,) = set(engine.submitted) - known
+            known.add(request_id)
+            return engine.submitted[request_id], [each.request_id for each in engine.held]
+
+        says(served, CALL)
+        await chat(served, prompt_cache_key="k", user="u")
+        await until(lambda: len(engine.held) == 1)
+        first, held = await last()
+        assert (held, first.is_agent) == ([first.request_id], False)
+        assert engine.held[0].return_s == 10.0
+        says(served, "It is sunny.")
+        await chat(served, messages=history, prompt_cache_key="k", user="v")
+        second, held = await last()
+        assert (second.session, second.is_agent, len(held)) == (first.session, True, 1)
+        answered = [*history, {"role": "assistant", "content": "It is sunny."}, *USER]
+        await chat(served, messages=answered, user="u")
+        third, _ = await last()
+        assert third.session not in ("", first.session)
+        assert not third.is_agent
+        await chat(served, tools=[])
+        unknown, _ = await last()
+        assert unknown.session == ""
+
+        says(served, CALL)
+        response = await served.client.responses.create(model="tiny", input="hello", tools=TOOLS)
+        await until(lambda: len(engine.held) == 2)
+        fourth, _ = await last()
+        says(served, "It is sunny.")
+        output = {"type": "function_call_output", "call_id": response.output[-1].call_id,
+                  "output": "sunny"}  # fmt: skip
+        await served.client.responses.create(
+            model="tiny", input=[output], tools=TOOLS, previous_response_id=response.id
+        )
+        fifth, held = await last()
+        assert (fifth.session, fifth.is_agent, len(held)) == (fourth.session, True, 2)
+        assert fifth.session
+
+        body = {"model": "tiny", "max_tokens": 9, "metadata": {"user_id": "claude"},
+                "messages": USER}  # fmt: skip
+        answer = await served.http.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        sixth, _ = await last()
+        assert sixth.session
+        assert not sixth.is_agent

@@ -1,0 +1,215 @@
+"""Sessions whose next turn is expected: what is kept for them, and who goes first within a tenant.
+
+**Holds.** A turn that ended in a tool call is usually followed by the next one within seconds: the
+same prompt, and some tokens more. Keeping its blocks is worth what computing them again would cost,
+times the chance that its session comes back, which falls exponentially. A hold lasts until that
+product is a twentieth of a block's cheapest computation; the hold that ends first is the first to
+be evicted (`EvictionOrder`). Long prefixes cost more, and blocks that the host tier has too only
+have to be loaded. Beside agents, a tenant's persons are kept as well: they come back more slowly,
+and their blocks are evicted last.
+
+**Order.** Holds alone help little where sessions do not fit: each would take the blocks of the next
+one. So within a tenant persons go first, then agents whose blocks are there, then those whose
+blocks are gone. An agent leaves persons' blocks alone, and one whose blocks are gone those of other
+agents, except once in a while: taking them may use one part in `_SPACING + 1` of the time. Nothing
+is pinned: whoever has waited for its patience, or finds nothing running, takes what it needs, and
+a running sequence always does.
+
+Source: of the trade, InferCept (Abhyankar et al., ICML 2024) and Continuum (Li et al., 2025), which
+keep the KV of agents for limited times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from typing import TypeVar
+
+from penstock.engine.blocks import BlockManager
+from penstock.engine.blocks.prefix_cache import CachedBlock, Hold
+from penstock.engine.request import Request, Sequence
+from penstock.engine.scheduling.preemption import PreemptionCosts
+
+_PART_LEFT = 0.05  # of sessions, that are not back after the time in which they are expected
+_LEAST_WORTH = 0.05  # of computing a block of a prompt's start; less is not worth a hold
+_ATTENTION_TOKENS = 8192  # about where a token costs twice as much as at the start
+_PERSON_RETURN_S = 60.0  # in which a person is expected, while agents of its tenant are active
+_MAX_RETURN_S = 60.0  # learned from a session's own returns
+# A sequence goes before those of its tenant that came earlier by less than the difference.
+_WARM_PATIENCE_S, _COLD_PATIENCE_S = 60.0, 600.0
+_NEW_PATIENCE = 5.0  # times what a session's first prompt takes to compute
+_WAITING_S = 30.0  # how much longer a hold lasts at least once its session waits
+_SPACING = 2.0  # times what an agent's prompt cost that took others' blocks, until the next may
+_ONE_SPARED_OF = 16  # blocks; left by agents to what runs and to persons
+_MAX_ENDED, _MAX_SESSIONS, _MAX_TENANTS = 256, 4096, 1024
+
+
+@dataclass(slots=True)
+class _Tenant:
+    agents_s: float = -math.inf  # when a turn last ended in a tool call
+    next_take_s: float = -math.inf  # from when an agent may take the blocks kept for others
+
+
+class Sessions:
+    """Holds what sessions left, ranks their turns, and admits agents'.
+
+    Args:
+        costs: tell how fast prompts are computed, and blocks are moved.
+        clock: seconds, the clock of requests' `arrival_s`.
+
+    Attributes:
+        num_live: sequences with a session that wait, run or are parked.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, costs: PreemptionCosts, clock: Callable[[], float]
+    ) -> None:
+        self.num_live = 0
+        self._blocks = blocks
+        self._costs = costs
+        self._clock = clock
+        # What the last turns left, by request, and the hold on it, if there is one.
+        self._ended: OrderedDict[str, tuple[Request, list[CachedBlock], Hold | None]] = (
+            OrderedDict()
+        )
+        # When a session's last turn ended, and how soon the next ones came.
+        self._returns: OrderedDict[str, tuple[float, float | None]] = OrderedDict()
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+
+    # -- holds ------------------------------------------------------------------------------
+
+    def end(self, request: Request, contents: list[CachedBlock]) -> None:
+        """A turn has ended and left these contents. Whether in a tool call, `hold` says later."""
+        now_s = self._clock()
+        tenant = self._tenants.get(request.tenant)
+        hold = None
+        if tenant is not None and now_s < tenant.agents_s + _PERSON_RETURN_S:
+            hold = self._hold(request, contents, return_s=_PERSON_RETURN_S, is_persons=True)
+        _put(self._ended, request.request_id, (request, contents, hold), _MAX_ENDED)
+        _, gap_s = self._returns.get(request.session, (0.0, None))
+        _put(self._returns, request.session, (now_s, gap_s), _MAX_SESSIONS)
+
+    def hold(self, request_id: str, return_s: float) -> None:
+        """A turn ended in a tool call; nothing happens if that was too long ago, or it had no
+        session.
+
+        Args:
+            return_s: within which 95 % of such sessions come back; of one that is known to take
+                longer, what it took counts.
+        """
+        ended = self._ended.pop(request_id, None)
+        if ended is None:
+            return
+        request, contents, persons_hold = ended
+        if persons_hold is not None:
+            self._blocks.end_hold(persons_hold)
+        self._tenant(request.tenant).agents_s = self._clock()
+        _, gap_s = self._returns.get(request.session, (0.0, None))
+        if gap_s is not None:
+            return_s = max(return_s, min(gap_s * -math.log(_PART_LEFT), _MAX_RETURN_S))
+        self._hold(request, contents, return_s=return_s, is_persons=False)
+
+    def _hold(
+        self, request: Request, contents: Ordered[CachedBlock], *, return_s: float, is_persons: bool
+    ) -> Hold | None:
+        worth = self._worth(contents)
+        if worth <= _LEAST_WORTH:
+            return None
+        return self._blocks.hold(
+            contents,
+            tenant=request.tenant,
+            is_persons=is_persons,
+            duration_s=return_s * math.log(worth / _LEAST_WORTH) / -math.log(_PART_LEFT),
+        )
+
+    def _worth(self, contents: Ordered[CachedBlock]) -> float:
+        """What a block costs on average if it is evicted, by what computing one at a prompt's
+        start costs."""
+        if not contents:
+            return 0.0
+        size = self._blocks.block_size
+        compute = 1.0 + len(contents) * size / 2 / _ATTENTION_TOKENS
+        rate, move_s = self._costs.prefill_tokens_per_s, self._costs.block_move_s
+        load = min(compute, move_s * rate / size) if rate else compute
+        num_saved = sum(block.host_id is not None for block in contents)
+        return compute + (load - compute) * num_saved / len(contents)
+
+    # -- who goes first ---------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """A session's turn begins to wait."""
+        self.num_live += 1
+        request = sequence.request
+        ended_s, gap_s = self._returns.get(request.session, (None, None))
+        if ended_s is not None:
+            new_s = max(0.0, request.arrival_s - ended_s)
+            gap_s = new_s if gap_s is None else (gap_s + new_s) / 2
+            self._returns[request.session] = (ended_s, gap_s)
+        sequence.patience_s = self._patience_s(sequence)
+
+    def remove(self) -> None:
+        self.num_live -= 1
+
+    def has_lost_blocks(self, sequence: Sequence) -> bool:
+        """Whether an agent's blocks were evicted while it waited: it has a new rank then."""
+        if sequence.patience_s != _WARM_PATIENCE_S or not sequence.request.is_agent:
+            return False
+        sequence.patience_s = self._patience_s(sequence)
+        return sequence.patience_s == _COLD_PATIENCE_S
+
+    def _patience_s(self, sequence: Sequence) -> float:
+        rate = self._costs.prefill_tokens_per_s
+        if not rate:
+            return 0.0
+        num_cached = self._blocks.num_cached(sequence, hold_s=_WAITING_S)
+        num_missing = len(sequence.token_ids) - num_cached
+        if sequence.request.is_agent:
+            return _WARM_PATIENCE_S if num_cached >= num_missing else _COLD_PATIENCE_S
+        # A short prompt goes before a long one that would delay it. Of a session's first turn
+        # nobody knows who asks: it yields to persons who were here before.
+        is_known = sequence.request.session in self._returns
+        return min((1.0 if is_known else _NEW_PATIENCE) * num_missing / rate, _WARM_PATIENCE_S)
+
+    # -- admission --------------------------------------------------------------------------
+
+    def gives_way(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence leaves alone what is kept for others, while others run."""
+        request = sequence.request
+        return request.is_agent and self._clock() < request.arrival_s + sequence.patience_s
+
+    def admit(self, sequence: Sequence, *, num_spared: int) -> int | None:
+        """`BlockManager.admit` of a sequence that gives way."""
+        blocks = self._blocks
+        num_spared += blocks.num_blocks // _ONE_SPARED_OF
+        is_cold = sequence.patience_s == _COLD_PATIENCE_S
+        num_computed = blocks.admit(
+            sequence, num_spared=num_spared, spares_persons=True, spares_agents=is_cold
+        )
+        tenant = self._tenant(sequence.request.tenant)
+        if num_computed is not None or not is_cold or self._clock() < tenant.next_take_s:
+            return num_computed
+        num_computed = blocks.admit(sequence, num_spared=num_spared, spares_persons=True)
+        if num_computed is not None:
+            num_missing = len(sequence.token_ids) - num_computed
+            cost_s = num_missing / self._costs.prefill_tokens_per_s
+            tenant.next_take_s = self._clock() + (1.0 + _SPACING) * cost_s
+        return num_computed
+
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name) or _Tenant()
+        _put(self._tenants, name, tenant, _MAX_TENANTS)
+        return tenant
+
+
+_Value = TypeVar("_Value")
+
+
+def _put(known: OrderedDict[str, _Value], key: str, value: _Value, most: int) -> None:
+    """Set the newest entry; the oldest one is forgotten if there are more than `most`."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)

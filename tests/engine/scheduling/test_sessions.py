@@ -1,0 +1,196 @@
+"""Agent sessions: what is kept for them, who goes first, and that nobody starves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.config import SchedulerConfig
+
+from .agent_replay import PERSON, Replay, Turn, num_needed
+from .fake_device import expected_output
+from .stack import Stack
+
+RETURN_S = 10.0
+
+
+def make_trace(*, num_agents: int, num_turns: int) -> dict[str, list[Turn]]:
+    """Agents with long prompts and short pauses, and a person with short ones."""
+    rng = random.Random(5)
+    trace = {}
+    for name in (*(f"agent-{number}" for number in range(num_agents)), PERSON):
+        is_agent = name != PERSON
+        trace[name] = [
+            Turn(
+                session=name,
+                new_prompt_tokens=rng.randint(1000, 2000) if is_agent and not turn
+                else 400 if not turn else rng.randint(50, 500 if is_agent else 100),
+                output_tokens=rng.randint(10, 40),
+                ends_in_tool_call=is_agent and turn < num_turns - 1,
+                pause_after_s=rng.uniform(0.5, 4.0) if is_agent else rng.uniform(4.0, 8.0),
+                start_s=rng.uniform(0.0, 3.0) if is_agent else 3.0,
+            )
+            for turn in range(num_turns)
+        ]  # fmt: skip
+    return trace
+
+
+@pytest.mark.exhaustive
+def test_agents_in_a_quarter_of_the_pool_that_they_need() -> None:
+    trace = make_trace(num_agents=6, num_turns=14)
+    pool: Any = {"pool_tokens": num_needed(trace) // 4}
+    before = Replay(trace, knows_sessions=False, **pool).run()
+    outcome = Replay(trace, **pool).run()
+    alone = Replay({PERSON: trace[PERSON]}, **pool).run()
+    assert outcome.total_s <= 0.75 * before.total_s
+    assert outcome.p99_ttft_s(PERSON) <= 1.5 * alone.p99_ttft_s(PERSON)
+    assert outcome.slowest(name for name in trace if name != PERSON) <= 3.0
+
+
+def stack_of(num_blocks: int, *, num_host_blocks: int = 0) -> Stack:
+    stack = Stack(
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        enable_prefix_caching=True,
+        config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+    )
+    stack.device.tokens_per_s = 20.0
+    return stack
+
+
+def finish(stack: Stack, request_id: str, prompt: list[int], **settings: Any) -> list[int]:
+    """Run a request alone; the tokens of its prompt and its output."""
+    arrival = stack.clock.now_s
+    stack.add(request_id, prompt, arrival=arrival, max_tokens=4, **settings)
+    stack.run()
+    return prompt + stack.tokens(request_id)
+
+
+def fill(stack: Stack, name: str, num_requests: int) -> None:
+    """Have other requests use a part of the pool."""
+    for number in range(num_requests):
+        finish(stack, f"{name}{number}", [7, number, *range(18)])
+
+
+def test_what_a_tool_call_left_is_kept_until_its_session_is_back() -> None:
+    stack = stack_of(32)
+    context = finish(stack, "a", list(range(28)), session="s")
+    stack.scheduler.hold("a", RETURN_S)
+    fill(stack, "other", 8)
+    assert stack.blocks.tiers.device.num_held_evictions == 0
+    stack.clock.now_s = 8.0
+    finish(stack, "b", [*context, 1, 2], session="s", is_agent=True)
+    assert stack.num_cached("b") >= len(context) - 4
+    counters = stack.blocks.counters
+    assert (counters.num_holds, counters.num_returns) == (1, 1)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_nobody_comes_back_for_is_evicted_like_anything_else(is_late: bool) -> None:
+    stack = stack_of(32)
+    context = finish(stack, "a", list(range(28)), session="s")
+    if is_late:  # else the session is not known to be an agent's
+        stack.scheduler.hold("a", RETURN_S)
+        stack.clock.now_s = 2 * RETURN_S
+        fill(stack, "later", 1)
+    fill(stack, "other", 16)
+    finish(stack, "b", [*context, 1, 2])
+    assert stack.num_cached("b") < 8
+    assert stack.blocks.counters.num_returns == 0
+
+
+def test_a_running_sequence_takes_what_is_kept() -> None:
+    stack = stack_of(18)
+    finish(stack, "a", list(range(40)), session="s")
+    stack.scheduler.hold("a", RETURN_S)
+    tokens = finish(stack, "big", [9] * 58)
+    assert tokens[58:] == expected_output([9] * 58, 4)
+    assert stack.blocks.tiers.device.num_held_evictions > 0
+
+
+def test_a_block_of_two_turns_is_kept_until_both_are_back() -> None:
+    stack = stack_of(40)
+    shared = list(range(16))
+    first = finish(stack, "a", [*shared, 30, 31, 32, 33, 34], session="s")
+    second = finish(stack, "b", [*shared, 40, 41, 42, 43, 44], session="t")
+    stack.scheduler.hold("a", 3 * RETURN_S)
+    stack.scheduler.hold("b", RETURN_S)
+    finish(stack, "c", [*first, 1], session="s", is_agent=True)
+    fill(stack, "other", 10)
+    finish(stack, "d", [*second, 1], session="t", is_agent=True)
+    assert stack.num_cached("d") >= len(second) - 4
+
+
+def test_a_hold_for_a_request_that_is_not_known_does_nothing() -> None:
+    stack = stack_of(32)
+    stack.scheduler.hold("nobody", RETURN_S)
+    finish(stack, "without session", [1, 2, 3])
+    stack.scheduler.hold("without session", RETURN_S)
+    assert stack.blocks.counters.num_holds == 0
+
+
+def test_a_person_goes_before_agents_and_these_before_persons_of_a_minute_later() -> None:
+    stack = stack_of(64)
+    finish(stack, "first", [1] * 20)  # since then the engine knows how fast it is
+    stack.add("runs", [2] * 40, max_tokens=8, arrival=0.0)
+    for _ in range(2):
+        stack.step()
+    for name, arrival, is_agent in (("agent", 1.0, True), ("person", 2.0, False)):
+        stack.add(name, [3, *name.encode()], max_tokens=1, arrival=arrival, is_agent=is_agent,
+                  session=name)  # fmt: skip
+    waiting = stack.scheduler._running_set.waiting
+    assert [each.request.request_id for each in waiting.in_order()] == ["person", "agent"]
+    stack.add("late", [3, 4], max_tokens=1, arrival=1000.0, session="late")
+    assert [each.request.request_id for each in waiting.in_order()][-1] == "late"
+    stack.run()
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # whose
+        st.integers(1, 20),  # new tokens
+        st.booleans(),  # whether the turn ends in a tool call
+        st.integers(0, 12),  # steps until the next turn of anybody
+        st.integers(0, 40),  # seconds that pass
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=25)
+@given(turns=TURNS, num_blocks=st.integers(17, 40), num_host_blocks=st.sampled_from([0, 12]))
+def test_everybody_is_served_and_right_whatever_is_kept(
+    turns: list[tuple[int, int, bool, int, int]], num_blocks: int, num_host_blocks: int
+) -> None:
+    """No clock runs in the end, so no hold ends: what waits must not wait for that."""
+    stack = stack_of(num_blocks, num_host_blocks=num_host_blocks)
+    contexts: dict[int, list[int]] = {}
+    called: set[int] = set()
+    calls = set()
+    for number, (who, num_new, ends_in_call, num_steps, pause_s) in enumerate(turns):
+        context = contexts.get(who, [])
+        if len(context) + num_new > 55:
+            context = []
+        prompt = [*context, *((who + each) % 50 for each in range(num_new))]
+        request_id = f"{number}"
+        stack.add(
+            request_id, prompt, max_tokens=4, arrival=stack.clock.now_s, session=f"s{who}",
+            is_agent=who in called, tenant="one" if who < 3 else "two",
+        )  # fmt: skip
+        contexts[who] = prompt + expected_output(prompt, 4)
+        called.discard(who)
+        if ends_in_call:
+            called.add(who)
+            calls.add(request_id)
+        for _ in range(num_steps):
+            for output in stack.step():
+                if output.is_last and output.request_id in calls:
+                    stack.scheduler.hold(output.request_id, RETURN_S)
+        stack.clock.now_s += pause_s
+    stack.run()
+    for request_id, prompt in stack.prompt_of.items():
+        assert stack.tokens(request_id) == expected_output(prompt, 4)
