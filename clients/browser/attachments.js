@@ -14,41 +14,6 @@ const QUALITIES = [0.85, 0.7, 0.5, 0.3];
 
 /** @typedef {import("./conversations.js").Part} Part */
 
-/** What is attached to a message that is being written, in an element of its own. */
-export class Tray {
-  /** @type {readonly Part[]} */ #parts = [];
-  #element;
-  #onChange;
-
-  /**
-   * @param {HTMLElement} element
-   * @param {(parts: Part[]) => void} onChange  with those that are left after one was removed
-   */
-  constructor(element, onChange) {
-    this.#element = element;
-    this.#onChange = onChange;
-  }
-
-  /** Shows these. */
-  show(/** @type {readonly Part[]} */ parts) {
-    if (parts === this.#parts) return;
-    this.#parts = parts;
-    this.#element.replaceChildren(...parts.map((part) => this.#shown(part)));
-    this.#element.hidden = parts.length === 0;
-  }
-
-  #shown(/** @type {Part} */ part) {
-    const item = make("span", "tray-image");
-    const remove = button({
-      label: `Remove ${part.name || "image"}`,
-      picture: "close",
-      run: () => this.#onChange(this.#parts.filter((other) => other !== part)),
-    });
-    item.append(attachmentElement(part), remove);
-    return item;
-  }
-}
-
 /** An image or a file of a message. */
 export function attachmentElement(/** @type {Part} */ part) {
   return part.image_url ? largerPicture(part) : fileElement(part);

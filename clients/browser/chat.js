@@ -3,35 +3,23 @@
  */
 
 import { Composer } from "./composer.js";
-import { Controls } from "./composer-controls.js";
+import { mountComposer } from "./composer-view.js";
 import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
-import { byId, confirmOn, copyText, make } from "./dom.js";
+import { byId, confirmOn, copyText } from "./dom.js";
 import { keepDraft, NOTHING } from "./drafts.js";
 import { liveText, prefillText, preparingText, QueueEstimate, queueText, restartText } from "./figures.js";
+import { mountFrame } from "./frame.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { conversationOf, newStore, titleOf } from "./page-state.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
-import { tell } from "./question-dialog.js";
 import { quietly } from "./quietly.js";
 import { Settings } from "./settings.js";
-import { mountSettings } from "./settings-dialog.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
-import { html } from "./vendor/htm-preact.js";
 import { StickyScroll } from "./sticky-scroll.js";
 import { titleFrom } from "./turns.js";
 
-// For the model that comes with the server, which knows no more than this.
-const DEMO = "demo";
-const SUGGESTIONS = [
-  ["Say hello", "Hello! Who are you?"],
-  ["Look behind the page", "What is penstock?"],
-  ["Learn an idea", "How does paged attention work?"],
-  ["See if it remembers", "My name is Ada. Please remember it."],
-  ["Let it count", "Count from 1 to 20."],
-  ["Watch a long stream", "Tell me a long story."],
-];
 const LIVE_INTERVAL_MS = 250;
 const KEEP_MS = 400;
 /** So much of a conversation is enough for its title. */
@@ -39,36 +27,13 @@ const MAX_TITLED = 4_000;
 // An answer that has been silent for so long: is there an engine?
 const SILENT_MS = 1_500;
 const ASK_INTERVAL_MS = 500;
-const BROKEN = "Not connected; your answer will go on.";
 
-const page = {
-  connection: byId("connection"),
-  connectionText: byId("connection-text"),
-  model: byId("model"),
-  banner: byId("banner"),
-  bannerText: byId("banner-text"),
-  bannerAction: byId("banner-action"),
-  welcome: byId("welcome"),
-  welcomeText: byId("welcome-text"),
-  suggestions: byId("suggestions"),
-  pane: byId("pane"),
-  transcript: byId("transcript"),
-  messagesTitle: byId("messages-title"),
-  toLatest: byId("to-latest"),
-  composer: /** @type {HTMLFormElement} */ (byId("composer")),
-  text: byId("composer-text"),
-  send: /** @type {HTMLButtonElement} */ (byId("send")),
-  hint: byId("hint"),
-  live: byId("live"),
-  obstacle: byId("obstacle"),
-  refusal: byId("refusal"),
-  announcer: byId("announcer"),
-};
+const welcome = byId("welcome"), transcript = byId("transcript"), toLatest = byId("to-latest"), announcer = byId("announcer");
 
 const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
 const store = newStore();
-const settings = new Settings(store, () => { refresh(); keepChoices(); });
-const list = new ConversationList(client.conversations, store, suggestTitle);
+const settings = new Settings(store, () => { notice(); keepChoices(); });
+const list = new ConversationList(client.conversations, store);
 const sidebar = new Sidebar(store, {
   newChat: () => showNewChat(),
   open: (id, turn) => { if (id === pane.id && turn) reveal(turn); else wanted = turn; },
@@ -83,11 +48,11 @@ const sidebar = new Sidebar(store, {
   findMore: () => void list.findMore(),
 });
 const scroll = new StickyScroll(byId("scroller"), byId("content"), (isFollowing) => {
-  page.toLatest.hidden = isFollowing || !page.welcome.hidden;
+  toLatest.hidden = isFollowing || !welcome.hidden;
 });
 const pane = new ConversationPane({
   client,
-  transcript: page.transcript,
+  transcript,
   parameters: () => settings.parameters(),
   metadata: () => settings.metadata,
   hasTools: () => settings.hasTools,
@@ -95,23 +60,16 @@ const pane = new ConversationPane({
   mayAsk,
   write: () => composer.focus(),
   onLost: (id, message, reason) => {
-    refusal = reason;
     composer.giveBack(id, message);
-    refresh();
+    note({ refusal: reason });
   },
   onRefused: (message) => composer.keepCopy(message),
 });
-const composer = new Composer(location.hash.slice(1) || null, () => client.takesImages);
-/** Why the last wish to send something had no effect; empty once it would have. */
-let obstacle = "";
-/** Why something is not, or not any more, part of what was sent. */
-let refusal = "";
+const composer = new Composer(store, location.hash.slice(1) || null, () => client.takesImages);
 /** The turn at which the next conversation is to be opened. @type {string | null} */
 let wanted = null;
 /** The conversation that was open when it was removed. @type {string | null} */
 let left = null;
-/** How the answer under way gets on. */
-let progress = "";
 /** Notifies the other tabs of this browser when a conversation has changed, with its id. */
 const tabs = new BroadcastChannel("penstock");
 
@@ -127,7 +85,7 @@ async function adoptSettings(/** @type {string | null} */ id) {
     const { metadata } = await client.conversations.get(id);
     if (pane.id === id) settings.adopt(metadata);
   });
-  refresh();
+  notice();
 }
 
 /** Keeps what was chosen with the open conversation, too. */
@@ -186,7 +144,7 @@ function submit() {
 }
 
 function ask(/** @type {import("./drafts.js").Message} */ message) {
-  refusal = "";
+  note({ refusal: "" });
   void pane.ask(message);
   scroll.follow();
 }
@@ -205,13 +163,14 @@ function mayAsk() {
   if (canAsk()) return true;
   if (client.state === "unauthorized") askForKey();
   else {
-    obstacle = pane.answer ? "Not sent: an answer is still coming. Wait for its end, or stop it (Esc)."
+    const obstacle = pane.answer ? "Not sent: an answer is still coming. Wait for its end, or stop it (Esc)."
       : client.state === "open" ? "Not sent: this conversation is still being loaded or changed. Try again in a moment."
       : client.numFailures === 0 ? "Not sent: the page is still connecting. Try again in a moment."
       : "Not sent: the server cannot be reached. Your message stays here.";
     client.connect();
     announce(obstacle);
-    refresh();
+    note({ obstacle });
+    notice();
   }
   return false;
 }
@@ -219,11 +178,11 @@ function mayAsk() {
 function listenToPane() {
   pane.addEventListener("change", () => {
     if (composer.id !== pane.id) {
-      obstacle = refusal = "";
+      note({ obstacle: "", refusal: "" });
       composer.open(pane.id);
     }
     follow(pane.answer);
-    refresh();
+    notice();
   });
   pane.addEventListener("created", () => {
     history.pushState(null, "", `#${pane.id}`);
@@ -292,7 +251,7 @@ async function save(/** @type {string} */ id, /** @type {"json" | "md"} */ forma
     saveFile(fileName(titleOf(conversation), format), text, format === "json" ? "application/json" : "text/markdown");
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
-    await tell("This conversation was not saved", `The reason: ${error.message}`);
+    store.update({ news: { title: "This conversation was not saved", text: `The reason: ${error.message}` } });
   }
 }
 
@@ -305,7 +264,6 @@ async function catchUp() {
 
 /** @type {import("./answer.js").Answer | null} */ let followed = null;
 /** Where it is shown. @type {import("./transcript.js").TurnView | undefined} */ let followedView;
-const hasKeys = matchMedia("(hover: hover)"); // as in the style sheet
 /** Whether its silence is due to an engine that is being restarted. */
 let isRestarting = false;
 
@@ -314,7 +272,7 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   if (answer === followed) return;
   followed = answer;
   isRestarting = false;
-  sayLive(answer ? "Answering…" : "");
+  note({ progress: answer ? "Answering…" : "" });
   if (!answer) return;
   const { id } = composer;
   const view = pane.views.at(-1);
@@ -323,7 +281,7 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   let nextAt = 0;
   let isPaused = false;
   let heardAt = performance.now();
-  const say = (/** @type {string} */ text) => { if (followed === answer) sayLive(text); };
+  const say = (/** @type {string} */ text) => { if (followed === answer) note({ progress: text }); };
   const hear = () => {
     heardAt = performance.now();
     if (isRestarting && followed === answer) endRestart();
@@ -361,18 +319,6 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   });
 }
 
-function sayLive(/** @type {string} */ text) {
-  progress = text;
-  showProgress();
-}
-
-/** Without a connection, nothing is known of it. */
-function showProgress() {
-  const text = client.state === "open" ? progress : progress && BROKEN;
-  // One text: a second one beside it would move with the width of the first.
-  page.live.textContent = text && hasKeys.matches ? `${text} · Esc stops` : text;
-}
-
 /** Asks, while an answer is silent, whether it waits for an engine that is being restarted. */
 async function askAfterEngine(
   /** @type {import("./answer.js").Answer} */ answer, /** @type {() => boolean} */ isSilent,
@@ -392,78 +338,41 @@ function showRestart(/** @type {number | null} */ waitMs) {
   const isNew = !isRestarting;
   isRestarting = true;
   const text = restartText(waitMs);
-  sayLive(text);
+  note({ progress: text });
   followedView?.showStatus(text);
   if (isNew) announce(text); // not again whenever a second has gone
-  if (isNew) refresh();
+  if (isNew) notice();
 }
 
 function endRestart() {
   isRestarting = false;
   followedView?.showStatus("");
-  sayLive("Answering…");
-  refresh();
+  note({ progress: "Answering…" });
+  notice();
 }
 
 // ---- connection ----------------------------------------------------------------------------
 
-function refresh() {
-  const label = { connecting: "Connecting…", open: "Connected", restarting: "Restarting…", waiting: "Reconnecting…", unauthorized: "Needs a key", closed: "Offline" };
+/** Takes into the state how the connection, the open conversation and its answer are now. */
+function notice() {
   // Tries follow each other quickly; the page shows one steady message between them.
-  const shown = client.state === "connecting" && client.numFailures > 0 ? "waiting"
+  const state = client.state === "connecting" && client.numFailures > 0 ? "waiting"
     : client.state === "open" && isRestarting ? "restarting"
     : client.state;
-  page.connection.dataset.state = shown;
-  page.connectionText.textContent = shown === "open" && client.transport === "sse" ? "Connected (without WebSocket)" : label[shown];
-  page.model.textContent = settings.model;
   const limit = client.contexts[settings.model] ?? 0;
-  store.update({ choices: settings.choices, context: pane.numTokens > 0 && limit > 0 ? { used: pane.numTokens, limit } : null });
-  showBanner(shown);
-  showWelcome(pane.isEmpty && (location.hash === "" || pane.id === null));
-  const isAnswering = pane.answer !== null;
-  const stops = isAnswering && composer.isEmpty;
-  page.composer.classList.toggle("is-answering", stops);
-  if (canAsk()) obstacle = "";
-  page.obstacle.textContent = obstacle;
-  page.obstacle.hidden = !obstacle;
-  page.refusal.textContent = refusal;
-  page.refusal.hidden = isAnswering || obstacle !== "" || !refusal;
-  showProgress();
-  page.live.hidden = !isAnswering || obstacle !== "";
-  page.hint.hidden = isAnswering || obstacle !== "" || !page.refusal.hidden;
-  page.send.disabled = stops ? pane.answer?.isCancelling === true : isAnswering ? !canSteer() : !canAsk() || composer.isEmpty;
-  page.send.setAttribute("aria-label", stops ? "Stop" : "Send");
-  page.send.title = stops ? "Stop (Esc)" : isAnswering ? "Interrupt the answer with this message (Enter)" : "Send (Enter)";
-  for (const button of document.querySelectorAll("button[data-asks]")) {
-    /** @type {HTMLButtonElement} */ (button).disabled = !canAsk();
-  }
+  if (canAsk()) note({ obstacle: "" });
+  store.update({
+    link: { state, hasSocket: client.transport !== "sse", failure: client.failure ?? "unreachable" },
+    choices: settings.choices,
+    context: pane.numTokens > 0 && limit > 0 ? { used: pane.numTokens, limit } : null,
+    sending: { canAsk: canAsk(), canSteer: canSteer(), isAnswering: pane.answer !== null, isStopping: pane.answer?.isCancelling === true },
+    isNew: pane.isEmpty && (location.hash === "" || pane.id === null),
+  });
 }
 
-function showWelcome(/** @type {boolean} */ isShown) {
-  const wasShown = !page.welcome.hidden;
-  page.welcome.hidden = !isShown;
-  page.pane.classList.toggle("is-empty", isShown);
-  const isDemo = settings.model === DEMO;
-  page.suggestions.hidden = !isDemo;
-  page.welcomeText.textContent = !settings.model ? "\u00a0"
-    : isDemo ? "The demo model is small, and knows little but penstock. Try one of these, or write your own."
-    : `${settings.model} answers.`;
-  page.messagesTitle.hidden = isShown;
-  if (isShown && !wasShown) scroll.toTop();
-}
-
-function showBanner(/** @type {string} */ shown) {
-  const reasons = {
-    unreachable: "Cannot reach the server. Trying again…",
-    "no websocket": "The server answers, but a WebSocket does not get through. Trying again…",
-    dropped: "The connection to the server broke. Reconnecting…",
-  };
-  const needsKey = shown === "unauthorized";
-  const text = needsKey ? "This server requires an API key." : reasons[client.failure ?? "unreachable"];
-  page.banner.hidden = shown !== "waiting" && !needsKey;
-  if (page.banner.hidden || page.bannerText.textContent === text) return;
-  page.bannerText.textContent = text;
-  page.bannerAction.textContent = needsKey ? "Enter key" : "Try now";
+/** Says these below the message box. */
+function note(/** @type {Partial<import("./page-state.js").Notes>} */ parts) {
+  store.update({ notes: { ...store.state.notes, ...parts } });
 }
 
 function onStateChange() {
@@ -473,31 +382,27 @@ function onStateChange() {
     void list.refresh();
     void (pane.id || !location.hash ? catchUp() : openAddressed());
   } else if (client.state === "unauthorized") askForKey();
-  refresh();
+  notice();
 }
 
 // ---- page ----------------------------------------------------------------------------------
 
 function announce(/** @type {string} */ text) {
-  page.announcer.textContent = text;
+  announcer.textContent = text;
 }
 
 function listenToPage() {
-  page.composer.addEventListener("submit", (event) => {
+  byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (pane.answer && composer.isEmpty) pane.stop();
     else submit();
   });
-  composer.addEventListener("change", () => {
-    obstacle = "";
-    refresh();
-  });
   composer.addEventListener("refused", (event) => {
-    refusal = /** @type {CustomEvent<string>} */ (event).detail;
+    const { detail: refusal } = /** @type {CustomEvent<string>} */ (event);
     if (refusal) announce(refusal);
-    refresh();
+    note({ refusal });
   });
-  page.text.addEventListener("keydown", (event) => {
+  byId("composer-text").addEventListener("keydown", (event) => {
     if (event.key === "ArrowUp" && composer.isEmpty && !pane.isEmpty) {
       event.preventDefault();
       if (mayAsk()) pane.views.at(-1)?.startEditing();
@@ -506,17 +411,13 @@ function listenToPage() {
     event.preventDefault();
     submit();
   });
-  page.transcript.addEventListener("click", (event) => {
+  transcript.addEventListener("click", (event) => {
     const button = /** @type {Element} */ (event.target).closest(".code-head button");
     const block = button?.closest(".code");
     if (button && block) void useCode(/** @type {HTMLElement} */ (button), block);
   });
   byId("open-settings").addEventListener("click", () => settings.open());
-  page.toLatest.addEventListener("click", () => { scroll.follow(); composer.focus(); });
-  page.bannerAction.addEventListener("click", () => {
-    if (client.state === "unauthorized") askForKey();
-    else client.connect();
-  });
+  toLatest.addEventListener("click", () => { scroll.follow(); composer.focus(); });
   window.addEventListener("hashchange", () => void openAddressed());
   window.addEventListener("popstate", () => void openAddressed());
   window.addEventListener("online", () => client.connect());
@@ -564,26 +465,38 @@ async function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */
   } else button.setAttribute("aria-pressed", String(block.classList.toggle("is-wrapped")));
 }
 
-function addSuggestions() {
-  for (const [label, prompt] of SUGGESTIONS) {
-    const item = make("li");
-    const button = /** @type {HTMLButtonElement} */ (make("button"));
-    button.type = "button";
-    button.dataset.asks = "";
-    button.append(make("b", "", label), make("span", "", prompt));
-    button.addEventListener("click", () => {
-      if (canAsk()) ask({ text: prompt, attachments: [] });
-      composer.focus();
-    });
-    item.append(button);
-    page.suggestions.append(item);
+let hasDialogs = false;
+
+/** Those that are loaded when one of them is first opened. */
+async function loadDialogs() {
+  if (hasDialogs) return;
+  hasDialogs = true;
+  try {
+    const { mountDialogs } = await import("./dialogs.js");
+    const rename = list.rename.bind(list);
+    mountDialogs(store, settings, { enterKey: openKeyDialog, saveChats, loadChats, rename, suggest: suggestTitle });
+  } catch {
+    hasDialogs = false;
+    settings.close();
+    store.update({ renamed: null });
+    note({ obstacle: "Not opened: the server cannot be reached." });
   }
 }
 
-store.mount(byId("controls"), ["choices", "context"], ({ choices, context }) => html`
-  <${Controls} choices=${choices} context=${context} set=${(/** @type {string} */ name, /** @type {string} */ value) => settings.set(name, value)} />`);
-mountSettings(store, settings, { enterKey: openKeyDialog, saveChats, loadChats });
-addSuggestions();
+/** A prompt that is offered to those who have none yet. */
+function askOffered(/** @type {string} */ text) {
+  if (canAsk()) ask({ text, attachments: [] });
+  composer.focus();
+}
+
+mountFrame(store, { connect: () => client.connect(), enterKey: askForKey, ask: askOffered });
+mountComposer(store, { choose: (name, value) => settings.set(name, value), remove: (part) => composer.remove(part) });
+store.watch(["settings", "renamed"], ({ settings: { isOpen }, renamed }) => { if (isOpen || renamed) void loadDialogs(); });
+store.watch(["message"], () => note({ obstacle: "" }));
+store.watch(["isNew"], ({ isNew }) => { if (isNew) scroll.toTop(); });
+store.watch(["sending"], ({ sending: { canAsk } }) => {
+  for (const button of document.querySelectorAll("button[data-asks]")) /** @type {HTMLButtonElement} */ (button).disabled = !canAsk;
+});
 listenToPane();
 listenToPage();
 listenForKey((key) => client.setApiKey(key));

@@ -7,7 +7,7 @@
 
 import { byId } from "./dom.js";
 import { draftOf, isEmpty, keepDraft, NOTHING } from "./drafts.js";
-import { fileFrom, filesOf, imageFrom, isImage, MAX_ATTACHMENTS, Tray } from "./attachments.js";
+import { fileFrom, filesOf, imageFrom, isImage, MAX_ATTACHMENTS } from "./attachments.js";
 
 /** @typedef {import("./drafts.js").Message} Message */
 
@@ -16,20 +16,21 @@ const LONG_PASTE = 4_000;
 const box = /** @type {HTMLTextAreaElement} */ (byId("composer-text"));
 const chooser = /** @type {HTMLInputElement} */ (byId("files"));
 
-/** Events: `change` (of the message), `refused` (detail: why a file is not part of it). */
+/** Events: `refused` (detail: why a file is not part of the message). */
 export class Composer extends EventTarget {
   /** The conversation that the message is for; late images find it by this object. */
   #place = { id: /** @type {string | null} */ (null) };
-  #message = NOTHING;
+  #store;
   #takesImages;
-  #tray = new Tray(byId("tray"), (attachments) => this.#put({ ...this.#message, attachments }));
 
   /**
+   * @param {ReturnType<typeof import("./page-state.js").newStore>} store  has the message that is shown
    * @param {string | null} id
    * @param {() => boolean} takesImages  whether messages may have images
    */
-  constructor(id, takesImages) {
+  constructor(store, id, takesImages) {
     super();
+    this.#store = store;
     this.#takesImages = takesImages;
     const early = box.value; // written before this script ran
     this.open(id);
@@ -61,13 +62,14 @@ export class Composer extends EventTarget {
 
   get id() { return this.#place.id; }
 
+  get #message() { return this.#store.state.message; }
+
   get isEmpty() { return isEmpty(this.#message); }
 
   /** Shows the message of this conversation. */
   open(/** @type {string | null} */ id) {
     this.#place = { id };
-    this.#message = draftOf(id);
-    this.#show();
+    this.#show(draftOf(id));
   }
 
   /** The new conversation has got its id. */
@@ -113,6 +115,12 @@ export class Composer extends EventTarget {
     box.focus();
   }
 
+  /** Takes an image or a file out of the message. */
+  remove(/** @type {import("./conversations.js").Part} */ part) {
+    const attachments = this.#message.attachments.filter((other) => other !== part);
+    this.#put({ ...this.#message, attachments });
+  }
+
   /** Adds images and texts; says of the first other file why it is neither. */
   async add(/** @type {File[]} */ files) {
     const place = this.#place;
@@ -145,18 +153,15 @@ export class Composer extends EventTarget {
   }
 
   #put(/** @type {Message} */ message) {
-    this.#message = message;
-    this.keep();
-    this.#show();
+    keepDraft(this.id, message);
+    this.#show(message);
   }
 
-  #show() {
-    const { text, attachments } = this.#message;
-    if (box.value !== text) box.value = text;
-    this.#tray.show(attachments);
+  #show(/** @type {Message} */ message) {
+    if (box.value !== message.text) box.value = message.text;
     // The box grows with its text, up to the height that the style sheet allows.
     box.style.height = "auto";
     box.style.height = `${box.scrollHeight}px`;
-    this.dispatchEvent(new Event("change"));
+    this.#store.update({ message });
   }
 }

@@ -8,7 +8,6 @@
 import { byId } from "./dom.js";
 import { conversationOf, NO_SEARCH, titleOf } from "./page-state.js";
 import { PenstockError } from "./penstock-client.js";
-import { tell } from "./question-dialog.js";
 import { quietly } from "./quietly.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
@@ -18,8 +17,6 @@ const MAX_PAGE = 100; // the server's limit
 const FOUND = 30;
 const TYPING_MS = 150;
 const UNDO_MS = 8_000;
-const dialog = /** @type {HTMLDialogElement} */ (byId("rename-dialog"));
-const titleInput = /** @type {HTMLInputElement} */ (byId("rename-input"));
 
 /** Events (detail: the conversation's id): `removed`; then `restored`, or `deleted`. */
 export class ConversationList extends EventTarget {
@@ -30,29 +27,15 @@ export class ConversationList extends EventTarget {
   #numRefreshes = 0;
   #searching = new AbortController();
   #undoTimer = 0;
-  /** @type {Conversation | null} */ #renamed = null;
 
   /**
    * @param {import("./conversations.js").Conversations} conversations
    * @param {ReturnType<typeof import("./page-state.js").newStore>} store
-   * @param {(conversation: Conversation) => Promise<string>} suggestTitle  by the model; empty: it has none
    */
-  constructor(conversations, store, suggestTitle) {
+  constructor(conversations, store) {
     super();
     this.#conversations = conversations;
     this.#store = store;
-    byId("rename-form").addEventListener("submit", () => void this.#rename());
-    const suggest = /** @type {HTMLButtonElement} */ (byId("rename-suggest"));
-    suggest.addEventListener("click", async () => {
-      const renamed = this.#renamed;
-      if (!renamed || suggest.disabled) return;
-      suggest.disabled = true;
-      const title = await suggestTitle(renamed).catch(() => "");
-      suggest.disabled = false;
-      if (title && renamed === this.#renamed) titleInput.value = title;
-      titleInput.select();
-    });
-    byId("rename-cancel").addEventListener("click", () => dialog.close());
     window.addEventListener("pagehide", () => this.deleteNow({ keepalive: true }));
     store.watch(["list", "current"], ({ list, current }) => {
       const open = [...list.recent, ...list.pinned].find((one) => one.id === current);
@@ -154,7 +137,7 @@ export class ConversationList extends EventTarget {
   // ---- changing them -------------------------------------------------------------------------
 
   async pin(/** @type {string} */ id, /** @type {boolean} */ isPinned) {
-    await wasDone(isPinned ? "pinned" : "unpinned", () => this.#conversations.pin(id, isPinned));
+    await this.#wasDone(isPinned ? "pinned" : "unpinned", () => this.#conversations.pin(id, isPinned));
     await this.refresh();
   }
 
@@ -188,7 +171,7 @@ export class ConversationList extends EventTarget {
   }
 
   async #delete(/** @type {string} */ id, /** @type {boolean} */ keepalive) {
-    const isDone = await wasDone("deleted", () => this.#conversations.delete(id, { keepalive }));
+    const isDone = await this.#wasDone("deleted", () => this.#conversations.delete(id, { keepalive }));
     if (!isDone) return this.#show(id);
     const rest = (/** @type {readonly Conversation[]} */ all) => all.filter((one) => one.id !== id);
     this.#set({ recent: rest(this.#list.recent), pinned: rest(this.#list.pinned) });
@@ -205,34 +188,26 @@ export class ConversationList extends EventTarget {
   }
 
   askForName(/** @type {string} */ id) {
-    const renamed = conversationOf(this.#store.state, id);
-    if (!renamed) return;
-    this.#renamed = renamed;
-    titleInput.value = titleOf(renamed);
-    dialog.showModal();
-    titleInput.select();
+    this.#store.update({ renamed: conversationOf(this.#store.state, id) ?? null });
   }
 
-  async #rename() {
-    const title = titleInput.value.trim();
-    const renamed = this.#renamed;
-    if (!renamed || !title) return;
-    await wasDone("renamed", () => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
+  async rename(/** @type {Conversation} */ { id, metadata }, /** @type {string} */ title) {
+    await this.#wasDone("renamed", () => this.#conversations.update(id, { ...metadata, title }));
     await this.refresh();
   }
-}
 
-/** Whether the server has done it, also if there is nothing left to do it to; says why not. */
-async function wasDone(/** @type {string} */ what, /** @type {() => Promise<unknown>} */ work) {
-  try {
-    await work();
-  } catch (error) {
-    if (!(error instanceof PenstockError)) throw error;
-    if (error.status === 404) return true;
-    await tell(`This conversation was not ${what}`, `The reason: ${error.message}`);
-    return false;
+  /** Whether the server has done it, also if there is nothing left to do it to; says why not. */
+  async #wasDone(/** @type {string} */ what, /** @type {() => Promise<unknown>} */ work) {
+    try {
+      await work();
+    } catch (error) {
+      if (!(error instanceof PenstockError)) throw error;
+      if (error.status === 404) return true;
+      this.#store.update({ news: { title: `This conversation was not ${what}`, text: `The reason: ${error.message}` } });
+      return false;
+    }
+    return true;
   }
-  return true;
 }
 
 /** Where chats are kept, and what was dropped to make room. */

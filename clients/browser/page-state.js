@@ -2,6 +2,7 @@
  * The state of the chat page, and how it begins.
  */
 
+import { NOTHING } from "./drafts.js";
 import { NO_SETTINGS } from "./settings.js";
 import { Store } from "./store.js";
 
@@ -23,6 +24,28 @@ import { Store } from "./store.js";
  * @property {string} problem
  */
 /**
+ * The connection to the server.
+ * @typedef {object} Link
+ * @property {"connecting" | "open" | "restarting" | "waiting" | "unauthorized" | "closed"} state  restarting: the engine, not the server
+ * @property {boolean} hasSocket
+ * @property {string} failure  why there is none
+ */
+/**
+ * What can be sent now.
+ * @typedef {object} Sending
+ * @property {boolean} canAsk
+ * @property {boolean} canSteer  a message would interrupt the answer that comes
+ * @property {boolean} isAnswering
+ * @property {boolean} isStopping  the answer, as the reader wants
+ */
+/**
+ * What is said below the message box.
+ * @typedef {object} Notes
+ * @property {string} obstacle  why the last wish to send something had no effect; empty once it would have
+ * @property {string} refusal  why something is not, or not any more, part of what was sent
+ * @property {string} progress  how the answer under way gets on
+ */
+/**
  * @typedef {object} State
  * @property {Listed} list
  * @property {Search} search
@@ -34,6 +57,13 @@ import { Store } from "./store.js";
  * @property {{ used: number, limit: number } | null} context  tokens of the open conversation, where known
  * @property {typeof NO_SETTINGS} settings
  * @property {Conversation | null} undoable  the one among them that can still be taken back
+ * @property {Conversation | null} renamed  the one that is to get another title
+ * @property {{ title: string, text: string } | null} news  what must not be missed
+ * @property {Link} link
+ * @property {Sending} sending
+ * @property {Notes} notes
+ * @property {import("./drafts.js").Message} message  that is being written
+ * @property {boolean} isNew  the open conversation has nothing in it yet
  */
 
 /** @type {Search} */ export const NO_SEARCH = { query: "", hits: null, hasMore: false, problem: "" };
@@ -50,6 +80,13 @@ export function newStore() {
     choices: { models: [], model: "", think: "", tools: "" },
     context: null,
     settings: NO_SETTINGS,
+    renamed: null,
+    news: null,
+    link: { state: "connecting", hasSocket: true, failure: "unreachable" },
+    sending: { canAsk: false, canSteer: false, isAnswering: false, isStopping: false },
+    notes: { obstacle: "", refusal: "", progress: "" },
+    message: NOTHING,
+    isNew: true,
   }));
 }
 

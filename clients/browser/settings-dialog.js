@@ -3,7 +3,8 @@
  */
 
 import { byId } from "./dom.js";
-import { NUMBERS } from "./settings.js";
+import { mountDialog } from "./elements.js";
+import { furtherOf, NUMBERS } from "./settings.js";
 import { keyName } from "./shortcuts.js";
 import { html, useState } from "./vendor/htm-preact.js";
 
@@ -29,19 +30,23 @@ export function mountSettings(
   /** @type {Settings} */ settings,
   /** @type {Deeds} */ deeds,
 ) {
-  const dialog = /** @type {HTMLDialogElement} */ (byId("settings-dialog"));
-  store.mount(dialog, ["settings"], ({ settings: shown }) => html`<${Form} shown=${shown} settings=${settings} deeds=${deeds} />`);
-  store.watch(["settings"], ({ settings: { isOpen } }) => {
-    if (isOpen && !dialog.open) dialog.showModal();
-    else if (!isOpen && dialog.open) dialog.close();
+  mountDialog(store, {
+    dialog: /** @type {HTMLDialogElement} */ (byId("settings-dialog")),
+    part: "settings",
+    isOpen: (state) => state.settings.isOpen,
+    view: (state) => html`<${Form} shown=${state.settings} settings=${settings} deeds=${deeds} />`,
+    close: () => settings.close(),
   });
-  dialog.addEventListener("close", () => { if (store.state.settings.isOpen) settings.close(); });
 }
 
 /** @param {{ shown: Shown, settings: Settings, deeds: Deeds }} given */
 function Form({ shown, settings, deeds }) {
   const { values, models, model, usual } = shown;
   const take = (/** @type {any} */ { target }) => settings.set(target.name, target.value);
+  const takeFurther = (/** @type {any} */ event) => {
+    event.target.setCustomValidity(furtherOf(event.target.value) ? "" : "This is a JSON object of parameters that have no field here.");
+    take(event);
+  };
   const done = (/** @type {any} */ event) => {
     event.preventDefault();
     if (event.currentTarget.form?.reportValidity() ?? true) settings.close();
@@ -69,6 +74,8 @@ function Form({ shown, settings, deeds }) {
           <textarea class="field" id="setting-stop" dir="auto" name="stop" rows="1" placeholder="texts, one per line" value=${values.stop ?? ""} onInput=${take}></textarea>
         </div>
       </div>
+      <label class="field-label" for="setting-further">Further parameters</label>
+      <textarea class="field" id="setting-further" name="further" rows="1" spellcheck="false" placeholder=${'JSON, as {"top_n_sigma": 1}'} value=${values.further ?? ""} onInput=${takeFurther}></textarea>
       <fieldset class="choices">
         <legend>The model may</legend>
         ${SWITCHES.map(([name, label]) => html`<${Switch} key=${name} name=${name} label=${label} values=${values} settings=${settings} />`)}

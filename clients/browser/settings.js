@@ -30,9 +30,11 @@ const MAX_STOPS = 16;
 /** How many likely tokens are shown beside the one that was chosen. */
 const NUM_LIKELY = 5;
 /** What a preset has. */
-const OF_PRESET = ["instructions", "stop", ...NUMBERS.map(({ name }) => name)];
+const OF_PRESET = ["instructions", "stop", "further", ...NUMBERS.map(({ name }) => name)];
 /** What is kept with a conversation. */
 const OF_CONVERSATION = ["model", ...OF_PRESET, ...SWITCHES];
+/** Of requests, what the page itself says. */
+const RESERVED = ["model", "input", "conversation", "previous_response_id", "stream", "store", "background", "penstock"];
 const MAX_VALUE = 500; // characters of a value of metadata; the server takes 512
 const MAX_VALUES = 8;
 /** An answer ends when it ends with a pattern of so many tokens for the fourth time. */
@@ -118,6 +120,7 @@ export class Settings {
     for (const { name } of NUMBERS) if (values[name]) found[name] = Number(values[name]);
     const stops = (values.stop ?? "").split("\n").filter(Boolean).slice(0, MAX_STOPS);
     if (stops.length > 0) found.stop = stops;
+    Object.assign(found, furtherOf(values.further));
     if (this.hasTools) found.tools = TOOLS;
     if (values.logprobs) {
       found.include = ["message.output_text.logprobs"];
@@ -242,7 +245,14 @@ function ordered(/** @type {Values} */ values) {
   return Object.fromEntries(OF_PRESET.flatMap((name) => (values[name] ? [[name, values[name]]] : [])));
 }
 
-/** All but the numbers that their fields would not take. */
+/** Parameters as JSON, which have no field; null: they are no object, or the page's own. @returns {Record<string, any> | null} */
+export function furtherOf(text = "") {
+  const found = text.trim() ? parsed(text) : {};
+  const isObject = typeof found === "object" && found !== null && !Array.isArray(found);
+  return isObject && !RESERVED.some((name) => name in found) ? found : null;
+}
+
+/** All but what their fields would not take. */
 function valid(/** @type {Values} */ values) {
   const wrong = NUMBERS.filter(({ name, min, max, step }) => {
     const text = values[name] ?? "";
@@ -251,6 +261,7 @@ function valid(/** @type {Values} */ values) {
   });
   const others = { ...values };
   for (const { name } of wrong) delete others[name];
+  if (!furtherOf(others.further)) delete others.further;
   return others;
 }
 

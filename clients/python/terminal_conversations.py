@@ -206,6 +206,7 @@ def _settings_in(metadata: Mapping[str, str]) -> dict[str, Any]:
         settings = json.loads("".join(pieces) or "{}")
         found = {name: float(settings[name]) for name in _NUMBERS if settings.get(name)}
         found |= {name: int(settings[name]) for name in _WHOLE if settings.get(name)}
+        found |= json.loads(settings.get("further") or "{}")
         texts = {name: settings[name] for name in ("model", "instructions") if settings.get(name)}
     except (ValueError, TypeError, AttributeError):  # others may write metadata
         return {}

@@ -20,11 +20,17 @@ from .terminal import ASKED, COLOURS, CTRL_C, ENDLESS, LONG, TOLD, Piped, Termin
 
 @pytest.fixture
 def client(demo_server: Served) -> Iterator[Client]:
-    """Afterwards the server has no conversation."""
+    """The server has no conversation, before and after."""
     with Client(demo_server.base_url) as opened:
+        _forget_all(opened)
         yield opened
-        for one in opened.conversations.list(limit=100)["data"]:
-            opened.conversations.delete(one["id"])
+        _forget_all(opened)
+
+
+def _forget_all(client: Client) -> None:
+    while listed := client.conversations.list(limit=100)["data"]:
+        for one in listed:
+            client.conversations.delete(one["id"])
 
 
 def _message(role: str, text: str) -> dict[str, Any]:
@@ -76,7 +82,8 @@ def test_a_conversation_of_the_page_goes_on_in_the_terminal(
     demo_server: Served, client: Client
 ) -> None:
     """With what it was told to ask for, at the turn that it shows."""
-    settings = json.dumps({"model": "gone", "instructions": "Be kind.", "top_p": "0.5"})
+    chosen = {"model": "gone", "instructions": "Be kind.", "top_p": "0.5"}
+    settings = json.dumps({**chosen, "further": '{"truncation": "auto"}'})
     one = client.conversations.create(
         items=[_message("user", TOLD), _message("assistant", "Nice to meet you, Orlan!")],  # type: ignore[list-item]
         metadata={"title": "Names", "settings_0": settings[:20], "settings_1": settings[20:]},
@@ -96,6 +103,7 @@ def test_a_conversation_of_the_page_goes_on_in_the_terminal(
     assert [turn["parent"] for turn in answers] == [first["turn"]] * 2
     asked: Any = client.responses.retrieve(answers[0]["turn"])
     assert (asked["instructions"], asked["top_p"], asked["model"]) == ("Be kind.", 0.5, "demo")
+    assert asked["truncation"] == "auto"
 
 
 def test_a_pipe_leaves_no_conversation(demo_server: Served, client: Client) -> None:

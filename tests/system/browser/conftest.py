@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[3] / "clients" / "browser"
 _PACKAGES = Path(__file__).parent / "node"
 # Evaluated in a page: `drawnOf`, what is drawn of Markdown.
 MARKDOWN_TREES = Path(__file__).with_name("markdown_trees.js").read_text("utf-8")
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 NewPage = Callable[..., Awaitable[Page]]
 expect.set_options(timeout=ANSWER_TIMEOUT_MS)  # much of what is waited for is an answer's end
 
@@ -28,6 +29,12 @@ expect.set_options(timeout=ANSWER_TIMEOUT_MS)  # much of what is waited for is a
 def packages() -> Path:
     """`node_modules` with what the tests need."""
     return fetched.npm_packages(_PACKAGES)
+
+
+@pytest.fixture(scope="session")
+def axe(packages: Path) -> str:
+    """The script of axe-core."""
+    return (packages / "axe-core" / "axe.min.js").read_text()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -92,3 +99,17 @@ async def make_conversation(
 
 def foreign(url: str) -> list[str]:
     return [] if url.startswith(("http://127.0.0.1", "data:", "blob:")) else [url]
+
+
+async def violations(page: Page, axe: str) -> list[tuple[str, list[Any]]]:
+    """What axe finds serious in the page as it is, in light and dark."""
+    found = []
+    for scheme in SCHEMES:
+        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        await page.evaluate(axe)
+        found += (await page.evaluate("axe.run()"))["violations"]
+    return [
+        (violation["id"], [node["target"] for node in violation["nodes"]])
+        for violation in found
+        if violation["impact"] in ("serious", "critical")
+    ]

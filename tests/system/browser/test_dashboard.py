@@ -6,7 +6,6 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.gateway.api.status.stats_socket import series_of
 
 from ..processes import Served, serve, suspended
+from .conftest import SCHEMES
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -265,17 +265,24 @@ async def test_it_goes_on_after_gateway_and_engine_were_killed(
 @pytest.mark.node
 @pytest.mark.external
 async def test_axe_finds_nothing_on_a_narrow_screen(
-    page: Page, loaded_server: Served, packages: Path
+    page: Page, loaded_server: Served, client: httpx.AsyncClient, axe: str
 ) -> None:
+    """With requests that run, and a fault."""
     await page.set_viewport_size({"width": 390, "height": 760})
     await sign_in(page, loaded_server.base_url)
-    await page.evaluate((packages / "axe-core" / "axe.min.js").read_text())
-    for scheme in ("light", "dark"):
+    await client.post("/v1/completions", json={"model": "none"})
+    load = asyncio.create_task(complete(client, "sk-batch", num=20, max_tokens=400))
+    await expect(page.locator("#running tr").first).to_be_visible()
+    await expect(page.locator("#errors tr").first).to_be_visible()
+    await page.evaluate(axe)
+    for scheme in SCHEMES:
         await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         found: dict[str, Any] = await page.evaluate("axe.run()")
         assert [(v["id"], [n["target"] for n in v["nodes"]]) for v in found["violations"]] == []
     width = await page.evaluate("document.documentElement.scrollWidth")
     assert width <= 390
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
 
 
 @pytest.mark.exhaustive

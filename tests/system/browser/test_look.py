@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import Any, Literal
 
 import httpx
 import pytest
 from playwright.async_api import Browser, Page, Route, expect
 
 from ..processes import NUM_CONTEXT_TOKENS, Served
-from .conftest import make_conversation
+from .conftest import make_conversation, violations
 from .page_flow import (
     CHROMIUM_ARGS,
     STORY,
@@ -30,7 +28,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 _MAX_PAGE_BYTES = 200_000
 _NUM_TOKENS = 300
-_SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 # What moves, and how often, while an answer comes.
 _WATCH = """() => {
@@ -59,25 +56,6 @@ _WATCH = """() => {
   };
   requestAnimationFrame(tick);
 }"""
-
-
-@pytest.fixture(scope="module")
-def axe(packages: Path) -> str:
-    return (packages / "axe-core" / "axe.min.js").read_text()
-
-
-async def _violations(page: Page, axe: str) -> list[tuple[str, list[Any]]]:
-    """What is wrong with the page as it is, in light and dark."""
-    violations = []
-    for scheme in _SCHEMES:
-        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        await page.evaluate(axe)
-        violations += (await page.evaluate("axe.run()"))["violations"]
-    return [
-        (violation["id"], [node["target"] for node in violation["nodes"]])
-        for violation in violations
-        if violation["impact"] in ("serious", "critical")
-    ]
 
 
 @pytest.mark.exhaustive
@@ -169,11 +147,19 @@ async def test_settings_stand_beside_what_they_are(page: Page, demo_server: Serv
     await expect(page.get_by_role("dialog")).to_be_hidden()
 
 
-async def test_to_delete_does_not_look_like_to_save(page: Page, demo_server: Served) -> None:
+async def test_to_delete_does_not_look_like_to_save(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    await make_conversation(api, [("user", "Hello")])
     await open_page(page, demo_server.base_url)
+    row = page.locator("#conversations li").first
+    await row.hover()
+    await row.get_by_role("button").click()
     save, delete = [
-        await page.locator(button).evaluate("node => getComputedStyle(node).backgroundColor")
-        for button in ("#settings-close", "#question-yes")
+        await page.get_by_role("menuitem", name=name).evaluate(
+            "node => getComputedStyle(node).color"
+        )
+        for name in ("Save as Markdown", "Delete")
     ]
     assert save != delete
 
@@ -282,7 +268,7 @@ async def test_axe_finds_nothing_serious(
     page: Page, demo_server: Served, api: httpx.AsyncClient, axe: str
 ) -> None:
     await open_page(page, demo_server.base_url, max_output_tokens=5)
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
     text = "# Title\n\n- a\n- `b`\n\n```js\nlet x;\n```"
     conversation = await make_conversation(
         api, [("system", "Be brief."), ("user", "Hello"), ("assistant", text)]
@@ -295,30 +281,31 @@ async def test_axe_finds_nothing_serious(
     await turn.get_by_role("button", name="Regenerate").click()
     await expect(turn.locator(".place")).to_have_text("2/2")
     await turn.get_by_role("button", name="Figures").click()
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
     await page.get_by_role("button", name="Settings").click()
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
     await page.get_by_role("button", name="Done").click()
     await say(page, "much " * NUM_CONTEXT_TOKENS)
     await expect(page.get_by_role("button", name="Edit message")).to_be_visible()
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
     await page.set_viewport_size({"width": 320, "height": 640})
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
     await page.get_by_role("button", name="Conversations", exact=True).click()
     await expect(page.locator("#conversations a").first).to_be_visible()
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
     row = page.locator("#conversations li").first
     await row.hover()
     await row.get_by_role("button").click()
     await expect(page.get_by_role("menu")).to_be_visible()
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
     await page.get_by_role("menuitem", name="Delete").click()
     await expect(page.get_by_role("button", name="Undo")).to_be_visible()
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
+    await make_conversation(api, [("user", "A title")])
     await page.keyboard.press("Control+k")
     await page.get_by_role("searchbox").fill("title")
     await expect(page.locator("#found mark").first).to_be_visible()
-    assert await _violations(page, axe) == []
+    assert await violations(page, axe) == []
 
 
 @pytest.mark.exhaustive

@@ -13,14 +13,17 @@ import pytest
 from playwright.async_api import Page, expect
 
 from ..processes import END_S, Served, serve, suspended
+from .conftest import violations
 from .page_flow import (
     STORY,
     ask,
+    choose,
     conversation_of,
     finished,
     growing,
     open_page,
     say,
+    stopped,
     stories,
 )
 
@@ -79,6 +82,63 @@ async def test_the_queue_and_the_prompt(page: Page, slow_server: Served) -> None
         tree = (await client.get(f"conversations/{conversation_of(page)}/tree")).json()
         response = (await client.get(f"responses/{tree['head']}")).json()
     assert {of for _, of in counts} == {response["usage"]["input_tokens"]}
+
+
+@pytest.mark.external
+@pytest.mark.node
+async def test_axe_finds_nothing_serious_in_any_of_it(
+    page: Page, demo_server: Served, slow_server: Served, axe: str
+) -> None:
+    """Nor in an answer that was interrupted, presets, and the dialogs."""
+    await stories(page)
+    await open_page(page, demo_server.base_url, max_output_tokens=12, temperature=0, logprobs="on")
+    await ask(page, "My name is Ada.")
+    turn = page.locator(".turn").first
+    await turn.get_by_role("button", name="Regenerate").click()
+    await expect(turn.locator(".place")).to_have_text("2/2")
+    await finished(turn)
+    await turn.get_by_role("button", name="Versions beside each other").click()
+    await expect(page.get_by_role("dialog").locator(".version")).to_have_count(2)
+    assert await violations(page, axe) == []
+    await page.keyboard.press("Escape")
+    await growing(await say(page, STORY))
+    await say(page, "Who are you?")
+    await expect(page.locator(".turn").nth(1)).to_contain_text("Interrupted.")
+    await growing(page.locator(".turn").nth(2), 4)
+    await stopped(page, page.locator(".turn").nth(2))
+    tokens = turn.get_by_role("button", name="Tokens and their probabilities")
+    await tokens.click()
+    await turn.locator(".token").nth(1).hover()
+    await expect(turn.locator(".token-tip")).to_be_visible()
+    assert await violations(page, axe) == []
+    await page.keyboard.press("Alt+s")
+    await page.get_by_label("System prompt").fill("Be brief.")
+    await page.get_by_role("button", name="Save as preset").click()
+    await page.get_by_label("Name of the preset").fill("Brief")
+    assert await violations(page, axe) == []
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("button", name="Delete preset")).to_be_visible()
+    assert await violations(page, axe) == []
+    await page.get_by_role("button", name="Done").click()
+    await choose(page.locator("#conversations li").first, "Rename")
+    assert await violations(page, axe) == []
+    await page.route("**/v1/conversations/conv_*", lambda route: route.abort())
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#news-title")).to_have_text("This conversation was not renamed")
+    assert await violations(page, axe) == []
+    await page.unroute("**/v1/conversations/conv_*")
+    await page.goto(slow_server.base_url)
+    other = {"model": "demo", "prompt": STORY, "max_tokens": 1_500, "ignore_eos": True}
+    async with (
+        httpx.AsyncClient(base_url=slow_server.base_url, timeout=END_S) as client,
+        client.stream("POST", "/v1/completions", json={**other, "stream": True}) as stream,
+    ):
+        lines = stream.aiter_lines()
+        assert "text" in await anext(lines)
+        waiting = await say(page, "Once upon a time there was a mill. " * 30)
+        await expect(waiting.locator(".status")).to_contain_text("Waiting")
+        assert await violations(page, axe) == []
+    await finished(waiting)
 
 
 async def test_an_estimate_follows_how_fast_the_queue_moves(

@@ -40,7 +40,7 @@ async def test_several_turns_stop_continue_and_a_new_chat(page: Page, demo_serve
     await stories(page)
     await open_page(page, demo_server.base_url, temperature=0)
     # By its attribute: conversations of other tests have buttons of that name, too.
-    await page.locator("[data-asks]", has_text="My name is Ada").click()
+    await page.locator("#suggestions button", has_text="My name is Ada").click()
     first = page.locator(".turn").first
     assert "Ada" in await finished(first)
     await expect(first.locator(".stats")).to_contain_text(re.compile(r"first token after [\d.]+ s"))
@@ -266,8 +266,10 @@ async def test_sampling_is_shown_and_changed(page: Page, demo_server: Served) ->
 
     fields = [page.get_by_label(name, exact=True) for name in ("Temperature", "Top p", "Min p")]
     await open_page(page, demo_server.base_url, max_output_tokens=8)
+    await page.get_by_role("button", name="Settings").click()
     for field, shown in zip(fields, ("0.2", "0.9", "default"), strict=True):
         await expect(field).to_have_attribute("placeholder", shown)
+    await page.get_by_role("button", name="Done").click()
     await finished(await say(page, "Hello!"))
     assert asked() == {"temperature": 0.2, "top_p": 0.9, "min_p": None}
     await page.route("**/v1/models", advise)
@@ -279,9 +281,16 @@ async def test_sampling_is_shown_and_changed(page: Page, demo_server: Served) ->
     for field, value in zip(fields, advice.values(), strict=True):
         await expect(field).to_have_attribute("placeholder", str(value))
     await page.get_by_label("Min p").fill("0.2")
+    further = page.get_by_label("Further parameters")
+    for wrong in ("[1]", '{"model": "other"}', "{"):
+        await further.fill(wrong)
+        await page.get_by_role("button", name="Done").click()
+        await expect(further).to_be_visible()
+    await further.fill('{"top_n_sigma": 1.5, "top_p": 0.7}')
     await page.get_by_role("button", name="Done").click()
     await finished(await say(page, "Hello!"))
-    assert asked() == {**advice, "min_p": 0.2}
+    assert asked() == {**advice, "min_p": 0.2, "top_p": 0.7}
+    assert '"top_n_sigma":1.5' in sent[-1]
 
 
 @pytest.mark.exhaustive
