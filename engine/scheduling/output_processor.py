@@ -307,9 +307,9 @@ class Samples(LiveRequest):
             for each in unforked
         ]
         outputs = tuple(each for each in (first, *others) if each.index not in self._aborted)
-        outputs[0].spent = first.spent
+        is_last, outputs[0].spent = first.is_last, first.spent
         for output in outputs:
-            output.is_last = first.is_last and output is outputs[-1]
+            output.is_last = is_last and output is outputs[-1]
         return outputs
 
     def fail(self, sequence: Sequence) -> RequestOutput:
