@@ -32,6 +32,7 @@ from penstock.engine.blocks import BlockManager
 from penstock.engine.blocks.prefix_cache import CachedBlock, Hold
 from penstock.engine.request import Request, Sequence
 from penstock.engine.scheduling.preemption import PreemptionCosts
+from penstock.engine.scheduling.waiting_queue import is_returning
 
 _PART_LEFT = 0.05  # of sessions, that are not back after the time in which they are expected
 _LEAST_WORTH = 0.05  # of computing a block of a prompt's start; less is not worth a hold
@@ -157,6 +158,8 @@ class Sessions:
         """Whether an agent's blocks were evicted while it waited: it has a new rank then."""
         if sequence.patience_s != _WARM_PATIENCE_S or not sequence.request.is_agent:
             return False
+        if is_returning(sequence):
+            return False
         sequence.patience_s = self._patience_s(sequence)
         return sequence.patience_s == _COLD_PATIENCE_S
 
@@ -176,9 +179,12 @@ class Sessions:
     # -- admission --------------------------------------------------------------------------
 
     def gives_way(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence leaves alone what is kept for others, while others run."""
+        """Whether a waiting sequence leaves alone what is kept for others, while others run. One
+        that has run before does not: nobody is passed over for it."""
         request = sequence.request
-        return request.is_agent and self._clock() < request.arrival_s + sequence.patience_s
+        if not request.is_agent or is_returning(sequence):
+            return False
+        return self._clock() < request.arrival_s + sequence.patience_s
 
     def admit(self, sequence: Sequence, *, num_spared: int) -> int | None:
         """`BlockManager.admit` of a sequence that gives way."""

@@ -149,6 +149,20 @@ def test_a_person_goes_before_agents_and_these_before_persons_of_a_minute_later(
     stack.run()
 
 
+def test_an_agent_that_was_preempted_waits_for_blocks_like_anybody() -> None:
+    stack = stack_of(18)
+    finish(stack, "first", [1] * 20)  # since then the engine knows how fast it is
+    for who in range(2):
+        stack.add(
+            f"{who}", [2 + who] * 30, max_tokens=16, session=f"{who}", is_agent=True,
+            arrival=stack.clock.now_s,
+        )  # fmt: skip
+    stack.run()
+    assert stack.scheduler.counters.num_preemptions > 0
+    for who in range(2):
+        assert stack.tokens(f"{who}") == expected_output([2 + who] * 30, 16)
+
+
 TURNS = st.lists(
     st.tuples(
         st.integers(0, 3),  # whose
