@@ -97,6 +97,8 @@ class TenantSlots:
         if len(self._tenants) < 2:
             return _NOBODY
         self._forget()
+        if not self._tenants:
+            return _NOBODY
         least = min(max(each.num_slots, 1) / each.weight for each in self._tenants.values())
         return {
             name

@@ -215,3 +215,12 @@ def test_who_is_heavy_depends_on_weights(weight: float) -> None:
     stack.step()
     heavy = stack.scheduler._running_set.tenant_slots.heavy_tenants()
     assert heavy == ({"many"} if weight == 1.0 else set())
+
+
+def test_nobody_is_heavy_when_all_have_left_long_ago() -> None:
+    stack = Stack()
+    for tenant in ("a", "b"):
+        stack.add(tenant, [1, 2, 3], max_tokens=2, tenant=tenant)
+    stack.run()
+    stack.clock.now_s += 1000.0
+    assert stack.step() == []  # as an engine does on any message while it has no work
