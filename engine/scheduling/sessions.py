@@ -142,7 +142,6 @@ class Sessions:
 
     def add(self, sequence: Sequence) -> None:
         """A session's turn begins to wait."""
-        self.num_live += 1
         request = sequence.request
         ended_s, gap_s = self._returns.get(request.session, (None, None))
         if ended_s is not None:
@@ -150,9 +149,6 @@ class Sessions:
             gap_s = new_s if gap_s is None else (gap_s + new_s) / 2
             self._returns[request.session] = (ended_s, gap_s)
         sequence.patience_s = self._patience_s(sequence)
-
-    def remove(self) -> None:
-        self.num_live -= 1
 
     def has_lost_blocks(self, sequence: Sequence) -> bool:
         """Whether an agent's blocks were evicted while it waited: it has a new rank then."""

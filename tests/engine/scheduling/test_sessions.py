@@ -206,5 +206,6 @@ def test_everybody_is_served_and_right_whatever_is_kept(
                     stack.scheduler.hold(output.request_id, RETURN_S)
         stack.clock.now_s += pause_s
     stack.run()
+    assert stack.scheduler._sessions.num_live == 0
     for request_id, prompt in stack.prompt_of.items():
         assert stack.tokens(request_id) == expected_output(prompt, 4)
