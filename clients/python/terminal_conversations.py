@@ -3,6 +3,7 @@ their list, what words find in them, and one that is opened again."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import time
@@ -18,6 +19,7 @@ from .transcript import Transcript, Turn
 
 NUM_LISTED = 20
 _MAX_TITLE_CHARS = 80
+_ARRIVING_S = (0.0, 0.3, 0.7)  # waits for a request that the server has not begun yet
 # Of the page's settings, what a request carries. They are texts.
 _WHOLE = ("top_k", "seed", "max_output_tokens")
 _NUMBERS = (
@@ -102,13 +104,17 @@ class StoredConversation:
         """The response that continues `turn` and is not known: the one that was requested when the
         connection broke; None: the request did not arrive."""
         assert self.conversation_id is not None
-        tree, wanted = await self._tree(), turn.response_id if turn else None
-        unknown = [
-            each["response_id"]
-            for each in tree["data"]
-            if each["parent"] == wanted and each["turn"] not in known
-        ]
-        return unknown[-1] if unknown else None
+        wanted = turn.response_id if turn else None
+        for wait_s in _ARRIVING_S:
+            await asyncio.sleep(wait_s)
+            unknown = [
+                each["response_id"]
+                for each in (await self._tree())["data"]
+                if each["parent"] == wanted and each["turn"] not in known
+            ]
+            if unknown:
+                return unknown[-1]
+        return None
 
     async def forget_if_empty(self) -> None:
         """Delete it if it has no turn: its first question was refused."""

@@ -41,7 +41,8 @@ def _shape(events: list[Any]) -> list[Any]:
     for event in events:
         shape = event
         if isinstance(event, dict):
-            shape = {name: _nature(value) for name, value in event.items() if name != "response"}
+            untold = ("response", "penstock")
+            shape = {name: _nature(value) for name, value in event.items() if name not in untold}
             response = event.get("response", {})
             shape |= {f"response.{k}": _nature(response[k]) for k in ("status", "output", "usage")
                       if k in response}  # fmt: skip

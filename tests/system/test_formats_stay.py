@@ -136,6 +136,7 @@ def test_an_ended_stream_replays_from_any_event(client: httpx.Client, seen: dict
     for event in events[:-1]:
         number = event["sequence_number"]
         rest = _resumed(client, events[0]["response"]["id"], number)
+        rest[-1]["response"].pop("penstock")  # what later versions count
         assert rest == events[number + 1 :]
 
 

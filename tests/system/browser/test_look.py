@@ -120,6 +120,7 @@ async def test_fingers_find_every_button(
     await page.keyboard.press("Escape")
     await page.locator("#close-list").click()
     await page.get_by_role("button", name="Settings").click()
+    await expect(page.locator("#settings-dialog")).to_be_visible()
     assert await page.evaluate(_TOO_SMALL) == []
     await context.close()
 
@@ -129,6 +130,7 @@ async def test_settings_stand_beside_what_they_are(page: Page, demo_server: Serv
     await page.set_viewport_size({"width": 1024, "height": 768})
     await open_page(page, demo_server.base_url)
     await page.get_by_role("button", name="Settings").click()
+    await expect(page.locator("#settings-dialog")).to_be_visible()
     places = await page.locator("#settings-dialog :is([type=checkbox], [type=radio])").evaluate_all(
         """(boxes) => boxes.map((box) => {
           const text = document.createRange();
