@@ -74,12 +74,13 @@ function Send(/** @type {State} */ { sending: { canAsk, canSteer, isAnswering, i
 function Notes(/** @type {State} */ { sending: { isAnswering }, notes: { obstacle, refusal, progress }, link }) {
   // Without a connection, nothing is known of the answer.
   const live = link.state === "open" || link.state === "restarting" ? progress : progress && BROKEN;
+  const shown = live && hasKeys.matches ? `${live} · Esc stops` : live;
   const isRefused = !obstacle && !isAnswering && refusal !== "";
-  // One text: a second one beside it would move with the width of the first.
+  // One text, and another one for each change: nothing moves with its width.
   return html`
     <p class="hint refusal" id="obstacle" hidden=${!obstacle}>${obstacle}</p>
     <p class="hint refusal" id="refusal" hidden=${!isRefused}>${refusal}</p>
-    <p class="hint" id="live" hidden=${!isAnswering || obstacle !== ""}>${live && hasKeys.matches ? `${live} · Esc stops` : live}</p>
+    <p class="hint" id="live" hidden=${!isAnswering || obstacle !== ""}><span key=${shown}>${shown}</span></p>
     <p class="hint" id="hint" hidden=${isAnswering || obstacle !== "" || isRefused}><kbd>Enter</kbd> sends · <kbd>Shift</kbd>+<kbd>Enter</kbd> new line · <kbd>Esc</kbd> stops · <kbd>↑</kbd> edits</p>`;
 }
 
