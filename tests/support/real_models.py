@@ -37,7 +37,7 @@ def smollm2_site() -> Path:
 def smollm2_file() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file of type Q4_1."""
     model = PACKAGED_MODELS["smollm2"]
-    return smollm2_site() / model.package / model.file
+    return model.find() or smollm2_site() / model.package / model.file
 
 
 def minilm_folder() -> Path:
