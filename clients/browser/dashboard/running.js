@@ -4,6 +4,7 @@
 
 import { button, make } from "../dom.js";
 import { PenstockError } from "../http.js";
+import { Polling } from "./polling.js";
 import { count } from "./texts.js";
 
 /** @typedef {{ id: string, created_at: number, tenant: string, status: string, prompt_tokens: number, output_tokens: number }} Running */
@@ -17,7 +18,7 @@ export class RunningTable {
   #http;
   /** What the last cancellation came to, until there is something else to say. */
   #told = "";
-  /** @type {ReturnType<typeof setTimeout> | undefined} */ #timer;
+  #polling = new Polling({ ask: () => this.#ask(), intervalMs: INTERVAL_MS });
 
   /** @param {{ body: HTMLElement, note: HTMLElement, http: import("../http.js").Http }} options */
   constructor({ body, note, http }) {
@@ -27,19 +28,12 @@ export class RunningTable {
   }
 
   /** Asks, now and again. */
-  async watch() {
-    clearTimeout(this.#timer);
-    if (!document.hidden) await this.#ask();
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => void this.watch(), INTERVAL_MS);
+  watch() {
+    return this.#polling.watch();
   }
 
   async #ask() {
-    try {
-      this.#show((await this.#http.request("GET", "v1/requests")).data);
-    } catch (error) {
-      if (!(error instanceof PenstockError)) throw error;
-    }
+    this.#show((await this.#http.request("GET", "v1/requests")).data);
   }
 
   #show(/** @type {Running[]} */ all) {

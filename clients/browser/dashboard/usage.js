@@ -3,7 +3,7 @@
  */
 
 import { make } from "../dom.js";
-import { PenstockError } from "../http.js";
+import { Polling } from "./polling.js";
 import { amount, count, percent } from "./texts.js";
 
 /**
@@ -18,7 +18,7 @@ export class UsageTable {
   #body;
   #note;
   #http;
-  /** @type {ReturnType<typeof setTimeout> | undefined} */ #timer;
+  #polling = new Polling({ ask: () => this.#ask(), intervalMs: INTERVAL_MS });
 
   /** @param {{ body: HTMLElement, note: HTMLElement, http: import("../http.js").Http }} options */
   constructor({ body, note, http }) {
@@ -28,21 +28,14 @@ export class UsageTable {
   }
 
   /** Asks, now and again. */
-  async watch() {
-    clearTimeout(this.#timer);
-    if (!document.hidden) await this.#ask();
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => void this.watch(), INTERVAL_MS);
+  watch() {
+    return this.#polling.watch();
   }
 
   async #ask() {
     const today = new Date().toISOString().slice(0, 10);
-    try {
-      const page = await this.#http.request("GET", `v1/usage?start_date=${today}`);
-      this.#show(page.data.at(-1)?.results ?? []);
-    } catch (error) {
-      if (!(error instanceof PenstockError)) throw error;
-    }
+    const page = await this.#http.request("GET", `v1/usage?start_date=${today}`);
+    this.#show(page.data.at(-1)?.results ?? []);
   }
 
   #show(/** @type {Used[]} */ all) {
