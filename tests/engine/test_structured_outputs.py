@@ -198,10 +198,13 @@ def test_outputs_depend_on_nothing_but_their_request(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[:2], ids=["greedy", "sampled"])
 def test_an_output_goes_on_from_any_of_its_tokens(path: Path, kind: dict[str, Any]) -> None:
-    core = build(path)
-    whole = run(core, ask(**kind))["r", 0].token_ids
+    check_it_goes_on(build(path), ask(**kind))
+
+
+def check_it_goes_on(core: EngineCore, request: Request) -> None:
+    """From each token of its output the rest is what it was."""
+    whole = run(core, request)[request.request_id, 0].token_ids
     for num_known in range(1, len(whole)):
-        request = ask(**kind)
         rest = Request(
             request_id="rest",
             prompt_token_ids=request.prompt_token_ids,

@@ -33,7 +33,7 @@ from penstock.engine.text import Tokenizer
 
 from ..support.tiers import tiered
 from .lettered import EOS, lettered, text_of
-from .test_structured_outputs import PROMPT, ask, build, run
+from .test_structured_outputs import PROMPT, ask, build, check_it_goes_on, run
 
 END = (70, 71, 72)  # of a thought; the first is its mark
 BEGIN = 69
@@ -121,17 +121,7 @@ def test_a_thought_ends_at_its_budget_whatever_happens(path: Path) -> None:
 @pytest.mark.exhaustive
 def test_an_output_goes_on_from_any_of_its_tokens(path: Path) -> None:
     """As after the end of an engine or a gateway."""
-    core = build(path)
-    asked = limited(temperature=1.0, seed=1, budget=6, max_tokens=14)
-    whole = run(core, asked)["r", 0].token_ids
-    for num_known in range(1, len(whole)):
-        rest = Request(
-            request_id="rest",
-            prompt_token_ids=asked.prompt_token_ids,
-            sampling_params=asked.sampling_params,
-            output_token_ids=whole[:num_known],
-        )
-        assert run(core, rest)["rest", 0].token_ids == whole[num_known:]
+    check_it_goes_on(build(path), limited(temperature=1.0, seed=1, budget=6, max_tokens=14))
 
 
 def test_only_thoughts_count(path: Path) -> None:
