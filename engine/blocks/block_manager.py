@@ -61,7 +61,6 @@ class BlockManager:
         self._clock = clock
         self._tables: dict[int, BlockTable] = {}
         self._num_swapped = 0
-        self._clock = clock
 
     @property
     def counters(self) -> BlockCounters:

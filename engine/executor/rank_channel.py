@@ -391,12 +391,16 @@ def _start_child(start: Start, module: str) -> _Child:
     finally:
         os.close(child_status)
     child = _Child(process, os.fdopen(status, "rb"))
-    data = pickle.dumps(start)
-    left = memoryview(_LENGTH.pack(len(data)) + data)
     with contextlib.suppress(OSError):  # it has ended, which its status will show
-        while left:
-            left = left[os.write(_stdin(child).fileno(), left) :]
+        _write(_stdin(child).fileno(), pickle.dumps(start))
     return child
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Write data with its length before it."""
+    left = memoryview(_LENGTH.pack(len(data)) + data)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def _stdin(child: _Child) -> IO[bytes]:
@@ -419,11 +423,8 @@ def read_start() -> Start:
 
 def hand_out(result: BatchResult, fd: int) -> None:
     """Send a result to the first rank."""
-    data = msgspec.msgpack.encode(result)
-    left = memoryview(_LENGTH.pack(len(data)) + data)
     with contextlib.suppress(BrokenPipeError):  # the first rank ends
-        while left:
-            left = left[os.write(fd, left) :]
+        _write(fd, msgspec.msgpack.encode(result))
 
 
 def _read(num_bytes: int) -> bytes:

@@ -17,7 +17,6 @@ from penstock.gateway.api.shared.json_api import json_response
 from penstock.gateway.api.shared.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.storage.usage.ledger import (
-    Counts,
     KeyUsage,
     Ledger,
     begin_of,
@@ -109,7 +108,7 @@ def _day(param: str, text: str | None, *, otherwise: int) -> int:
 
 
 def _result(used: KeyUsage) -> dict[str, Any]:
-    counts: Counts = used.counts
+    counts = used.counts
     return {
         "object": "organization.usage.completions.result",
         "project_id": used.tenant,
@@ -119,13 +118,5 @@ def _result(used: KeyUsage) -> dict[str, Any]:
         "input_cached_tokens": counts.cached_tokens,
         "input_uncached_tokens": counts.prompt_tokens - counts.cached_tokens,
         "output_tokens": counts.output_tokens,
-        "penstock": {
-            "cached_tokens": {
-                "device": counts.cached_tokens - counts.host_cached_tokens,
-                "host": counts.host_cached_tokens,
-            },
-            "thinking_tokens": counts.thinking_tokens,
-            "compute_seconds": counts.compute_us / 1e6,
-            "kv_block_seconds": counts.block_us / 1e6,
-        },
+        "penstock": counts.beyond_openai,
     }

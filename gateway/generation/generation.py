@@ -602,22 +602,12 @@ def total(usages: Iterable[Usage]) -> Usage:
 
 def penstock_object(usage: Usage, cache: Mapping[str, Any] | None) -> dict[str, Any]:
     """`penstock` of an answer."""
-    told = {"usage": _penstock_usage(usage)}
-    return told if cache is None else {**told, "cache": cache}
-
-
-def _penstock_usage(usage: Usage) -> dict[str, Any]:
-    return {
+    told = {
         "prompt_tokens": usage.prompt_tokens,
-        "cached_tokens": {
-            "device": usage.cached_tokens - usage.host_cached_tokens,
-            "host": usage.host_cached_tokens,
-        },
         "output_tokens": usage.output_tokens,
-        "thinking_tokens": usage.reasoning_tokens,
-        "compute_seconds": usage.compute_us / 1e6,
-        "kv_block_seconds": usage.block_us / 1e6,
+        **usage.counts.beyond_openai,
     }
+    return {"usage": told} if cache is None else {"usage": told, "cache": cache}
 
 
 class DeltaSource(Source[Delta], Protocol):

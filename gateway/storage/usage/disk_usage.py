@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.gateway.storage.conversations.store import store_unavailable
 from penstock.gateway.storage.disk import Disk, DiskError
-from penstock.gateway.storage.usage.ledger import Counts, KeyUsage, UsageRecord
+from penstock.gateway.storage.usage.ledger import Counts, KeyUsage, UsageRecord, day_of
 
 _COUNTS = Counts.__struct_fields__
 _MARKS = ", ".join("?" * len(_COUNTS))
@@ -72,7 +72,7 @@ class DiskUsage:
                     )
                 _add(connection, record)
             if is_prune_due:
-                last = int(now_s // 86400) - self._num_days
+                last = day_of(now_s) - self._num_days
                 connection.execute("DELETE FROM usage WHERE day <= ?", (last,))
                 connection.execute(
                     "DELETE FROM usage_recorded WHERE stored_s <= ?", (now_s - _TOLD_S,)

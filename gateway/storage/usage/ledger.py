@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from operator import add
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -58,6 +58,19 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
     def numbers(self) -> tuple[int, ...]:
         numbers: tuple[int, ...] = msgspec.structs.astuple(self)
         return numbers
+
+    @property
+    def beyond_openai(self) -> dict[str, Any]:
+        """What `usage` in OpenAI's form has no field for."""
+        return {
+            "cached_tokens": {
+                "device": self.cached_tokens - self.host_cached_tokens,
+                "host": self.host_cached_tokens,
+            },
+            "thinking_tokens": self.thinking_tokens,
+            "compute_seconds": self.compute_us / 1e6,
+            "kv_block_seconds": self.block_us / 1e6,
+        }
 
 
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
