@@ -98,7 +98,6 @@ def killed(server: Served, folder: Path, victim: str) -> Iterator[None]:
     def kill() -> None:
         for number in KILLED:
             wait_until(lambda number=number: len(lines(folder)) == number and _is_busy(server))
-            server.renew_family()
             server.child(f"penstock-{victim}").kill()
 
     killer = threading.Thread(target=kill)

@@ -19,16 +19,7 @@ async def kill(served: Served, which: str) -> None:
 
 def named(served: Served, which: str) -> psutil.Process:
     """The engine or the gateway that it has now."""
-    name = f"penstock-{which}"
-    return next(child for child in served.renew_family() if _has_name(child, name))
-
-
-def _has_name(child: psutil.Process, name: str) -> bool:
-    try:
-        found: str = child.name()
-    except psutil.NoSuchProcess:  # such as a template that has just become an engine
-        return False
-    return found == name
+    return served.child(f"penstock-{which}")
 
 
 def starts_s(served: Served, which: str) -> list[float]:

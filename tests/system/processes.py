@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class Served:
     family: list[psutil.Process] = field(default_factory=list)
 
     def child(self, name: str) -> psutil.Process:
-        """Its process of this title."""
-        return next(child for child in self.family if child.name() == name)
+        """The process of this title that it has now."""
+        return children(self.process, name)[0]
 
     def renew_family(self) -> list[psutil.Process]:
         """The processes it has now; with a killed one gone, its successor among them."""
@@ -52,6 +52,16 @@ class Served:
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout=END_S)
+
+
+def children(server: subprocess.Popen[str], name: str) -> list[psutil.Process]:
+    """Its processes of this title that live now. Some end, or get another title, meanwhile."""
+    found = []
+    for child in psutil.Process(server.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == name and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def lengthen(folder: Path) -> tuple[str, ...]:

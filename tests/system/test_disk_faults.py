@@ -164,7 +164,6 @@ async def test_a_process_frozen(
 ) -> None:
     streams = streams_of(stack.served, silence_s=_SILENCE_S)
     reading = await begun(stack, streams)
-    stack.served.renew_family()
     with suspended(stack.served.child(f"penstock-{which}")):
         stack.pace.allow(_STEPS)
         await asyncio.sleep(freeze_s)

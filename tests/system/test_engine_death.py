@@ -129,7 +129,6 @@ async def _disturbed(
 
 
 def _engine(served: Served) -> psutil.Process:
-    served.renew_family()
     return served.child("penstock-engine")
 
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from .endless_streams import EndlessStreams
-from .processes import END_S, Served, serve, suspended, wait_until
+from .processes import END_S, Served, children, serve, suspended, wait_until
 
 pytestmark = pytest.mark.process_kills
 
@@ -32,7 +32,7 @@ def pool(long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _engines(served: Served) -> list[psutil.Process]:
-    return [each for each in served.renew_family() if each.name() == "penstock-engine"]
+    return children(served.process, "penstock-engine")
 
 
 def _told(served: Served) -> list[dict[str, object]]:

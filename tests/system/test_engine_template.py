@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from .processes import END_S, Served, serve, suspended, wait_gone, wait_until
+from .processes import END_S, Served, children, serve, suspended, wait_gone, wait_until
 
 pytestmark = [pytest.mark.process_kills, pytest.mark.exhaustive]
 
@@ -28,20 +28,9 @@ _STORY = {
 _ENGINE, _TEMPLATE = "penstock-engine", "penstock-template"
 
 
-def named(served: Served, name: str) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(served.process.pid).children():
-        try:
-            if child.name() == name and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-        except psutil.NoSuchProcess:
-            pass
-    return found
-
-
 def only(served: Served, name: str) -> psutil.Process:
-    wait_until(lambda: len(named(served, name)) == 1)
-    return named(served, name)[0]
+    wait_until(lambda: len(children(served.process, name)) == 1)
+    return served.child(name)
 
 
 async def read(client: httpx.AsyncClient, on_begin: Callable[[], None]) -> str:

@@ -71,8 +71,7 @@ class _Streams:
 
     @contextlib.asynccontextmanager
     async def stopped_amid(self) -> AsyncIterator[None]:
-        engine = self._served.renew_family()
-        child = next(process for process in engine if process.name() == "penstock-engine")
+        child = self._served.child("penstock-engine")
         with contextlib.ExitStack() as stack:
             while not self._is_spread():
                 for transport in _TRANSPORTS * (_NUM_AT_ONCE // 2):

@@ -21,6 +21,7 @@ from .processes import (
     END_S,
     ENDLESS_TOKENS,
     Served,
+    children,
     serve,
     suspended,
     wait_gone,
@@ -64,7 +65,6 @@ def test_each_process_is_killed_and_comes_back_and_none_outlives_the_supervisor(
         wait_back(served, "engine")
         wait_until(lambda: is_ready(served))
         generate(served)
-        served.renew_family()
         assert served.child(_ENGINE).pid == template.pid, "it did not start from nothing"
         assert served.child(_GATEWAY).pid == gateway.pid
 
@@ -72,7 +72,6 @@ def test_each_process_is_killed_and_comes_back_and_none_outlives_the_supervisor(
         gateway.kill()
         generate(served)  # its connection waits
         wait_back(served, "gateway")
-        served.renew_family()
         assert served.child(_ENGINE).pid == engine.pid
 
         entries = [json.loads(line) for line in served.log.read_text().splitlines()]
@@ -190,7 +189,7 @@ def test_of_several_gateways_one_is_killed_and_the_rest_serve_on(
         ) as served,
     ):
         _check_secrets(served)
-        gateways = [child for child in served.family if child.name() == _GATEWAY]
+        gateways = children(served.process, _GATEWAY)
         assert len(gateways) == 2
         assert len(served.family) == 4, "and an engine with its template"
         gateways[0].kill()

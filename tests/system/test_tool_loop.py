@@ -19,7 +19,7 @@ from tests.redis_server import RedisServer
 
 from ..support.tool_loop import ToolLoop
 from .paced_engine import Pace
-from .processes import Served, serve, wait_until
+from .processes import Served, children, serve, wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.process_kills]
 
@@ -46,8 +46,8 @@ class Stack:
         await asyncio.to_thread(self._wait_for_successor, killed, name)
 
     def _wait_for_successor(self, killed: psutil.Process, name: str) -> None:
-        wait_until(lambda: killed not in self._served.renew_family())
-        wait_until(lambda: any(child.name() == name for child in self._served.renew_family()))
+        wait_until(lambda: killed not in children(self._served.process, name))
+        wait_until(lambda: bool(children(self._served.process, name)))
         wait_until(self._is_ready)
 
     def _is_ready(self) -> bool:

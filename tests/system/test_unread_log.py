@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 
 import httpx
-import psutil
 import pytest
 
 from .processes import (
     END_S,
     ENDLESS_TOKENS,
     PENSTOCK,
+    children,
     metric,
     wait_gone,
 )
@@ -100,12 +100,12 @@ async def test_nobody_waits_for_the_logs_reader_who_is_told_what_is_missing(
             assert (await client.get("/health")).status_code == 200
             await grown(events)
             # The supervisor tells of this, and the next engine starts under the same full pipe.
-            [engine] = engines(process)
+            [engine] = children(process, "penstock-engine")
             engine.kill()
             await asyncio.to_thread(wait_gone, [engine])
             await grown(events)
             assert (await client.get("/ready")).status_code == 200
-            [after] = engines(process)
+            [after] = children(process, "penstock-engine")
             assert after.pid != engine.pid
             process.send_signal(signal.SIGTERM)
             await story
@@ -127,11 +127,6 @@ async def read_until(process: subprocess.Popen[str], text: str) -> list[dict[str
 
     async with asyncio.timeout(END_S):
         return await asyncio.to_thread(read)
-
-
-def engines(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if child.name() == "penstock-engine"]
 
 
 async def read_story(client: httpx.AsyncClient, events: list[str]) -> None:
