@@ -126,6 +126,8 @@ def test_conversations(client: Client) -> None:
     assert caught.value.code == "conversation_locked"
     head = client.conversations.tree(one)["head"]
     assert client.conversations.set_head(one, turn["turn"], expected=head)["turn"] == turn["turn"]
+    assert client.conversations.delete_turn(one, turn["turn"])["id"] == one
+    assert turn["turn"] not in [t["turn"] for t in client.conversations.tree(one)["data"]]
     assert client.conversations.delete(one)["deleted"]
 
 

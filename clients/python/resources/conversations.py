@@ -127,6 +127,18 @@ class Conversations(Resource[R], Generic[R]):
         )
         return answer
 
+    @operation
+    def delete_turn(self, conversation_id: str, turn: str) -> Steps[Conversation]:
+        """Delete a turn; those after it then continue the one before it.
+
+        Raises:
+            ConflictError: a turn of the conversation is running.
+        """
+        answer: Conversation = yield from _call(
+            self._server, "DELETE", f"/{conversation_id}/turns/{turn}"
+        )
+        return answer
+
 
 class ConversationItems(Resource[R], Generic[R]):
     """The items of a conversation, from its root to its head."""

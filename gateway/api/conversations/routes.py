@@ -24,7 +24,9 @@ from penstock.gateway.api.conversations.schema import (
     SearchQuery,
     TreeQuery,
 )
+from penstock.gateway.api.responses.prompt import image_sources
 from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.schema.messages import InputItem
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.shared.items import (
     IncludeQuery,
@@ -33,6 +35,7 @@ from penstock.gateway.api.shared.items import (
     item_page,
     list_object,
     read_query,
+    shown_item,
     shown_items,
     without_logprobs,
 )
@@ -47,7 +50,7 @@ from penstock.gateway.storage.conversations.records import (
     StoredTurn,
     TurnSummary,
 )
-from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.conversations.store import ConversationStore, no_turn
 from penstock.gateway.storage.tenant_shares import StoreLimitError
 
 _ONE = "/v1/conversations/{conversation_id}"
@@ -82,7 +85,13 @@ class _Endpoints:
         """The conversation in the path. Raises: NotFoundError."""
         return await self._store.get(_tenant(request), request.path_params["conversation_id"])
 
-    async def _add(self, conversation: Conversation, items: tuple[Item, ...]) -> None:
+    async def _add(
+        self, conversation: Conversation, given: Sequence[InputItem]
+    ) -> tuple[Item, ...]:
+        """Add items as a turn; returns them as they are listed."""
+        loaded = await self._service.images.load(image_sources(given, param="items"))
+        files = {image.digest: image.data for image in loaded}
+        items = item_objects(given, loaded)
         await self._store.add_items(
             StoredTurn(
                 turn_id=new_turn_id(conversation.conversation_id),
@@ -92,8 +101,10 @@ class _Endpoints:
                 status="completed",
                 created_at=int(time.time()),
                 items=items,
+                images=files,
             )
         )
+        return tuple(shown_item(item, files) for item in items)
 
 
 class Conversations(_Endpoints):
@@ -120,7 +131,7 @@ class Conversations(_Endpoints):
         await self._store.create(conversation)
         try:
             if asked.items:
-                await self._add(conversation, item_objects(asked.items))
+                await self._add(conversation, asked.items)
         except StoreLimitError:
             await self._store.delete(conversation.tenant, conversation.conversation_id)
             raise
@@ -208,7 +219,16 @@ class Conversations(_Endpoints):
             {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
         )
 
-    @operation(f"GET {_ONE}/tree", "List a conversation's turns.", "Tree", query=TreeQuery)
+    @operation(
+        f"GET {_ONE}/tree",
+        "List a conversation's turns.",
+        "Tree",
+        query=TreeQuery,
+        links={
+            "conversation_id": "$request.path.conversation_id",
+            "turn": "$response.body#/head",
+        },
+    )
     async def tree(self, request: Request) -> Response:
         query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)
@@ -231,6 +251,20 @@ class Conversations(_Endpoints):
                 "data": [_turn_object(turn, said.get(turn.turn_id)) for turn in turns],
             }
         )
+
+    @operation(
+        f"DELETE {_ONE}/turns/{{turn}}",
+        "Delete a turn; those after it then continue the one before it.",
+        "Conversation",
+        statuses=(409,),
+    )
+    async def delete_turn(self, request: Request) -> Response:
+        conversation, turn_id = await self._conversation(request), request.path_params["turn"]
+        turn = await self._store.turn(conversation.tenant, turn_id)
+        if turn.conversation_id != conversation.conversation_id:
+            raise no_turn(turn_id)
+        await self._service.delete_turn(caller_of(request.scope), turn)
+        return json_response(_conversation_object(conversation))
 
     @operation(
         f"POST {_ONE}/head",
@@ -272,8 +306,7 @@ class ConversationItems(_Endpoints):
     async def create(self, request: Request) -> Response:
         query = read_query(IncludeQuery, request.query_params)
         asked = parse_fields(NewItems, await self._body_to_store(request))
-        items = item_objects(asked.items)
-        await self._add(await self._conversation(request), items)
+        items = await self._add(await self._conversation(request), asked.items)
         return json_response(list_object([_shown(item, query) for item in items], has_more=False))
 
     @operation(f"GET {_ITEMS}", "List a conversation's items.", "Items", query=ItemsQuery)

@@ -182,7 +182,7 @@ class PromptBuilder:
             position = await self._position(request, caller.tenant, remembered)
             steers = await self._pending_steers(request, position.previous)
             request = request.after(steers) if steers else request
-        loaded = await self._planner.images.load(_image_sources(request.items))
+        loaded = await self._planner.images.load(image_sources(request.items, param="input"))
         new = items = await self._items(request, caller, iter(loaded))
         _check_outputs(position.path, new)
         origin = self._origin(request)
@@ -280,7 +280,7 @@ class PromptBuilder:
         max_model_len = await self._planner.max_model_len()
         num_tokens = room_for_output(MAX_SUMMARY_TOKENS, max_model_len)
         asked = request.for_summary(num_tokens)
-        trigger = item_object(asked.items[-1], len(items))
+        trigger = item_object(asked.items[-1], len(items), iter(()))
         written = await self._fitting(asked, position, [*items, trigger], files, must_fit=True)
         mark = secrets.token_hex(16)
         rendered = await self._fitting(
@@ -487,10 +487,14 @@ def items_of(path: Sequence[StoredTurn]) -> list[Item]:
     return [*earlier, *shown_items(path[-1])]
 
 
-def _image_sources(items: Sequence[InputItem]) -> list[ImageSource]:
-    """The images of a request's items, in order."""
+def image_sources(items: Sequence[InputItem], *, param: str) -> list[ImageSource]:
+    """The images of a request's items, in order.
+
+    Args:
+        param: the request's field that has the items.
+    """
     return [
-        ImageSource(url=image.url, param=f"input[{number}].content[{at}].image_url")
+        ImageSource(url=image.url, param=f"{param}[{number}].content[{at}].image_url")
         for number, item in enumerate(items)
         if isinstance(item, Message)
         for at, image in item.images

@@ -9,6 +9,7 @@ It defines the order of a response's steps and what is stored of it. `events` ma
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.generation.generation import NO_USAGE, Generation, Usage
+from penstock.gateway.generation.images.loader import ImageLoader
 from penstock.gateway.generation.paced_work import PacedWork
 from penstock.gateway.generation.request_planner import RequestPlanner
 from penstock.gateway.sources import next_of
@@ -64,6 +66,7 @@ from penstock.gateway.storage.conversations.store import (
     ConversationStore,
     NotFoundError,
     StoreUnavailableError,
+    head_locked,
 )
 from penstock.gateway.storage.response_log.log import (
     Outage,
@@ -163,6 +166,10 @@ class ResponseService:
     def paced_work(self) -> PacedWork:
         """Validates large requests."""
         return self._planner.paced_work
+
+    @property
+    def images(self) -> ImageLoader:
+        return self._planner.images
 
     async def create(
         self,
@@ -599,19 +606,48 @@ class ResponseService:
         """Delete an item of a turn, and what else tells of it: the KV, the token ids of this turn
         and of those after it, and their logs, which are only for resuming. Raises: NotFoundError.
         """
-        turns = await self._conversations.tree(caller.tenant, turn.conversation_id)
-        after = {turn.turn_id}
-        for each in turns:  # parents before children
-            if each.parent_id in after:
-                after.add(each.turn_id)
         self._drop_prefix_of(turn)
         await self._conversations.replace_items(without_ids(without_item(turn, item_id)))
-        for each in turns:
-            if each.turn_id not in after or each.status == "in_progress":
+        if turn.status != "in_progress":
+            await self._logs.delete(caller.tenant, turn.turn_id)
+        await self._forget_prompts_after(caller, turn, is_left_out=False)
+
+    async def delete_turn(self, caller: Caller, turn: StoredTurn) -> None:
+        """Delete a turn, and what else tells of it, as `delete_item` does. Turns after it continue
+        the one before it.
+
+        Raises:
+            NotFoundError: it is not there any more.
+            ConversationLockedError: a turn of the conversation runs.
+        """
+        turns = await self._conversations.tree(caller.tenant, turn.conversation_id)
+        if any(each.status == "in_progress" for each in turns):
+            raise head_locked(turn.conversation_id)
+        self._drop_prefix_of(turn)
+        await self._forget_prompts_after(caller, turn, is_left_out=True)
+        await self._conversations.delete_turn(caller.tenant, turn.turn_id, joins=True)
+        await self._logs.delete(caller.tenant, turn.turn_id)
+
+    async def _forget_prompts_after(
+        self, caller: Caller, turn: StoredTurn, *, is_left_out: bool
+    ) -> None:
+        """Forget the token ids of the turns after one, and their logs.
+
+        Args:
+            is_left_out: the turn is about to be deleted, so that no answer goes on with its own.
+        """
+        after = {turn.turn_id}
+        turns = await self._conversations.tree(caller.tenant, turn.conversation_id)
+        for each in turns:  # parents before children
+            if each.parent_id not in after:
                 continue
-            if each.turn_id != turn.turn_id:
-                later = await self._conversations.turn(caller.tenant, each.turn_id)
-                await self._conversations.replace_items(without_ids(later))
+            after.add(each.turn_id)
+            if each.status == "in_progress":
+                continue
+            later = without_ids(await self._conversations.turn(caller.tenant, each.turn_id))
+            if is_left_out and each.parent_id == turn.turn_id:
+                later = dataclasses.replace(later, continues=False)
+            await self._conversations.replace_items(later)
             await self._logs.delete(caller.tenant, each.turn_id)
 
     async def _delete_log(self, caller: Caller, response_id: str, *, is_running: bool) -> None:

@@ -102,21 +102,27 @@ def new_item_id(prefix: str = "msg_") -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
-def item_objects(items: Iterable[InputItem]) -> tuple[Item, ...]:
+def item_objects(
+    items: Iterable[InputItem], images: Iterable[LoadedImage] = ()
+) -> tuple[Item, ...]:
     """Items as they are stored, with new ids. An item's own id is dropped, so that an id always
     names one item of a conversation.
+
+    Args:
+        images: those of the items, in order.
 
     Raises:
         RequestRefusedError: one is a reference, which has no meaning here.
     """
-    return tuple(item_object(item, index) for index, item in enumerate(items))
+    left = iter(images)
+    return tuple(item_object(item, index, left) for index, item in enumerate(items))
 
 
-def item_object(item: InputItem, index: int, images: Iterator[LoadedImage] | None = None) -> Item:
+def item_object(item: InputItem, index: int, images: Iterator[LoadedImage]) -> Item:
     """One item as it is stored. Raises as `item_objects`.
 
     Args:
-        images: of this item and those after it; None: it may have none.
+        images: of this item and those after it.
     """
     if isinstance(item, ItemReference):
         raise RequestRefusedError(
@@ -125,13 +131,7 @@ def item_object(item: InputItem, index: int, images: Iterator[LoadedImage] | Non
             param=f"items[{index}]",
         )
     if isinstance(item, Message):
-        if item.images and images is None:
-            raise RequestRefusedError(
-                "images can be sent with a response only",
-                code="unsupported_parameter",
-                param=f"items[{index}].content[{item.images[0][0]}]",
-            )
-        return _message(item, images or iter(()))
+        return _message(item, images)
     stored: dict[str, Any] = {
         "id": new_item_id(_ID_PREFIXES[item.type]),
         "type": item.type,

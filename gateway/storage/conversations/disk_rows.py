@@ -215,6 +215,7 @@ def write(connection: sqlite3.Connection, row: Row, change: Change) -> None:
     written, body = change.body or ("", b"")
     for turn_id, node in tree.changed_nodes(before, now).items():
         values = (node.order, node.parent, node.status, node.created_at)
+        where = "WHERE conversation = ? AND name = ?"
         if turn_id not in before.nodes:
             connection.execute(
                 "INSERT INTO turns (conversation, name, position, parent, status, created_at, "
@@ -224,8 +225,13 @@ def write(connection: sqlite3.Connection, row: Row, change: Change) -> None:
         elif turn_id == written:
             connection.execute(
                 "UPDATE turns SET position = ?, parent = ?, status = ?, created_at = ?, body = ? "
-                "WHERE conversation = ? AND name = ?",
+                + where,
                 (*values, body, row.number, turn_id),
+            )
+        else:
+            connection.execute(
+                f"UPDATE turns SET position = ?, parent = ?, status = ?, created_at = ? {where}",
+                (*values, row.number, turn_id),
             )
     for turn_id in change.dropped:
         connection.execute(

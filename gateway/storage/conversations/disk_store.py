@@ -278,8 +278,8 @@ class DiskConversationStore:
             deletes=True,
         )
 
-    async def delete_turn(self, tenant: str, turn_id: str) -> None:
-        operation = partial(tree.delete_turn, turn_id=turn_id)
+    async def delete_turn(self, tenant: str, turn_id: str, *, joins: bool = False) -> None:
+        operation = partial(tree.delete_turn, turn_id=turn_id, joins=joins)
         await self._operate_on_turn(tenant, turn_id, operation, needs_uses=True, deletes=True)
 
     async def turn(self, tenant: str, turn_id: str) -> StoredTurn:

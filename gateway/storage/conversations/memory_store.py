@@ -216,9 +216,10 @@ class MemoryConversationStore:
         kept = self._use(tenant, conversation_id)
         self._apply(kept, partial(tree.set_head, turn_id=turn_id, expected=expected))
 
-    async def delete_turn(self, tenant: str, turn_id: str) -> None:
+    async def delete_turn(self, tenant: str, turn_id: str, *, joins: bool = False) -> None:
         kept = self._with_turn(tenant, turn_id)
-        self._apply(kept, partial(tree.delete_turn, turn_id=turn_id), needs_uses=True)
+        operation = partial(tree.delete_turn, turn_id=turn_id, joins=joins)
+        self._apply(kept, operation, needs_uses=True)
 
     # -- look-up -----------------------------------------------------------------------------
 

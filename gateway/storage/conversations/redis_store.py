@@ -299,8 +299,8 @@ class RedisConversationStore:
         operation = partial(tree.set_head, turn_id=turn_id, expected=expected)
         await self._operate(tenant, conversation_id, operation)
 
-    async def delete_turn(self, tenant: str, turn_id: str) -> None:
-        operation = partial(tree.delete_turn, turn_id=turn_id)
+    async def delete_turn(self, tenant: str, turn_id: str, *, joins: bool = False) -> None:
+        operation = partial(tree.delete_turn, turn_id=turn_id, joins=joins)
         await self._operate_on_turn(tenant, turn_id, operation, needs_uses=True)
 
     # -- operations --------------------------------------------------------------------------

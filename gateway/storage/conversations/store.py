@@ -210,10 +210,19 @@ class ConversationStore(Protocol):
         """
         ...
 
-    async def delete_turn(self, tenant: str, turn_id: str) -> None:
+    async def delete_turn(self, tenant: str, turn_id: str, *, joins: bool = False) -> None:
         """Delete one turn. Turns after it can no longer be continued, nor be the head. If it led to
         the head, its parent becomes the head, or no turn if one before that was deleted too. An
-        unlisted tree is deleted with its last turn. Raises: NotFoundError."""
+        unlisted tree is deleted with its last turn.
+
+        Args:
+            joins: turns after it continue its parent instead, and the head stays if it is one of
+                them. What they keep of their prompts is as it was.
+
+        Raises:
+            NotFoundError: there is no such turn.
+            ConversationLockedError: with `joins`, a turn of the conversation runs.
+        """
         ...
 
 

@@ -319,7 +319,8 @@ def add_items(
     if tree.is_held(now_ms):
         raise head_locked(tree.conversation_id)
     num_added = sum(node.num_bytes for name, node in tree.nodes.items() if is_added(name))
-    num_bytes = tree.num_bytes + TURN_BYTES
+    images = sum(len(chunk) for name, chunk in packed.chunks.items() if name not in tree.chunks)
+    num_bytes = tree.num_bytes + TURN_BYTES + images
     for num, bound in ((num_added, MAX_ADDED_BYTES), (num_bytes, max_bytes)):
         if bound is not None and num + len(packed.body) > bound:
             raise StoreLimitError(tree.conversation_id, bound)
@@ -354,10 +355,18 @@ def set_head(
     return Change(tree=replace(tree, head=turn_id, running=None))
 
 
-def delete_turn(tree: Tree, _now_ms: int, uses: Uses, *, turn_id: str) -> Change:
+def delete_turn(tree: Tree, now_ms: int, uses: Uses, *, turn_id: str, joins: bool) -> Change:
     """Needs the uses."""
     parent = tree.node(turn_id).parent
+    if joins and tree.has_running(now_ms):
+        raise head_locked(tree.conversation_id)
     nodes = {name: node for name, node in tree.nodes.items() if name != turn_id}
+    if joins:
+        nodes |= {
+            name: replace(node, parent=parent)
+            for name, node in nodes.items()
+            if node.parent == turn_id
+        }
     if not nodes and not tree.is_listed:
         return Change(tree=None)
     running = None if tree.running == turn_id else tree.running

@@ -296,6 +296,28 @@ async def test_a_response_is_a_turn(served: Served) -> None:
     assert served.prompt_of() == "<user>before\n<user>now\n<user>then\n<assistant>"
 
 
+async def test_the_turns_after_a_deleted_one_go_on_without_it(served: Served) -> None:
+    made, other = await make(served, "before"), await make(served, "elsewhere")
+    turns = []
+    for said in ("one", "two", "three"):
+        answer = await served.client.responses.create(model="tiny", input=said, conversation=made)
+        turns.append(answer.id)
+    stranger = (await tree(served, other))["head"]
+    for wrong in (stranger, "turn_0", made):
+        refused = await served.http.delete(f"{URL}/{made}/turns/{wrong}")
+        assert refused.status_code == 404
+    deleted = await served.http.delete(f"{URL}/{made}/turns/{turns[1]}")
+    assert (deleted.status_code, deleted.json()["id"]) == (200, made)
+    left = await tree(served, made)
+    assert left["head"] == turns[2]
+    shown = [(turn["turn"], turn["parent"]) for turn in left["data"][1:]]
+    assert shown == [(turns[0], left["data"][0]["turn"]), (turns[2], turns[0])]
+    await served.client.responses.create(model="tiny", input="four", conversation=made)
+    said = [line for line in served.prompt_of().splitlines() if line.startswith("<user>")]
+    assert said == ["<user>before", "<user>one", "<user>three", "<user>four"]
+    assert (await served.http.get(f"/v1/responses/{turns[1]}")).status_code == 404
+
+
 async def test_a_running_turn_holds_the_head(serve: Serve) -> None:
     async with serve(step_s=3600.0) as served:  # one token, and silence
         made = await make(served, "before")
@@ -316,6 +338,8 @@ async def test_a_running_turn_holds_the_head(serve: Serve) -> None:
         assert locked.value.response.headers["x-should-retry"] == "false"
         moved = await served.http.post(f"{URL}/{made}/head", json={"turn": None, "expected": head})
         assert moved.status_code == 409
+        deleted = await served.http.delete(f"{URL}/{made}/turns/{head}")
+        assert (deleted.status_code, deleted.json()["error"]["code"]) == (409, locked.value.code)
         listed = [item async for item in served.client.conversations.items.list(made)]
         assert texts(listed) == ["before"]
         await served.client.responses.cancel(running.id)

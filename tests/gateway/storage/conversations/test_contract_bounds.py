@@ -8,7 +8,10 @@ import pytest
 
 from penstock.gateway.storage.conversations.ids import new_turn_id
 from penstock.gateway.storage.conversations.records import StoredTurn
-from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.conversations.store import (
+    ConversationLockedError,
+    ConversationStore,
+)
 from penstock.gateway.storage.tenant_shares import StoreLimitError
 
 from .conftest import Bed
@@ -38,6 +41,31 @@ async def test_a_forgotten_turn_cannot_be_continued(store: ConversationStore) ->
     await store.delete_turn(TENANT, third.turn_id)
     assert await head_of(store, conversation) == first.turn_id
     await say(store, conversation, first)  # the conversation goes on
+
+
+async def test_turns_after_a_deleted_one_continue_the_one_before_it(
+    store: ConversationStore,
+) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    first = await say(store, conversation)
+    second = await say(store, conversation, first)
+    third = await say(store, conversation, second)
+    await store.delete_turn(TENANT, second.turn_id, joins=True)
+    assert await head_of(store, conversation) == third.turn_id
+    await store.delete_turn(TENANT, first.turn_id, joins=True)
+    kept = replace(third, parent_id=None)
+    assert await store.path(TENANT, third.turn_id) == [kept]
+    assert await store.turn(TENANT, third.turn_id) == kept
+    running = a_turn(conversation, third)
+    await store.begin_turn(running, takes_head=False)
+    with pytest.raises(ConversationLockedError):
+        await store.delete_turn(TENANT, third.turn_id, joins=True)
+    await store.finish_turn(finished(running))
+    await store.delete_turn(TENANT, third.turn_id, joins=True)
+    assert await head_of(store, conversation) is None
+    [left] = await store.tree(TENANT, conversation.conversation_id)
+    assert (left.turn_id, left.parent_id) == (running.turn_id, None)
 
 
 async def test_a_running_turn_behind_a_forgotten_one_does_not_become_the_head(

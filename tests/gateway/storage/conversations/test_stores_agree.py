@@ -125,9 +125,9 @@ class StoresAgree(RuleBasedStateMachine):
         self.both(lambda store: store.turn(tenant, turn.turn_id))
         self.both(lambda store: store.path(tenant, turn.turn_id))
 
-    @rule(turn=st.one_of(running, turns), tenant=_TENANTS)
-    def delete_turn(self, turn: StoredTurn, tenant: str) -> None:
-        self.both(lambda store: store.delete_turn(tenant, turn.turn_id))
+    @rule(turn=st.one_of(running, turns), tenant=_TENANTS, joins=st.booleans())
+    def delete_turn(self, turn: StoredTurn, tenant: str, joins: bool) -> None:
+        self.both(lambda store: store.delete_turn(tenant, turn.turn_id, joins=joins))
 
     @rule(conversation=conversations, turn=turns, to_nothing=st.booleans(), knows=st.booleans())
     def set_head(
