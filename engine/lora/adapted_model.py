@@ -110,7 +110,9 @@ def attach_lora_slots(
     """
     if not isinstance(model, Decoder):
         raise ConfigError("--enable-lora: this model's architecture takes no adapters")
-    rows, sampled_rows = (StepRows() if library is None else CpuRows(library) for _ in range(2))
+    rows, sampled_rows = (
+        StepRows(num_slots) if library is None else CpuRows(num_slots, library) for _ in range(2)
+    )
     layers: dict[str, AdaptedLayer] = {}
 
     def add(
@@ -164,7 +166,7 @@ def attach_lora_slots(
     head = add(HEAD, (vocab_size,), hidden_size, sampled_rows, is_here=config.has_head)
     if config.has_head:
         model.head_adapters = head
-    model.has_adapters = True
+    model.adapter_rows = rows
     return AdaptedModel(
         layers=layers,
         rows=rows,

@@ -25,8 +25,8 @@ from penstock.kernels.reference.lora import LoraRows
 class CpuRows(StepRows):
     """Which rows of a step have adapters, as a record that the operations of a program read."""
 
-    def __init__(self, library: CpuLibrary) -> None:
-        super().__init__()
+    def __init__(self, num_slots: int, library: CpuLibrary) -> None:
+        super().__init__(num_slots)
         self.structure = library.structure("lora_rows")
 
     def set(self, rows: LoraRows | None) -> None:

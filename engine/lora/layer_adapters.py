@@ -32,8 +32,13 @@ class LoraWeights:
 
 @dataclass(slots=True)
 class StepRows:
-    """Which rows of the current step have adapters; None: none has."""
+    """Which rows of the current step have adapters; None: none has.
 
+    Attributes:
+        num_slots: of all adapters.
+    """
+
+    num_slots: int
     rows: LoraRows | None = None
 
     def set(self, rows: LoraRows | None) -> None:

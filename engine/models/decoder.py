@@ -21,7 +21,7 @@ from penstock.engine.layers.linear import (
 )
 from penstock.engine.layers.norm import HeadNorm, LayerNorm, Norm, RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
-from penstock.engine.lora.layer_adapters import LayerAdapters
+from penstock.engine.lora.layer_adapters import LayerAdapters, StepRows
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.language_model import ImageEncoder, LayerKV, PagedKV, StateSpec
 from penstock.engine.parallel.ranks import ALONE, Ranks
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
 
     Attributes:
         feature_layers: layers, ascending from 1 on, whose inputs are wanted besides the result.
-        has_adapters: its layers have room for some.
+        adapter_rows: of each step, where its layers have room for adapters.
         head_adapters: what adapters add to the logits of sampled rows.
         ranks: that have the other parts of its tables.
         whole_config: of the model of which this may be a part.
@@ -173,7 +173,8 @@ class Decoder(nn.Module):
         is_invariant: a token's results do not depend on the batch, to the bit.
     """
 
-    is_invariant = has_adapters = False
+    is_invariant = False
+    adapter_rows: StepRows | None = None
     num_tower_bytes = 0
     head_adapters: LayerAdapters | None = None
     ranks: Ranks = ALONE

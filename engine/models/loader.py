@@ -531,7 +531,7 @@ def _load_eagle3_head(name: str, target: LoadedModel) -> Eagle3Head:
             "--speculative-config: the method eagle3 needs a native model, and this one runs "
             "through transformers"
         )
-    if target.device.type != "cpu":  # graphs do not hand out hidden states
+    if target.device.type != "cpu":  # the head's positions and ids are there
         raise ConfigError("--speculative-config: the method eagle3 needs a CPU")
     if target.ranks.size > 1:
         raise ConfigError(

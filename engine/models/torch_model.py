@@ -28,7 +28,7 @@ class TorchModel:
         make_backend: packs its layers.
 
     Attributes:
-        can_be_captured: graphs can replay its steps; the rows of adapters would stay the same.
+        adapter_rows: as in `Decoder`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TorchModel:
         self.weight_bytes = decoder.weight_bytes
         self.num_threads = torch.get_num_threads()
         self.num_verify_rows = NUM_VERIFY_ROWS[decoder.device.type]
-        self.can_be_captured = not decoder.has_adapters
+        self.adapter_rows = decoder.adapter_rows
         self._dtype, self.is_invariant = decoder.dtype, decoder.is_invariant
         meeting = TorchMeeting(
             decoder.ranks, decoder.norm.weight, decoder.vocab_size,
@@ -53,7 +53,7 @@ class TorchModel:
         self._heads = {each: self._write_head(are_sampled=each) for each in (False, True)}
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        return self.hidden_of(self._run(input_ids, context))
+        return self.outputs(input_ids, context)[0]
 
     def step(
         self,
@@ -64,14 +64,13 @@ class TorchModel:
         draws: Tensor | None = None,  # noqa: ARG002
         masks: TokenMasks | None = None,  # noqa: ARG002
     ) -> StepOutput:
-        rows = self._run(input_ids, context)
-        features = tuple(read(rows, each) for each in self._writer.features)
-        return self.end(self.hidden_of(rows), sampled_tokens, features)
+        return self.end(self.outputs(input_ids, context), sampled_tokens)
 
-    def _run(self, input_ids: Tensor, context: ForwardContext) -> Rows:
+    def outputs(self, input_ids: Tensor, context: ForwardContext) -> tuple[Tensor, ...]:
+        """A step's hidden states, and its features as in `StepOutput`."""
         rows: Rows = {}
         self.program_of(context.kv_pool).run(self.begin(input_ids, context), rows)
-        return rows
+        return self.outputs_in(rows)
 
     def program_of(self, kv_pool: Tensor) -> TorchProgram:
         """The records before the head, for this pool."""
@@ -101,18 +100,16 @@ class TorchModel:
             is_invariant=self.is_invariant,
         )
 
-    def hidden_of(self, rows: Rows) -> Tensor:
-        """What the program leaves."""
-        hidden: Tensor = read(rows, self._hidden)
-        return hidden
+    def outputs_in(self, rows: Rows) -> tuple[Tensor, ...]:
+        """What the program leaves, as in `outputs`."""
+        return tuple(read(rows, each) for each in (self._hidden, *self._writer.features))
 
-    def end(
-        self, hidden: Tensor, sampled_tokens: Tensor | None, features: tuple[Tensor, ...] = ()
-    ) -> StepOutput:
-        """The output of a step of these hidden states."""
+    def end(self, outputs: tuple[Tensor, ...], sampled_tokens: Tensor | None) -> StepOutput:
+        """The output of a step, of what the program leaves."""
+        hidden, *features = outputs
         sampled = hidden if sampled_tokens is None else hidden[sampled_tokens]
         logits = self._logits(sampled, are_sampled=True)
-        return StepOutput(hidden=hidden, logits=logits, features=features)
+        return StepOutput(hidden=hidden, logits=logits, features=tuple(features))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits(hidden, are_sampled=False)

@@ -2,9 +2,9 @@
 computing them.
 
 Decode batches, with drafts too, are replayed whole (`DecodeGraphs`), other steps between their
-attention calls (`PieceGraphs`), up to the captured sizes. Larger steps compute longer than their
-launch takes. `Graph` and `GraphMaker` are a small protocol over CUDA's graphs, so that everything
-else can be tested without a GPU.
+attention calls (`PieceGraphs`), up to the captured sizes; steps with adapters by graphs of their
+own. Larger steps compute longer than their launch takes. `Graph` and `GraphMaker` are a small
+protocol over CUDA's graphs, so that everything else can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.engine.models.language_model import NUM_VERIFY_ROWS, LanguageModel
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.device import resolve_cudagraph_mode
 from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.reference.lora import LoraRows
 from penstock.kernels.token_masks import TokenMasks
 from penstock.kernels.torch_operations import TorchStep
 from penstock.kernels.torch_program import Rows
@@ -108,19 +109,33 @@ class GraphedModel:
         self.num_verify_rows = model.num_verify_rows
         self.logits = model.logits
         self._model, self._kv_pool = model, kv_pool
-        self._graphs: list[DecodeGraphs | PieceGraphs] = []
+        self._adapters = model.adapter_rows
+        # Steps in which no row has an adapter have graphs without the launches of adapters.
+        kinds = (False,) if self._adapters is None else (False, True)
         with torch.inference_mode(), maker.capturing():
+            self._graphs = {
+                each: self._capture(sizes, maker, max_blocks, has_adapters=each) for each in kinds
+            }
+
+    def _capture(
+        self, sizes: GraphSizes, maker: GraphMaker, max_blocks: int, *, has_adapters: bool
+    ) -> list[DecodeGraphs | PieceGraphs]:
+        model, kv_pool = self._model, self._kv_pool
+        graphs: list[DecodeGraphs | PieceGraphs] = [
+            DecodeGraphs(
+                model, kv_pool, batches, maker, max_blocks=max_blocks, num_drafts=num_drafts,
+                has_adapters=has_adapters,
+            )
             for batches, num_drafts in (
                 (sizes.decodes, 0), (sizes.verifications, sizes.num_drafts),
-            ):  # fmt: skip
-                if batches:
-                    graphs = DecodeGraphs(
-                        model, kv_pool, batches, maker, max_blocks=max_blocks,
-                        num_drafts=num_drafts,
-                    )  # fmt: skip
-                    self._graphs.append(graphs)
-            if sizes.pieces:
-                self._graphs.append(PieceGraphs(model, kv_pool, sizes.pieces, maker))
+            )
+            if batches
+        ]  # fmt: skip
+        if sizes.pieces:
+            graphs.append(
+                PieceGraphs(model, kv_pool, sizes.pieces, maker, has_adapters=has_adapters)
+            )
+        return graphs
 
     def step(
         self,
@@ -131,24 +146,25 @@ class GraphedModel:
         draws: Tensor | None = None,
         masks: TokenMasks | None = None,
     ) -> StepOutput:
-        hidden = self._replay(input_ids, context)
-        if hidden is None:
+        outputs = self._replay(input_ids, context)
+        if outputs is None:
             return self._model.step(input_ids, context, sampled_tokens, parameters, draws, masks)
-        return self._model.end(hidden, sampled_tokens)
+        return self._model.end(outputs, sampled_tokens)
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        hidden = self._replay(input_ids, context)
-        return self._model(input_ids, context) if hidden is None else hidden
+        outputs = self._replay(input_ids, context)
+        return self._model(input_ids, context) if outputs is None else outputs[0]
 
-    def _replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """Hidden states; None: no graph has this step."""
+    def _replay(self, input_ids: Tensor, context: ForwardContext) -> tuple[Tensor, ...] | None:
+        """What `TorchModel.outputs` gives; None: no graph has this step."""
         has_features = context.images is not None and context.images.rows is not None
         if has_features or context.kv_pool.data_ptr() != self._kv_pool.data_ptr():
             return None
-        for graphs in self._graphs:
-            hidden = graphs.replay(input_ids, context)
-            if hidden is not None:
-                return hidden
+        has_adapters = self._adapters is not None and self._adapters.rows is not None
+        for graphs in self._graphs[has_adapters]:
+            outputs = graphs.replay(input_ids, context)
+            if outputs is not None:
+                return outputs
         return None
 
 
@@ -162,7 +178,7 @@ def with_graphs(
     """
     mode = resolve_cudagraph_mode(config.device, kv_pool.device)
     sizes = GraphSizes.of(mode, config.scheduler)
-    if mode == "none" or not isinstance(model, TorchModel) or not model.can_be_captured:
+    if mode == "none" or not isinstance(model, TorchModel):
         return model
     return GraphedModel(model, kv_pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
 
@@ -221,6 +237,7 @@ class DecodeGraphs:
     Args:
         sizes: numbers of sequences, ascending.
         max_blocks: maximum number of blocks of a sequence.
+        has_adapters: some rows of a batch have one.
         num_drafts: the most of a sequence; if there are any, some sequence of a batch has one.
     """
 
@@ -232,28 +249,27 @@ class DecodeGraphs:
         maker: GraphMaker,
         *,
         max_blocks: int,
+        has_adapters: bool,
         num_drafts: int = 0,
     ) -> None:
         self._sizes, self._query_len = sizes, 1 + num_drafts
         most, device = sizes[-1], kv_pool.device
-        self._inputs = GraphInputs(
-            most * self._query_len, device, needs_prompt_lens=model.needs_prompt_lens
-        )
+        self._inputs = GraphInputs(model, most * self._query_len, has_adapters=has_adapters)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         if num_drafts:
             self._starts.zero_()
-        self._hidden = torch.empty(0)
+        self._outputs = GraphOutputs()
         # The largest first: the others reuse its temporary memory.
         self._graphs = {
             size: self._capture(model, self._context(kv_pool, size), maker)
             for size in reversed(sizes)
         }
 
-    def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """The model's hidden states, valid until the next call; None for a batch of another kind,
-        or too large."""
+    def replay(self, input_ids: Tensor, context: ForwardContext) -> tuple[Tensor, ...] | None:
+        """The model's outputs, valid until the next call; None for a batch of another kind, or too
+        large."""
         layout, query_len = context.layout, self._query_len
         num_tokens, num_seqs = len(input_ids), layout.num_seqs
         has_drafts = layout.max_query_len > 1
@@ -271,18 +287,18 @@ class DecodeGraphs:
             self._seq_lens[num_seqs:size].zero_()
         self._tables[:num_seqs, : layout.block_tables.shape[1]].copy_(layout.block_tables)
         self._graphs[size].replay()
-        return self._hidden[:num_tokens]
+        return self._outputs.of(num_tokens)
 
     def _capture(self, model: TorchModel, context: ForwardContext, maker: GraphMaker) -> Graph:
         num_tokens = len(context.positions)
         input_ids = self._inputs.input_ids[:num_tokens]
-        hidden = model(input_ids, context)  # compiles and loads kernels before the capture
-        if not len(self._hidden):
-            self._hidden = torch.zeros_like(hidden)  # the largest
-        graph = maker.graph()
-        graph.begin()
-        self._hidden[:num_tokens].copy_(model(input_ids, context))
-        graph.end()
+        with self._inputs.adapters_of(num_tokens):
+            # Compiles and loads kernels before the capture.
+            self._outputs.hold(model.outputs(input_ids, context))
+            graph = maker.graph()
+            graph.begin()
+            self._outputs.hold(model.outputs(input_ids, context))
+            graph.end()
         return graph
 
     def _context(self, kv_pool: Tensor, size: int) -> ForwardContext:
@@ -314,27 +330,27 @@ class PieceGraphs:
 
     Args:
         sizes: ascending.
+        has_adapters: some rows of a step have one.
     """
 
     def __init__(
-        self, model: TorchModel, kv_pool: Tensor, sizes: Sequence[int], maker: GraphMaker
-    ) -> None:
+        self, model: TorchModel, kv_pool: Tensor, sizes: Sequence[int], maker: GraphMaker,
+        *, has_adapters: bool,
+    ) -> None:  # fmt: skip
         self._sizes, self._model, self._kv_pool = sizes, model, kv_pool
         self._program = program = model.program_of(kv_pool)
-        self._inputs = GraphInputs(
-            sizes[-1], kv_pool.device, needs_prompt_lens=model.needs_prompt_lens
-        )
+        self._inputs = GraphInputs(model, sizes[-1], has_adapters=has_adapters)
         self._attentions = program.numbers_of("attention")
         self._query, self._mixed = (
             program.records[self._attentions[0]].arguments[name] for name in ("query", "out")
         )
         # What passes between graphs and attention, made by the largest capture.
-        self._queries = self._attended = self._hidden = torch.empty(0)
+        self._queries = self._attended = torch.empty(0)
+        self._outputs = GraphOutputs()
         self._graphs = {size: self._capture(size, maker) for size in reversed(sizes)}
 
-    def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """The model's hidden states, valid until the next call; None for a step that is too
-        large."""
+    def replay(self, input_ids: Tensor, context: ForwardContext) -> tuple[Tensor, ...] | None:
+        """The model's outputs, valid until the next call; None for a step that is too large."""
         num_tokens = len(input_ids)
         size = padded_size(self._sizes, num_tokens)
         if size is None:
@@ -352,7 +368,7 @@ class PieceGraphs:
             self._program.run(step, rows, first=number, end=number + 1)
             attended.copy_(rows[self._mixed.name])
         last.replay()
-        return self._hidden[:num_tokens]
+        return self._outputs.of(num_tokens)
 
     def _capture(self, size: int, maker: GraphMaker) -> list[Graph]:
         """A graph of each span."""
@@ -372,9 +388,10 @@ class PieceGraphs:
             positions=inputs.positions[:size],
             prompt_lens=inputs.prompt_lens_of(size),
         )
-        self._run(context, [])  # compiles kernels before the capture
         graphs = [maker.graph() for _ in range(len(self._attentions) + 1)]
-        self._run(context, graphs)
+        with inputs.adapters_of(size):
+            self._run(context, [])  # compiles kernels before the capture
+            self._run(context, graphs)
         return graphs
 
     def _run(self, context: ForwardContext, graphs: list[Graph]) -> None:
@@ -390,24 +407,17 @@ class PieceGraphs:
             if step is None:
                 step = model.begin(self._inputs.input_ids[:size], context)
             program.run(step, rows, first=start, end=end)
-            is_last = end == len(program)
-            left = model.hidden_of(rows) if is_last else rows.pop(self._query.name)
-            held = self._held(left, is_last=is_last)
-            held[:size].copy_(left)
+            if end == len(program):
+                self._outputs.hold(model.outputs_in(rows))
+            else:
+                query = rows.pop(self._query.name)
+                if not len(self._queries):
+                    self._queries = torch.zeros_like(query)
+                    self._attended = torch.zeros_like(query.flatten(1))
+                self._queries[:size].copy_(query)
             if graphs:
                 graphs[number].end()
             rows[self._mixed.name] = self._attended[:size]
-
-    def _held(self, left: Tensor, *, is_last: bool) -> Tensor:
-        """Where a span leaves its result."""
-        if is_last:
-            if not len(self._hidden):
-                self._hidden = torch.zeros_like(left)
-            return self._hidden
-        if not len(self._queries):
-            self._queries = torch.zeros_like(left)
-            self._attended = torch.zeros_like(left.flatten(1))
-        return self._queries
 
 
 class GraphInputs:
@@ -418,15 +428,30 @@ class GraphInputs:
 
     Args:
         num_tokens: of the largest step.
-        needs_prompt_lens: as in the model.
+        has_adapters: some rows of a step have one.
     """
 
-    def __init__(self, num_tokens: int, device: torch.device, *, needs_prompt_lens: bool) -> None:
+    def __init__(self, model: TorchModel, num_tokens: int, *, has_adapters: bool) -> None:
+        device = model.decoder.device
+        self._adapters = model.adapter_rows if has_adapters else None
+        self._adapted: dict[int, LoraRows] = {}  # by the size of a graph
         # int64 [num_tokens] each. Padding keeps ids and positions of earlier steps.
         self.input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.input_ids)
         self.slots = torch.full_like(self.input_ids, -1)
-        self.prompt_lens = torch.ones_like(self.input_ids) if needs_prompt_lens else None
+        self.prompt_lens = torch.ones_like(self.input_ids) if model.needs_prompt_lens else None
+
+    @contextmanager
+    def adapters_of(self, size: int) -> Iterator[None]:
+        """While a step of this size is captured: its rows take their adapters from here."""
+        if self._adapters is None:
+            yield
+            return
+        rows = LoraRows.room_for(size, self._adapters.num_slots, self.input_ids.device)
+        self._adapted[size] = rows
+        self._adapters.set(rows)
+        yield
+        self._adapters.set(None)
 
     def fill(self, input_ids: Tensor, context: ForwardContext, size: int) -> None:
         """Write a step's tokens, padded to `size`."""
@@ -439,9 +464,29 @@ class GraphInputs:
         if self.prompt_lens is not None:
             assert context.prompt_lens is not None
             self.prompt_lens[:num_tokens].copy_(context.prompt_lens)
+        if self._adapters is not None:
+            assert self._adapters.rows is not None
+            self._adapted[size].fill(self._adapters.rows)
 
     def prompt_lens_of(self, size: int) -> Tensor | None:
         return None if self.prompt_lens is None else self.prompt_lens[:size]
+
+
+class GraphOutputs:
+    """What captured steps leave, hidden states and features: fixed in memory, of the size of the
+    largest, which is captured first."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Tensor, ...] = ()
+
+    def hold(self, outputs: tuple[Tensor, ...]) -> None:
+        self._held = self._held or tuple(map(torch.zeros_like, outputs))
+        for held, each in zip(self._held, outputs, strict=True):
+            held[: len(each)].copy_(each)
+
+    def of(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """Of a step of so many tokens."""
+        return tuple(each[:num_tokens] for each in self._held)
 
 
 def padded_size(sizes: Sequence[int], num_tokens: int) -> int | None:

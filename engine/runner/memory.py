@@ -108,7 +108,7 @@ def available_bytes(
         return cpu_pool_bytes(max(free - model.expected_bytes, free // _CPU_SHARE))
     runs = in_torch(model)
     peak = _profile_peak_bytes(config, model, runs, shape)
-    if isinstance(runs, TorchModel) and runs.can_be_captured:
+    if isinstance(runs, TorchModel):
         peak += _profile_graphs_bytes(config, runs, shape, max_model_len, device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

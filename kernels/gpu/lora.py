@@ -31,6 +31,8 @@ def lora_shrink_kernel(
 ):
     group = groups_ptr + tl.program_id(0) * 3
     slot, first, end = tl.load(group), tl.load(group + 1), tl.load(group + 2)
+    if first == end:  # a captured launch has as many groups as there may be
+        return
     places = first + tl.arange(0, ROWS)
     is_row = places < end
     lanes = tl.arange(0, RANK)
@@ -66,6 +68,8 @@ def lora_expand_kernel(
 ):
     group = groups_ptr + tl.program_id(0) * 3
     slot, first, end = tl.load(group), tl.load(group + 1), tl.load(group + 2)
+    if first == end:  # a captured launch has as many groups as there may be
+        return
     places = first + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, RANK)

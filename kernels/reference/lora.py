@@ -25,7 +25,7 @@ class LoraRows:
         order: int64 [num_adapted], numbers of rows; those of one slot lie side by side.
         slots: int64 [num_adapted], of these rows.
         groups: int64 [num_groups, 3]: slot, first and end in `order` of at most `MAX_GROUP_ROWS`
-            rows.
+            rows; of none in memory that a captured step reads (`room_for`).
     """
 
     order: Tensor
@@ -46,6 +46,23 @@ class LoraRows:
         ]
         table = np.array(groups, dtype=np.int64).reshape(-1, 3)
         return cls(*map(torch.from_numpy, (order, slots[order], table)))
+
+    @classmethod
+    def room_for(cls, num_rows: int, num_slots: int, device: torch.device | str) -> LoraRows:
+        """Memory for any step of at most so many rows, of adapters in so many slots; none has one
+        until `fill`."""
+        num_slots = min(num_slots, num_rows)
+        num_groups = num_slots + (num_rows - num_slots) // MAX_GROUP_ROWS
+        order = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return cls(order, torch.zeros_like(order), order.new_zeros(num_groups, 3))
+
+    def fill(self, rows: LoraRows) -> None:
+        """Take a step's rows; groups that are left over have none."""
+        for held, given in (
+            (self.order, rows.order), (self.slots, rows.slots), (self.groups, rows.groups),
+        ):  # fmt: skip
+            held[: len(given)].copy_(given)
+            held[len(given) :].zero_()
 
     def to(self, device: torch.device | str) -> LoraRows:
         return LoraRows(*(each.to(device) for each in (self.order, self.slots, self.groups)))

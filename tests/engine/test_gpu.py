@@ -27,6 +27,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import SamplingParams
 from penstock.engine.runner.cuda_graphs import GraphedModel
 from penstock.engine.startup import build_core
+from tests.support.peft_models import PeftAnswers, write_adapter
 
 from .greedy_parity import (
     ARCHITECTURES,
@@ -37,6 +38,10 @@ from .greedy_parity import (
     requests,
     run,
 )
+from .lora.test_parity import NUM_NEW as NUM_ADAPTED
+from .lora.test_parity import engine as adapted_engine
+from .lora.test_parity import requests_for
+from .lora.test_parity import run as run_adapted
 from .test_launched_ahead import GRAPHS, KINDS, ROOMY, TIGHT, check_same, outputs
 from .weights.quantized_checkpoints import rewrite
 from .weights.test_quantized_checkpoints import CASES
@@ -85,6 +90,21 @@ def test_greedy_tokens_equal_transformers(
 ) -> None:
     device = replace(CUDA, cudagraph_mode=mode)
     check_greedy_parity(name, schedule, expected_tokens, device=device)
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_tokens_with_adapters_equal_pefts(
+    mode: CudagraphMode, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, answers = tiny_checkpoint("LlamaForCausalLM"), PeftAnswers()
+    write_adapter(path, tmp_path, 3)
+    core = adapted_engine(path, device=replace(CUDA, cudagraph_mode=mode))
+    asked = requests_for({"adapted": tmp_path, "base": None})
+    expected = {
+        name: answers(path, adapter, list(request.prompt_token_ids), NUM_ADAPTED)
+        for name, (request, adapter) in asked.items()
+    }
+    assert run_adapted(core, [request for request, _ in asked.values()]) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

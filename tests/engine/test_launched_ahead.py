@@ -30,7 +30,7 @@ from penstock.engine.request import (
     StructuredOutputs,
     ThoughtLimit,
 )
-from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
+from penstock.engine.runner import model_runner, sampled_tokens
 from penstock.engine.runner.cuda_graphs import DecodeGraphs, GraphedModel
 from penstock.engine.runner.model_runner import StepInFlight
 from penstock.engine.startup import build_core
@@ -38,7 +38,7 @@ from tests.support.tiers import tiered
 
 from .greedy_parity import NUM_NEW, check_greedy_parity, requests
 from .lettered import lettered
-from .runner.recorded_graphs import RecordedGraphMaker
+from .runner.recorded_graphs import record_graphs
 
 GRAPHS: tuple[CudagraphMode, ...] = ("none", "piecewise", "full")
 # Each mode of graphs, then each other architecture.
@@ -92,8 +92,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudagraphMode], No
     def settle(mode: CudagraphMode) -> None:
         monkeypatch.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
         monkeypatch.setattr(sampled_tokens, "can_schedule_async", lambda _: True)
-        monkeypatch.setattr(cuda_graphs, "resolve_cudagraph_mode", lambda *_: mode)
-        monkeypatch.setattr(cuda_graphs, "CudaGraphMaker", RecordedGraphMaker)
+        record_graphs(monkeypatch, mode)
 
     return settle
 

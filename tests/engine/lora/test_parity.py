@@ -31,10 +31,12 @@ from penstock.engine.models import backends
 from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.request import Adapter, Request, SamplingParams
+from penstock.engine.runner.cuda_graphs import GraphedModel
 from penstock.engine.startup import build_core
 from penstock.engine.weights.quantization import quantize_rows
 from tests.engine.model_families import FAMILIES
 from tests.engine.models.test_experts import VARIANTS as EXPERTS
+from tests.engine.runner.recorded_graphs import record_graphs
 from tests.support.peft_models import PeftAnswers, write_adapter
 from tests.support.tiers import tiered
 
@@ -129,11 +131,17 @@ def requests_for(
     return requests
 
 
-@pytest.mark.parametrize("in_torch", [False, True], ids=["C", "torch"])
-def test_eight_adapters_in_one_batch(base, adapters, peft_tokens, in_torch):
-    core = engine(base, in_torch=in_torch)
-    model = core._executor._runner._model
-    assert isinstance(model, TorchModel if in_torch else CpuModel)
+@pytest.mark.parametrize(
+    "kind", tiered([CpuModel, TorchModel, GraphedModel], [CpuModel, GraphedModel])
+)
+def test_eight_adapters_in_one_batch(base, adapters, peft_tokens, kind, monkeypatch):
+    if kind is GraphedModel:
+        record_graphs(monkeypatch, "full")
+    schedule = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=32)
+    core = engine(base, in_torch=kind is not CpuModel, scheduler=schedule)
+    assert type(core._executor._runner._model) is kind
+    if kind is GraphedModel:
+        monkeypatch.setattr(TorchModel, "step", None)  # every step is replayed
     requests = requests_for({**adapters, "base": None})
     expected = {
         name: peft_tokens(base, path, list(request.prompt_token_ids), NUM_NEW)

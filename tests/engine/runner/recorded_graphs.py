@@ -2,8 +2,8 @@
 
 As there, they run on the memory they were recorded with: what a step does not put into that memory
 does not reach it. While it is recorded nothing may be read back, and what comes out is no result;
-here it becomes NaN. Paged operations and experts' products are recorded whole, as the one launch
-that each is.
+here it becomes NaN. Paged operations and the products of experts and adapters are recorded whole,
+as the one launch that each is.
 """
 
 from __future__ import annotations
@@ -12,18 +12,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.kernels import experts, paged_attention, rotary_store_kv
+from penstock.engine.config import CudagraphMode
+from penstock.engine.runner import cuda_graphs
+from penstock.kernels import experts, lora, paged_attention, rotary_store_kv
 
 aten = torch.ops.aten
 _LAUNCHES = (
     (experts, "experts_linear_reference"),
+    (lora, "lora_expand_reference"),
+    (lora, "lora_shrink_reference"),
     (paged_attention, "paged_attention_reference"),
     (rotary_store_kv, "rotary_store_kv_reference"),
 )
+
+
+def record_graphs(monkeypatch: pytest.MonkeyPatch, mode: CudagraphMode) -> None:
+    """Let engines on a CPU have graphs of this mode."""
+    monkeypatch.setattr(cuda_graphs, "resolve_cudagraph_mode", lambda *_: mode)
+    monkeypatch.setattr(cuda_graphs, "CudaGraphMaker", RecordedGraphMaker)
 
 
 class RecordedGraph:
@@ -55,11 +66,11 @@ class RecordedGraph:
 
     def record(self, run: Callable[[], Any], output: Any) -> None:
         """An operation that made new tensors; they are written again when it is replayed."""
-        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+        tensors = _tensors(output)
         self.outputs += tensors
 
         def again() -> None:
-            for old, new in zip(tensors, tree_leaves(run()), strict=True):
+            for old, new in zip(tensors, _tensors(run()), strict=True):
                 old.copy_(new)
 
         self.operations.append(again)
@@ -104,12 +115,12 @@ class _Recording(TorchDispatchMode):
         return output
 
 
-def _storages(tensors: Any) -> set[int]:
-    return {
-        each.untyped_storage().data_ptr()
-        for each in tree_leaves(tensors)
-        if isinstance(each, torch.Tensor)
-    }
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+
+
+def _storages(found: Any) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in _tensors(found)}
 
 
 @contextmanager

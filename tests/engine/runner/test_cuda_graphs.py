@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.engine.config import ModelConfig, SchedulerConfig
 from penstock.engine.layers.attention import ForwardContext, StepImages
+from penstock.engine.lora.adapted_model import attach_lora_slots
+from penstock.engine.lora.layer_adapters import LoraWeights
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import ImageEncoder
 from penstock.engine.models.loader import load_model
+from penstock.engine.models.names import LLAMA_NAMES
 from penstock.engine.models.torch_model import TorchModel
 from penstock.engine.runner.cuda_graphs import (
     GraphedModel,
@@ -27,7 +31,9 @@ from penstock.engine.runner.cuda_graphs import (
     piece_sizes,
 )
 from penstock.engine.runner.kv_cache import KVShape
+from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.reference.lora import LoraRows
 from tests.support.tiers import tiered
 
 from .recorded_graphs import RecordedGraphMaker
@@ -163,6 +169,46 @@ def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes
             assert maker.num_replays == before
         num_replayed += maker.num_replays > before
     assert num_replayed >= 7
+
+
+@pytest.mark.parametrize("sizes", [SIZES, DRAFTS], ids=["full", "full with drafts"])
+@torch.inference_mode()
+def test_rows_take_their_own_adapters(decoder: Decoder, sizes: GraphSizes) -> None:
+    """In each replay those of its step; a step without any has graphs without their launches. What
+    EAGLE reads of a step comes with it."""
+    decoder.feature_layers = (1,)
+    room = attach_lora_slots(decoder, LLAMA_NAMES, num_slots=3, max_rank=4, library=None)
+    generator = torch.Generator().manual_seed(2)
+    for slot, layer in product(range(3), room.layers.values()):
+        matrices = [
+            [torch.randn(shape, generator=generator) for shape in ((4, layer.in_features), (n, 4))]
+            for n in layer.part_sizes
+        ]
+        updates = [LoraWeights(a, b, 0.1 * (1 + slot)) for a, b in matrices]
+        layer.adapters.install(slot, layer.adapters.pack(updates, WeightMemory()))
+    pool, maker, model = full_pool(decoder), RecordedGraphMaker(), TorchModel(decoder)
+    eager_pool, bare_pool = pool.clone(), pool.clone()
+    graphed = GraphedModel(model, pool, sizes, maker, max_blocks=MAX_BLOCKS)
+    rng, num_replayed = random.Random(4), 0
+    for number, each in enumerate(steps()):
+        slots = [-1 if number % 4 == 0 else rng.randint(-1, 2) for _ in each.input_ids]
+        rows = LoraRows.of(np.array(slots)) if max(slots) >= 0 else None
+        room.rows.set(rows)
+        room.sampled_rows.set(rows)
+        before = maker.num_replays
+        found = graphed.step(each.input_ids, each.context(pool))
+        num_replayed += maker.num_replays > before
+        expected = model.step(each.input_ids, each.context(eager_pool))
+        for one, other in (
+            (found.hidden, expected.hidden), (found.logits, expected.logits),
+            (found.features, expected.features), (pool, eager_pool),
+        ):  # fmt: skip
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        room.rows.set(None)
+        bare = model(each.input_ids, each.context(bare_pool))
+        assert (bare - expected.hidden).abs().max() > 0.1 or rows is None
+        bare_pool.copy_(eager_pool)
+    assert num_replayed >= 18
 
 
 @pytest.mark.parametrize("sizes", [SIZES, GraphSizes(pieces=(16, 32))], ids=["full", "piecewise"])

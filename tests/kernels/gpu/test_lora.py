@@ -18,8 +18,12 @@ from penstock.kernels.reference.lora import (
 from .tensors import DTYPES, normal, poisoned_memory
 
 
-def updated(x, y, slots, a, b, scales, *, is_reference=False):
+def updated(x, y, slots, a, b, scales, *, is_reference=False, room=None):
+    """room: memory that a captured step reads, for more rows than there are."""
     rows = LoraRows.of(np.array(slots)).to(x.device)
+    if room is not None:
+        room.fill(rows)
+        rows = room
     result = y.clone()
     shrink = lora_shrink_reference if is_reference else lora_shrink_triton
     expand = lora_expand_reference if is_reference else lora_expand_triton
@@ -50,6 +54,15 @@ def test_equals_its_reference(device, slots, size, rank, dtype):
     assert ((result - expected).float().abs() <= 8 * torch.finfo(dtype).eps * sums).all()
     bare = torch.tensor(slots, device=device) == -1
     assert torch.equal(result[bare], y[bare])
+    room = LoraRows.room_for(len(slots) + 20, 3, device)
+    room.fill(LoraRows.of(np.array([2] * (len(slots) + 20))).to(device))  # of another step
+    assert torch.equal(updated(x, y, slots, a, b, scales, room=room), result)
+
+
+@given(st.lists(st.integers(-1, 5), max_size=120))
+def test_room_holds_the_groups_of_any_step(slots):
+    rows = LoraRows.of(np.array(slots, dtype=np.int64))
+    assert len(rows.groups) <= len(LoraRows.room_for(len(slots), 6, "cpu").groups)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,11 +34,13 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_drafting_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.request import Request
+from penstock.engine.runner.cuda_graphs import GraphedModel
 from penstock.engine.startup import build_core
 from tests.support.peft_models import PeftAnswers, read_adapted, write_adapter
 from tests.support.tiers import tiered
 
 from ...conftest import Reference, TinyCheckpoint
+from ...runner.recorded_graphs import record_graphs
 from ..test_speculation import run
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, EPS = 160, 64, 4, 2, 1e-5
@@ -353,25 +355,29 @@ def test_drafts_are_the_heads_own_and_tokens_those_without(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("in_torch", [False, True], ids=["C", "torch"])
+@pytest.mark.parametrize("kind", ["C", "torch", "graphs"])
 def test_an_adapters_drafts_follow_from_its_own_hidden_states(
-    in_torch: bool,
+    kind: str,
     target: Path,
     tmp_path: Path,
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever it changes; the head itself is the base model's. Tokens are PEFT's."""
-    if in_torch:
+    if kind != "C":
         monkeypatch.setattr(backends, "load_library", lambda _: None)
+    if kind == "graphs":
+        record_graphs(monkeypatch, "full")
     weights, path = random_weights(), tmp_path / "adapter"
     changed = ["embed_tokens", "q_proj", "down_proj", "lm_head"]
     write_adapter(target, path, 4, target_modules=changed)
     adapted = read_adapted(target, path)
     table = reference(target).get_input_embeddings().weight.data
     core = core_with(
-        target, write_head(tmp_path / "head", weights), lora=LoraConfig(enable_lora=True)
-    )
+        target, write_head(tmp_path / "head", weights), lora=LoraConfig(enable_lora=True),
+        max_num_seqs=8,
+    )  # fmt: skip
+    assert isinstance(core._executor._runner._model, GraphedModel) == (kind == "graphs")
     num_checked = check_drafts(core, PlainHead(weights, adapted, table=table))
     adapter = find_adapter("mine", str(path))
     core.preparation.load(core.adapters.need(adapter))
