@@ -86,6 +86,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForCausalLM": Architecture(
         read_config=gemma.read_gemma3_config, names=gemma.SANDWICH_NAMES
     ),
+    "GlmForCausalLM": Architecture(
+        read_config=post_norm.read_glm_config, names=post_norm.GLM_NAMES
+    ),
     "Glm4ForCausalLM": Architecture(
         read_config=post_norm.read_glm4_config, names=post_norm.GLM4_NAMES
     ),

@@ -820,6 +820,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         model="Cohere2ForCausalLM", model_type="cohere2", norm="layer",
         fields={"rms_norm_eps": "layer_norm_eps"}, add=_add_cohere2,
     ),
+    "chatglm": GgufArchitecture(
+        model="GlmForCausalLM", model_type="glm", rotary_part="partial_rotary_factor",
+        inner={"mlp.gate_up_proj": "ffn_up"}, options={"pad_token_id": None}, add=_add_qwen3,
+    ),
     "glm4": GgufArchitecture(
         model="Glm4ForCausalLM", model_type="glm4", rotary_part="partial_rotary_factor",
         inner={"mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",

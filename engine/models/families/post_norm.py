@@ -1,5 +1,5 @@
 """Families that normalise what blocks add to the stream: OLMo 2, EXAONE 4, and GLM-4, which does it
-before blocks, too. OLMo 1, whose norms have no weights, is beside its successor."""
+before blocks, too. OLMo 1, whose norms have no weights, and GLM are beside their successors."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def read_exaone4_config(fields: ConfigFields) -> DecoderConfig:
     )
 
 
-def read_glm4_config(fields: ConfigFields) -> DecoderConfig:
-    """`Glm4ForCausalLM`: norms before and after blocks; half of each head is turned, in pairs of
-    neighbours (GLM Team, 2024)."""
-    config = read_decoder_config(
+def read_glm_config(fields: ConfigFields) -> DecoderConfig:
+    """`GlmForCausalLM`, GLM-4 of 2024 and GLM-Edge: Llama with biases; half of each head is turned,
+    in pairs of neighbours (GLM Team, 2024)."""
+    return read_decoder_config(
         fields,
         ConfigDefaults(
             num_kv_heads=2,
@@ -96,13 +96,20 @@ def read_glm4_config(fields: ConfigFields) -> DecoderConfig:
             has_qkv_bias=fields.boolean("attention_bias", True),
         ),
     )
-    return replace(config, has_post_norms=True)
+
+
+GLM_NAMES = WeightNames(modules={"mlp.gate_up_proj": ("mlp.gate_up_proj",)})
+
+
+def read_glm4_config(fields: ConfigFields) -> DecoderConfig:
+    """`Glm4ForCausalLM`, GLM-4 of 2025: the same with norms after blocks, too."""
+    return replace(read_glm_config(fields), has_post_norms=True)
 
 
 GLM4_NAMES = WeightNames(
     modules={
+        **GLM_NAMES.modules,
         "attention_post_norm": ("post_self_attn_layernorm",),
-        "mlp.gate_up_proj": ("mlp.gate_up_proj",),
         "mlp_post_norm": ("post_mlp_layernorm",),
     },
 )

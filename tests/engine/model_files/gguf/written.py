@@ -312,6 +312,9 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         keys=_SHAPE | _KV | {"attention.layer_norm_epsilon": "layer_norm_eps",
                              "logit_scale": "logit_scale"},
         values=_WINDOW | _ROPE | {"rope.scaling.type": "none"})),
+    "glm": ("chatglm", Family(
+        model="GlmForCausalLM", keys=_SHAPE | _KV | _RMS, values=_HALF_ROPE,
+        options={"pad_token_id": 0}, changes=(_fused_attention,))),
     "glm4": ("glm4", Family(
         model="Glm4ForCausalLM", keys=_LLAMA, values=_HALF_ROPE, options={"pad_token_id": 0})),
     "exaone4": ("exaone4", Family(
