@@ -140,11 +140,15 @@ class HttpServer(uvicorn.Server):
             self._note(
                 logging.WARNING, f"connections beyond --max-connections ({limits.max_connections})"
             )
-        arrival = _Arrival(self, is_beyond=is_beyond)
+        arrival = _Arrival(self, connection, is_beyond=is_beyond)
         connections.add(arrival)  # type: ignore[arg-type]
-        arrival.opening = asyncio.get_running_loop().create_task(self._open(connection, arrival))
+        arrival.opening = asyncio.get_running_loop().create_task(self._open(arrival))
+        # Which comes even if it is cancelled before it begins, as the server ends.
+        arrival.opening.add_done_callback(lambda _: self._opened(arrival))
 
-    async def _open(self, connection: socket.socket, arrival: _Arrival) -> None:
+    async def _open(self, arrival: _Arrival) -> None:
+        connection, arrival.connection = arrival.connection, None
+        assert connection is not None
         tls = self._tls
         options: dict[str, Any] = {}
         if tls is not None:
@@ -160,9 +164,12 @@ class HttpServer(uvicorn.Server):
         except OSError:  # the peer is gone, or its TLS handshake failed or took too long
             if tls is not None:
                 self._note(logging.INFO, "TLS handshakes that failed or took too long")
-        finally:
-            arrival.opening = None
-            self.server_state.connections.discard(arrival)
+
+    def _opened(self, arrival: _Arrival) -> None:
+        arrival.opening = None
+        if arrival.connection is not None:
+            arrival.connection.close()
+        self.server_state.connections.discard(arrival)
 
     def make_protocol(self) -> LimitedHttpProtocol:
         return self._protocol(
@@ -198,8 +205,9 @@ class _Arrival(asyncio.Protocol):
 
     transport = None
 
-    def __init__(self, server: HttpServer, *, is_beyond: bool) -> None:
+    def __init__(self, server: HttpServer, connection: socket.socket, *, is_beyond: bool) -> None:
         self.opening: asyncio.Task[None] | None = None
+        self.connection: socket.socket | None = connection  # until the event loop has it
         self._server = server
         self._is_beyond = is_beyond
 

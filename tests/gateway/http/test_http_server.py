@@ -196,6 +196,17 @@ async def test_some_files_are_spared_and_waves_of_handshakes_leave_no_memory_beh
         assert "connections closed at once" in log.read_text()
 
 
+async def test_a_connection_that_has_just_come_does_not_hold_up_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with in_process() as (server, port):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server._accept(server._listeners[0])
+            await server.shutdown()
+            assert is_closed(client)
+    assert "timeout graceful shutdown exceeded" not in caplog.text
+
+
 async def test_a_replaced_certificate_is_that_of_the_next_connections(
     tls: Tls, tmp_path: Path
 ) -> None:
