@@ -86,7 +86,7 @@ class _Endpoints:
         return await self._store.get(_tenant(request), request.path_params["conversation_id"])
 
     async def _add(
-        self, conversation: Conversation, given: Sequence[InputItem]
+        self, conversation: Conversation, given: Sequence[InputItem], *, created_at: int
     ) -> tuple[Item, ...]:
         """Add items as a turn; returns them as they are listed."""
         loaded = await self._service.images.load(image_sources(given, param="items"))
@@ -99,7 +99,7 @@ class _Endpoints:
                 tenant=conversation.tenant,
                 parent_id=None,  # the store sets it to the current head
                 status="completed",
-                created_at=int(time.time()),
+                created_at=created_at,
                 items=items,
                 images=files,
             )
@@ -131,7 +131,7 @@ class Conversations(_Endpoints):
         await self._store.create(conversation)
         try:
             if asked.items:
-                await self._add(conversation, asked.items)
+                await self._add(conversation, asked.items, created_at=conversation.created_at)
         except StoreLimitError:
             await self._store.delete(conversation.tenant, conversation.conversation_id)
             raise
@@ -306,7 +306,8 @@ class ConversationItems(_Endpoints):
     async def create(self, request: Request) -> Response:
         query = read_query(IncludeQuery, request.query_params)
         asked = parse_fields(NewItems, await self._body_to_store(request))
-        items = await self._add(await self._conversation(request), asked.items)
+        conversation = await self._conversation(request)
+        items = await self._add(conversation, asked.items, created_at=int(time.time()))
         return json_response(list_object([_shown(item, query) for item in items], has_more=False))
 
     @operation(f"GET {_ITEMS}", "List a conversation's items.", "Items", query=ItemsQuery)
