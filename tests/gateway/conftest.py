@@ -167,7 +167,7 @@ class RedisPath(ToxicProxy):
 
     async def lose(self) -> None:
         """Connections end, and new ones are refused, until `find`."""
-        await self.refuse()
+        self.refuse()
         self.reset_all()
 
     def find(self) -> None:

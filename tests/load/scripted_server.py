@@ -14,6 +14,8 @@ import orjson
 from penstock.load.client.records import Call, Endpoint, Message, StreamRecord
 from penstock.load.client.sse import SseTransport
 
+from ..support.stream_server import stream_server
+
 # Bytes to write, seconds to wait, an event to wait for, or None: close the connection.
 Script: TypeAlias = Sequence[bytes | float | asyncio.Event | None]
 
@@ -49,8 +51,6 @@ class Scripted:
                 pass
         except (asyncio.IncompleteReadError, ConnectionError):
             self.hung_up.set()
-        finally:
-            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request; whether there may be another."""
@@ -85,12 +85,9 @@ async def _wait(reader: asyncio.StreamReader, duration_s: float) -> None:
 @asynccontextmanager
 async def scripted(*scripts: Script) -> AsyncIterator[Scripted]:
     served = Scripted(scripts=scripts)
-    server = await asyncio.start_server(served.serve, "127.0.0.1", 0)
-    served.base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
+    async with stream_server(served.serve) as port:
+        served.base_url = f"http://127.0.0.1:{port}"
         yield served
-    finally:
-        server.close()
 
 
 def record_of(*, expected_tokens: int = -1) -> StreamRecord:

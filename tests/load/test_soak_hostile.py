@@ -15,6 +15,7 @@ from penstock.load.soak import hostile
 from penstock.load.soak.journal import Journal
 from penstock.load.soak.scene import open_scene
 
+from ..support.stream_server import stream_server
 from ..support.synthetic.server import serve
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
@@ -26,27 +27,24 @@ async def wrong_server(answer: bytes) -> AsyncIterator[str]:
     models = b'{"data": [{"id": "m", "max_model_len": 100}]}'
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
-            await reader.readexactly(int(length) if length.isdigit() else 0)
-            key = head.partition(b"Sec-WebSocket-Key: ")[2].partition(b"\r")[0]
-            accept = base64.b64encode(sha1(key + _GUID).digest())
-            body = models if b"/v1/models" in head else answer.replace(b"ACCEPT", accept)
-            status = b"200 OK" if body is models else b"400 Bad Request"
-            if not answer.startswith(b"HTTP") or body is models:
-                size = b"%d" % len(body)
-                body = b"HTTP/1.1 %s\r\nConnection: close\r\nContent-Length: %s\r\n\r\n%s" % (
-                    status,
-                    size,
-                    body,
-                )
-            writer.write(body)
-            await writer.drain()
-        writer.close()
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+        await reader.readexactly(int(length) if length.isdigit() else 0)
+        key = head.partition(b"Sec-WebSocket-Key: ")[2].partition(b"\r")[0]
+        accept = base64.b64encode(sha1(key + _GUID).digest())
+        body = models if b"/v1/models" in head else answer.replace(b"ACCEPT", accept)
+        status = b"200 OK" if body is models else b"400 Bad Request"
+        if not answer.startswith(b"HTTP") or body is models:
+            size = b"%d" % len(body)
+            body = b"HTTP/1.1 %s\r\nConnection: close\r\nContent-Length: %s\r\n\r\n%s" % (
+                status,
+                size,
+                body,
+            )
+        writer.write(body)
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with stream_server(serve) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(

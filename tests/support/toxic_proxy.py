@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from .stream_server import Acceptor
+
 _PIECE_BYTES = 32 << 10
 _MAX_WAITING_BYTES = 256 << 10
 _SOCKET_BUFFER_BYTES = 64 << 10
@@ -78,8 +80,7 @@ class ToxicProxy:
         self.port = 0
         self._server = (upstream_host, upstream_port)
         self._rng = random.Random(seed)
-        self._listener: socket.socket | None = None
-        self._acceptor: asyncio.Task[None] | None = None
+        self._acceptor: Acceptor | None = None
         self._links: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -92,7 +93,7 @@ class ToxicProxy:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.refuse()
+        self.refuse()
         links = list(self._links)
         self.reset_all()
         await asyncio.gather(*links, return_exceptions=True)
@@ -103,34 +104,29 @@ class ToxicProxy:
 
     def accept(self) -> None:
         """Take connections, at the port it had before if it had one."""
-        if self._listener is None:
-            self._listener = _listen(self.port)
-            self.port = self._listener.getsockname()[1]
-            self._acceptor = asyncio.create_task(self._accept(self._listener))
+        if self._acceptor is None:
+            listener = _listen(self.port)
+            self.port = listener.getsockname()[1]
+            self._acceptor = Acceptor(listener, self._admit)
 
-    async def refuse(self) -> None:
+    def refuse(self) -> None:
         """Refuse new connections; those that are there go on."""
-        if self._listener is not None and self._acceptor is not None:
-            self._acceptor.cancel()
-            await asyncio.gather(self._acceptor, return_exceptions=True)
-            self._listener.close()
-            self._listener = None
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
 
     def reset_all(self) -> None:
         """Reset every connection, both ways, now."""
         for link in self._links:
             link.cancel()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            client, _ = await loop.sock_accept(listener)
-            _prepare(client)
-            link = _Link(client, self.upstream, self.downstream)
-            task = asyncio.create_task(link.run(self._server, self._rng))
-            self._links.add(task)
-            task.add_done_callback(self._links.discard)
-            task.add_done_callback(link.close)
+    def _admit(self, client: socket.socket) -> None:
+        _prepare(client)
+        link = _Link(client, self.upstream, self.downstream)
+        task = asyncio.create_task(link.run(self._server, self._rng))
+        self._links.add(task)
+        task.add_done_callback(self._links.discard)
+        task.add_done_callback(link.close)
 
 
 class _Link:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from ..support.stream_server import stream_server
 from ..support.toxic_proxy import ToxicProxy
 from .processes import Served
 
@@ -32,16 +33,13 @@ async def _control(proxy: ToxicProxy) -> AsyncIterator[str]:
             proxy.downstream.is_black_hole = True
         else:
             proxy.downstream.is_black_hole = False
-            await proxy.refuse()
+            proxy.refuse()
             proxy.reset_all()
             asyncio.get_running_loop().call_later(_REFUSES_S, proxy.accept)
         writer.write(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
-        await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(obey, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with stream_server(obey) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.exhaustive

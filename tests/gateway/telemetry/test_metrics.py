@@ -19,6 +19,7 @@ from penstock.gateway.telemetry.metrics import _MAX_TENANTS, Metrics, StreamMete
 from penstock.gateway.telemetry.worker_metrics import Workers
 
 from ...support import metrics_document
+from ...support.stream_server import stream_server
 from ..conftest import PATIENCE_S, Serve, Served
 from ..fake_engine import FakeEngine
 
@@ -268,13 +269,11 @@ async def test_a_worker_that_hangs_holds_nobody_up(
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_unix_server(hang, tmp_path / "gateway-1.sock")
-    metrics = _own_metrics(Workers(f"{tmp_path}/engine.sock", index=0, num=2))
-    found = _parsed((await metrics.render()).decode())
-    assert _value(found, "gateway_workers") == 1
-    server.close()
+    async with stream_server(hang, tmp_path / "gateway-1.sock"):
+        metrics = _own_metrics(Workers(f"{tmp_path}/engine.sock", index=0, num=2))
+        found = _parsed((await metrics.render()).decode())
+        assert _value(found, "gateway_workers") == 1
 
 
 # -- what is written about them --------------------------------------------------------------------

@@ -110,7 +110,7 @@ async def test_the_network_breaks_in_an_answer(
     story = await _slow_story(page, proxy)
     for num_chars in (40, 200, 400):
         await growing(story, num_chars)
-        await proxy.refuse()
+        proxy.refuse()
         proxy.reset_all()
         await expect(page.get_by_role("alert")).to_contain_text(_IS_OFFLINE)
         live = page.locator("#live")
@@ -132,7 +132,7 @@ async def test_enter_without_a_server(page: Page, proxy: ToxicProxy) -> None:
     """It says why it does nothing, and tries to connect at once."""
     await open_page(page, f"http://127.0.0.1:{proxy.port}")
     await ask(page, "Hello!")
-    await proxy.refuse()
+    proxy.refuse()
     proxy.reset_all()
     await expect(page.get_by_role("alert")).to_be_visible()
     box, obstacle = page.locator("#composer-text"), page.locator("#obstacle")
@@ -182,7 +182,7 @@ async def test_without_websockets(page: Page, proxy: ToxicProxy, undisturbed: st
     await expect(page.locator("#connection")).to_contain_text("without WebSocket")
     story = await _slow_story(page, proxy)
     await growing(story, 200)
-    await proxy.refuse()
+    proxy.refuse()
     proxy.reset_all()
     await expect(page.get_by_role("alert")).to_be_visible()
     proxy.downstream.rate_bytes_per_s = _FAST
@@ -282,7 +282,7 @@ async def test_a_server_that_no_longer_has_the_conversation(
     await _open(page, proxy)
     story = await _slow_story(page, proxy)
     await growing(story)
-    await proxy.refuse()
+    proxy.refuse()
     proxy.reset_all()
     await expect(page.get_by_role("alert")).to_contain_text(_IS_OFFLINE)
     (await api.delete(f"conversations/{conversation_of(page)}")).raise_for_status()

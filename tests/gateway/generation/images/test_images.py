@@ -10,7 +10,7 @@ import socket
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from penstock.gateway.generation.images import fetch as image_fetch
 from penstock.gateway.generation.images.fetch import ImageFetcher
 from penstock.gateway.generation.images.loader import ImageLoader, ImageSource
 from penstock.gateway.generation.images.local import LocalImages
+
+from ....support.stream_server import stream_server
 
 TOKENS = ImageTokens(
     placeholder="<image>", token="<image>", token_id=7, expand=lambda *_: "<image>" * 3
@@ -205,34 +207,18 @@ def test_image_tokens_have_their_places() -> None:
 async def host(answer: bytes, *, then: str = "close") -> AsyncIterator[tuple[str, list[bytes]]]:
     """A host that gives every request this answer, then goes on as told."""
     seen: list[bytes] = []
-    serving: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        serving.add(task)
-        try:
-            seen.append(await reader.readuntil(b"\r\n\r\n"))
-            writer.write(answer)
-            if then == "endless":
-                while True:
-                    writer.write(bytes(4096))
-                    await writer.drain()
-            if then == "silence":
-                await reader.read()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+        while then == "endless":
+            writer.write(bytes(4096))
+            await writer.drain()
+        if then == "silence":
+            await reader.read()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
-    for _ in range(5):  # a connection that was accepted last begins to be served
-        await asyncio.sleep(0)
-    await asyncio.gather(*serving)  # their sockets are closed with the loop still open
+    async with stream_server(serve) as port:
+        yield f"127.0.0.1:{port}", seen
 
 
 def http(body: bytes = b"", status: str = "200 OK", *headers: str) -> bytes:

@@ -33,6 +33,7 @@ from penstock.gateway.storage.response_log.redis_store import RedisLogStore
 
 from ....engine.process.stack import Engine
 from ....redis_server import RedisServer
+from ....support.stream_server import stream_server
 from ....support.tiers import tiered
 from ...conftest import listen
 from ...fake_engine import INFO
@@ -57,19 +58,14 @@ class EngineWire:
         self._engine_path = engine_path
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
-        self._writers: list[asyncio.StreamWriter] = []
+        self._server = stream_server(self._serve, path)
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._serve, self.path)
+        await self._server.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        closing = (writer.wait_closed() for writer in self._writers)
-        await asyncio.gather(*closing, return_exceptions=True)
+        await self._server.__aexit__(None, None, None)
 
     async def cut(self) -> None:
         """End the connection, so that the engine takes the gateway for dead; it has noticed."""
@@ -84,15 +80,13 @@ class EngineWire:
         assert task is not None
         self._tasks.add(task)
         from_engine, to_engine = await asyncio.open_unix_connection(self._engine_path)
-        self._writers += (writer, to_engine)
-        self._sending[to_engine] = asyncio.create_task(_copy(reader, to_engine))
+        sending = self._sending[to_engine] = asyncio.create_task(_copy(reader, to_engine))
         try:
-            with contextlib.suppress(asyncio.CancelledError):
-                await _copy(from_engine, writer)
+            await _copy(from_engine, writer)
         finally:
             self._sending.pop(to_engine).cancel()
-            for end in (writer, to_engine):
-                end.close()
+            to_engine.close()
+            await asyncio.gather(sending, to_engine.wait_closed(), return_exceptions=True)
             self._tasks.discard(task)
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from ....support.stream_server import stream_server
+
 Command = tuple[bytes, ...]
 
 
@@ -62,7 +64,7 @@ class Wire:
         self._flows.set()
         self._refuses = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: list[asyncio.StreamWriter] = []
+        self._server = stream_server(self._serve)
         self._num_connections = 0
 
     @property
@@ -105,8 +107,7 @@ class Wire:
         self._refuses = False
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = await self._server.__aenter__()
         return self
 
     async def __aexit__(
@@ -115,25 +116,15 @@ class Wire:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        closing = (writer.wait_closed() for writer in self._writers)
-        await asyncio.gather(*closing, return_exceptions=True)
+        await self._server.__aexit__(None, None, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self._writers.append(writer)
-        try:
+        task.add_done_callback(self._tasks.discard)
+        with contextlib.suppress(OSError):  # Redis is not there, or an end has gone
             await self._connect(reader, writer)
-        except (OSError, asyncio.CancelledError):  # Redis is not there, or an end has gone
-            pass
-        finally:
-            writer.close()
-            self._tasks.discard(task)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection until one of its ends closes it, or it is cut."""
@@ -142,7 +133,6 @@ class Wire:
             return
         number, self._num_connections = self._num_connections, self._num_connections + 1
         redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._redis_port)
-        self._writers.append(redis_writer)
         connection = _Connection(number, reader, writer)
         answering = asyncio.create_task(self._answer(connection, redis_reader))
         answering.add_done_callback(lambda _: writer.close())
@@ -152,6 +142,7 @@ class Wire:
         finally:
             answering.cancel()
             redis_writer.close()
+            await asyncio.gather(answering, redis_writer.wait_closed(), return_exceptions=True)
 
     async def _pass_on(
         self, connection: _Connection, to: asyncio.StreamWriter, command: Command, data: bytes
