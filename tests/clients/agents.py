@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 
-from ..system.processes import Served, serve, wait_until
+from ..system.processes import END_S, Served, serve, wait_until
 from . import scripted_server
 
 CONTEXT = 32_768
@@ -111,7 +111,7 @@ def killed(server: Served, folder: Path, victim: str) -> Iterator[None]:
 
 def _is_busy(server: Served) -> bool:
     try:
-        metrics = httpx.get(f"{server.base_url}/metrics").text
+        metrics = httpx.get(f"{server.base_url}/metrics", timeout=END_S).text
     except httpx.HTTPError:
         return False
     values = [line.split()[-1] for line in metrics.splitlines() if line.startswith(_RUNNING)]

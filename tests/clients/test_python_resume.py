@@ -20,7 +20,7 @@ from penstock.clients import (
 )
 from penstock.clients.python.event_stream import EventStream
 
-from ..system.processes import Served, wait_until
+from ..system.processes import END_S, Served, wait_until
 from .cutting_proxy import CuttingProxy
 
 ASKED: dict[str, Any] = {"model": "demo", "input": "What is paged attention?", "temperature": 0}
@@ -195,8 +195,8 @@ async def test_a_task_that_is_cancelled_in_the_middle_loses_nothing(
 def test_a_lost_answer_is_not_computed_again(demo_server: Served) -> None:
     """Of a chat completion; the connection breaks where the answer's body begins."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi!"}], "ignore_eos": True}
-    with httpx.Client(base_url=demo_server.base_url) as http:
-        wait_until(lambda: counted(http, "num_requests_running") == 0, timeout_s=120)
+    with httpx.Client(base_url=demo_server.base_url, timeout=END_S) as http:
+        wait_until(lambda: counted(http, "num_requests_running") == 0)
         before = counted(http, "engine_generation_tokens_total")
         with (
             CuttingProxy(demo_server.base_url, 0, None) as proxy,

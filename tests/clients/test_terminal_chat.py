@@ -67,7 +67,7 @@ def test_answers_are_sampled_as_the_server_says(
     demo_server: Served, monkeypatch: pytest.MonkeyPatch, has_tools: bool
 ) -> None:
     """By the model's own defaults, or those that suit most models."""
-    [card] = httpx.get(f"{demo_server.base_url}/v1/models").json()["data"]
+    [card] = httpx.get(f"{demo_server.base_url}/v1/models", timeout=END_S).json()["data"]
     assert card["chat_sampling"] == {"temperature": 0.2, "top_p": 0.9}
     asked: list[dict[str, Any]] = []
 

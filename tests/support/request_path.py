@@ -74,7 +74,7 @@ def _post_chat(base_url: str, **parameters: Any) -> None:
 def _respond_over_websocket(base_url: str) -> None:
     create = {"type": "response.create", "model": "demo", "input": "What is a token?"}
     create["cache_salt"] = _fresh_salt()
-    with connect(f"{base_url.replace('http', 'ws', 1)}/v1/responses") as websocket:
+    with connect(f"{base_url.replace('http', 'ws', 1)}/v1/responses", open_timeout=60) as websocket:
         websocket.send(json.dumps(create))
         while (kind := json.loads(websocket.recv(60))["type"]) != "response.completed":
             assert kind not in ("error", "response.failed", "response.incomplete")
@@ -165,7 +165,7 @@ class TracedServer:
                 return
 
     def _count(self, series: str) -> float:
-        lines = httpx.get(f"{self._base_url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self._base_url}/metrics", timeout=60).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if series in line)
 
     def _entered(self) -> dict[Function, float]:

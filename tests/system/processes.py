@@ -44,6 +44,13 @@ class Served:
         """The process of this title that it has now."""
         return children(self.process, name)[0]
 
+    def is_ready(self) -> bool:
+        """It would serve a request now."""
+        try:
+            return httpx.get(f"{self.base_url}/ready", timeout=END_S).status_code == 200
+        except httpx.TransportError:  # its only gateway was killed
+            return False
+
     def renew_family(self) -> list[psutil.Process]:
         """The processes it has now; with a killed one gone, its successor among them."""
         self.family = psutil.Process(self.process.pid).children(recursive=True)

@@ -37,7 +37,8 @@ def _engines(served: Served) -> list[psutil.Process]:
 
 def _told(served: Served) -> list[dict[str, object]]:
     """What `/health` says of each engine."""
-    engines: list[dict[str, object]] = httpx.get(f"{served.base_url}/health").json()["engines"]
+    health = httpx.get(f"{served.base_url}/health", timeout=END_S).json()
+    engines: list[dict[str, object]] = health["engines"]
     return engines
 
 
@@ -47,7 +48,8 @@ def _are_ready(served: Served) -> bool:
 
 def _counted(served: Served, name: str, **labels: str) -> float:
     """Of all engines, since their start."""
-    families = text_string_to_metric_families(httpx.get(f"{served.base_url}/metrics").text)
+    told = httpx.get(f"{served.base_url}/metrics", timeout=END_S).text
+    families = text_string_to_metric_families(told)
     return sum(
         sample.value
         for family in families

@@ -79,7 +79,7 @@ class Pair:
 
     def wait_ready(self) -> None:
         for served in (self.first, self.second):
-            wait_until(lambda served=served: _is_ready(served.base_url), timeout_s=END_S)
+            wait_until(served.is_ready)
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +252,7 @@ def _counts(used: dict[str, Any], num_requests: int) -> Counter[str]:
     )
 
 
+@pytest.mark.exhaustive
 async def test_redis_killed_and_back(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
     """Live streams go on where they are, and cannot be resumed; what is new is refused, or runs
     without storage. When Redis is back, everything works as before."""
@@ -325,10 +326,3 @@ async def _check_sessions_work(pair: Pair) -> None:
         again = {**_HELLO, "previous_response_id": turn.json()["id"]}
         turn = await second.post("/v1/responses", json=again)
         assert turn.status_code == 200, turn.text
-
-
-def _is_ready(base_url: str) -> bool:
-    try:
-        return httpx.get(f"{base_url}/ready", timeout=END_S).status_code == 200
-    except httpx.TransportError:
-        return False

@@ -22,7 +22,7 @@ from penstock.clients.python import Client
 from tests.clients.packages import PACKAGES
 from tests.engine.vision.vision_models import picture, save_model
 
-from .processes import Served, serve
+from .processes import END_S, Served, serve
 
 TEXT = "what is this?"
 
@@ -170,6 +170,6 @@ def test_the_terminal_sends_an_image(server: Served, tmp_path: Path) -> None:
 
 
 def _prompt_tokens(server: Served) -> int:
-    told = httpx.get(f"{server.base_url}/metrics").text
+    told = httpx.get(f"{server.base_url}/metrics", timeout=END_S).text
     lines = [each for each in told.splitlines() if each.startswith("penstock:prompt_tokens_total")]
     return sum(int(float(line.rpartition(" ")[2])) for line in lines)

@@ -37,7 +37,7 @@ def counts(usage: CompletionUsage | None) -> tuple[int, int]:
 
 async def drafted(served: Served) -> tuple[float, float]:
     """Tokens that were drafted so far, and those of them that were right."""
-    async with httpx.AsyncClient(base_url=served.base_url) as client:
+    async with httpx.AsyncClient(base_url=served.base_url, timeout=END_S) as client:
         names = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
         num_drafted, num_right = await metrics(client, *names)
         return num_drafted, num_right
@@ -69,7 +69,7 @@ async def test_the_answer_is_the_same(demo_server: Served, asked: dict[str, Any]
             num_right, num_rejected = counts(answer.usage)
             assert num_right > 0.4 * plain.usage.completion_tokens
             assert (num_rejected > 0) is is_changed
-        async with httpx.AsyncClient(base_url=demo_server.base_url) as http:
+        async with httpx.AsyncClient(base_url=demo_server.base_url, timeout=END_S) as http:
             said = (await http.get("/metrics")).text
         assert re.search(r'num_accepted_tokens_per_pos_total{.*position="0"} [1-9]', said)
         after = await drafted(demo_server)

@@ -18,7 +18,7 @@ from penstock.engine.config import TlsFiles
 from ..certificate import Authority
 from ..redis_server import RedisServer
 from .endless_streams import EndlessStreams
-from .processes import Served, serve, wait_until
+from .processes import END_S, Served, serve, wait_until
 
 pytest.importorskip("ray", reason="needs pip install 'penstock-llm[ray]'")
 
@@ -51,7 +51,7 @@ def _cluster(num_nodes: int) -> Iterator[Any]:
 
 def _engines(served: Served) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = (
-        httpx.get(f"{served.base_url}/health", timeout=30).json().get("engines", [])
+        httpx.get(f"{served.base_url}/health", timeout=END_S).json().get("engines", [])
     )
     return found
 
@@ -124,4 +124,4 @@ def _num_ready(served: Served) -> int:
     if engines := _engines(served):
         return [each["state"] for each in engines].count("ready")
     # One engine has no list.
-    return int(httpx.get(f"{served.base_url}/ready", timeout=30).status_code == 200)
+    return int(served.is_ready())

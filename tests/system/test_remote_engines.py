@@ -80,7 +80,7 @@ def remote(
 
 def _engines(served: Served) -> dict[str, int]:
     """Those that are ready, by name, and how many streams each has; a single one has no list."""
-    health = httpx.get(f"{served.base_url}/health").json()
+    health = httpx.get(f"{served.base_url}/health", timeout=END_S).json()
     told = health.get("engines", ())
     return {each["name"]: each["num_streams"] for each in told if each["state"] == "ready"}
 
@@ -92,8 +92,7 @@ def _num_registered(redis: RedisServer) -> int:
 
 @pytest.mark.exhaustive
 async def test_an_engine_elsewhere_is_found_and_serves(remote: Remote) -> None:
-    url = f"{remote.served.base_url}/ready"
-    await asyncio.to_thread(wait_until, lambda: httpx.get(url).status_code == 200)
+    await asyncio.to_thread(wait_until, remote.served.is_ready)
     assert _num_registered(remote.redis) == 1
     _send_plainly(remote.address)
     async with EndlessStreams(remote.served.base_url, 2) as streams:
@@ -113,8 +112,7 @@ def _send_plainly(address: str) -> None:
 @pytest.mark.process_kills
 @pytest.mark.exhaustive
 async def test_known_engines_serve_while_redis_is_away(remote: Remote) -> None:
-    url = f"{remote.served.base_url}/ready"
-    await asyncio.to_thread(wait_until, lambda: httpx.get(url).status_code == 200)
+    await asyncio.to_thread(wait_until, remote.served.is_ready)
     with remote.redis.paused():
         async with EndlessStreams(remote.served.base_url, 4) as streams:
             await streams.grow(5)

@@ -43,10 +43,6 @@ def generate(served: Served, **headers: str) -> None:
     assert response.json()["usage"]["completion_tokens"] > 0
 
 
-def is_ready(served: Served) -> bool:
-    return httpx.get(f"{served.base_url}/ready", timeout=END_S).status_code == 200
-
-
 def wait_back(served: Served, label: str) -> None:
     line = f"the {label} is back after "
     wait_until(lambda: line in served.log.read_text())
@@ -61,9 +57,9 @@ def test_each_process_is_killed_and_comes_back_and_none_outlives_the_supervisor(
         template = served.child("penstock-template")
         with suspended(psutil.Process(served.process.pid)):  # no other starts before we looked
             engine.kill()
-            wait_until(lambda: not is_ready(served))
+            wait_until(lambda: not served.is_ready())
         wait_back(served, "engine")
-        wait_until(lambda: is_ready(served))
+        wait_until(served.is_ready)
         generate(served)
         assert served.child(_ENGINE).pid == template.pid, "it did not start from nothing"
         assert served.child(_GATEWAY).pid == gateway.pid

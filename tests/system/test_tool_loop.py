@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -48,13 +47,7 @@ class Stack:
     def _wait_for_successor(self, killed: psutil.Process, name: str) -> None:
         wait_until(lambda: killed not in children(self._served.process, name))
         wait_until(lambda: bool(children(self._served.process, name)))
-        wait_until(self._is_ready)
-
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self._served.base_url}/ready", timeout=60).status_code == 200
-        except httpx.TransportError:
-            return False
+        wait_until(self._served.is_ready)
 
 
 @pytest.fixture(scope="module")

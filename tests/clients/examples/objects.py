@@ -69,7 +69,7 @@ def by_schema(**options: Any) -> None:
 def by_json_mode() -> None:
     """The built-in model would not end a string that is free to go on."""
     body = {"model": "demo", "prompt": "}", "add_special_tokens": False}
-    told = httpx.post(os.environ["PENSTOCK_URL"] + "/tokenize", json=body).json()
+    told = httpx.post(os.environ["PENSTOCK_URL"] + "/tokenize", json=body, timeout=60).json()
     ends_soon = model(logit_bias=dict.fromkeys(told["tokens"], 100))
     chain = ends_soon.with_structured_output(None, method="json_mode")
     assert chain.invoke(QUESTION) == {}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from playwright.async_api import Page, expect
 
-from ..processes import Served
+from ..processes import END_S, Served
 from .conftest import NewPage
 from .page_flow import connected, conversation_of, finished, open_page, say
 
@@ -20,7 +20,7 @@ ON: dict[str, Any] = {"tools": "on", "think": "on", "temperature": 0}
 
 
 async def items(demo_server: Served, page: Page) -> list[dict[str, Any]]:
-    async with httpx.AsyncClient(base_url=demo_server.base_url) as client:
+    async with httpx.AsyncClient(base_url=demo_server.base_url, timeout=END_S) as client:
         path = f"/v1/conversations/{conversation_of(page)}/items?order=asc"
         listed: list[dict[str, Any]] = (await client.get(path)).json()["data"]
         return listed
