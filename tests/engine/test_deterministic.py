@@ -254,15 +254,15 @@ def alone(model: Callable[[Way], EngineCore]) -> Answers:
 
 # Every way for one model, and for the others those that differ most in what a step computes.
 ANSWERED = [
-    ("bfloat16", "chunks of 5"), ("bfloat16", "two steps in flight"), ("bfloat16", "swap"),
-    ("bfloat16", "two threads"), ("experts", "recompute"), ("int8 cache", "chunks of 5"),
+    ("bfloat16", "two steps in flight"), ("bfloat16", "swap"), ("experts", "recompute"),
+    ("int8 cache", "chunks of 5"), ("bfloat16", "chunks of 5"), ("bfloat16", "two threads"),
     *(("bfloat16", name) for name in ("whole", "chunks of 100", "recompute", "blocks of 128")),
     *product(("float32", "window", "dynamic"), ("chunks of 5", "recompute")),
     *product(("experts", "int8 cache"), ("whole", "swap")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "name"), tiered(ANSWERED, ANSWERED[:6]), indirect=["model"])
+@pytest.mark.parametrize(("model", "name"), tiered(ANSWERED, ANSWERED[:4]), indirect=["model"])
 def test_the_way_changes_no_bit(
     model: Callable[[Way], EngineCore],
     alone: Answers,

@@ -221,7 +221,7 @@ def check(world: World, request: Request, tokens: Outputs, *, is_whole: bool) ->
         world.num_excused += 1
 
 
-@pytest.mark.parametrize("name", tiered(ENGINES, ["swap", "auto"]))
+@pytest.mark.parametrize("name", tiered(ENGINES, ["auto"]))
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_pressure_changes_no_stream(world: World, name: str, data: st.DataObject) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.request import SamplingParams
+from tests.support.tiers import tiered
 
 from .greedy_parity import (
     ARCHITECTURES,
@@ -34,7 +35,9 @@ def test_greedy_tokens_equal_transformers(
     check_greedy_parity(name, schedule, expected_tokens)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "whole"])
+@pytest.mark.parametrize(
+    "schedule", tiered([name for name in SCHEDULES if name != "whole"], ["small pool"])
+)
 def test_seeded_sampling_does_not_depend_on_the_schedule(
     schedule: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:

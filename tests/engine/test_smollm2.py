@@ -46,7 +46,12 @@ def test_prompts_equal_those_of_transformers(file: Path) -> None:
 @pytest.mark.parametrize(
     ("schedule", "num_blocks", "asked"),
     [
-        (SchedulerConfig(max_num_batched_tokens=96), 800, slice(None)),
+        pytest.param(
+            SchedulerConfig(max_num_batched_tokens=96),
+            800,
+            slice(None),
+            marks=pytest.mark.exhaustive,
+        ),
         (SchedulerConfig(max_num_batched_tokens=96, preemption="swap"), 60, slice(None)),
         # For `make arm`, where a processor is emulated.
         pytest.param(SchedulerConfig(), 60, slice(3, 4), marks=pytest.mark.exhaustive),

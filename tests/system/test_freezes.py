@@ -271,6 +271,7 @@ async def test_processes_frozen_in_turn(stack: Stack, load: Load, freeze_s: floa
 
 
 # What Redis did not confirm cannot be resumed: who stays loses nothing.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("freeze_s", _FREEZES_S)
 @pytest.mark.parametrize("load", [{"leaves": False}], indirect=True, ids=["staying"])
 async def test_redis_frozen(stack: Stack, load: Load, freeze_s: float) -> None:

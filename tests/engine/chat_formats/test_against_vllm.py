@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.chat_formats import OutputParser, OutputSyntax, Tool, items_of
+from tests.support.tiers import tiered
 from tests.support.tool_texts import TOOLS, texts
 
 CORPUS = json.loads((Path(__file__).parent / "corpus.json").read_text())
@@ -74,7 +75,10 @@ def test_calls_and_text_are_vllms(name: str) -> None:
     print(name, dict(different))
 
 
-@pytest.mark.parametrize("name", sorted({row[0] for row in texts()}))
+NAMES = sorted({row[0] for row in texts()})
+
+
+@pytest.mark.parametrize("name", tiered(NAMES, NAMES[::3]))
 def test_the_same_in_any_split(name: str) -> None:
     rng = random.Random(name)
     for text in {row[1] for row in texts() if row[0] == name}:

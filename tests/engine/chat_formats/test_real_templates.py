@@ -13,6 +13,7 @@ from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support.real_models import published_templates
 from tests.support.template_loop import Loop, faults_of
+from tests.support.tiers import tiered
 
 DIRECTORY = DEMO_MODEL_PATH
 TABLE = Path(__file__).parents[3] / "engine" / "chat_formats" / "TEMPLATES.md"
@@ -115,7 +116,7 @@ def _template(
 INVENTED = dict(_invented())
 
 
-@pytest.mark.parametrize("name", INVENTED)
+@pytest.mark.parametrize("name", tiered(INVENTED, list(INVENTED)[::5]))
 def test_formats_of_no_model(name: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     loop, faults = faults_of(INVENTED[name], compiler, tokenizer)
     assert loop.facts.calls, "they are found"

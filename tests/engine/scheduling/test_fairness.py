@@ -20,6 +20,7 @@ from penstock.engine.scheduling.waiting_queue import (
     ServiceOrder,
     WaitingQueue,
 )
+from tests.support.tiers import tiered
 
 from .stack import Clock, Stack, make_request
 
@@ -265,7 +266,7 @@ def ttft_p99(stack: Stack, *, num_small: int, num_flood: int) -> float:
     return sorted(took)[math.ceil(0.99 * len(took)) - 1]
 
 
-@pytest.mark.parametrize("num_small", [1, 2, 4])
+@pytest.mark.parametrize("num_small", tiered([1, 2, 4], [2]))
 def test_a_flood_at_a_hundred_times_the_load_at_most_doubles_the_wait(num_small: int) -> None:
     def stack() -> Stack:
         config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64)

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.text import Tokenizer
+from tests.support.tiers import tiered
 
 from .conftest import byte_fallback, byte_level
 
@@ -128,7 +129,7 @@ _TEXTS = st.text(
 ).map("".join)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", tiered(EXACT, ["demo", "byte fallback", "Llama 2's normaliser"]))
 def test_no_token_stands_for_more_bytes(name: str) -> None:
     tokenizer = EXACT[name]()
     longest = tokenizer.longest_token_bytes
@@ -148,7 +149,7 @@ def test_a_tokenizer_that_may_shorten_text_says_so(name: str) -> None:
     assert UNBOUNDED[name]().longest_token_bytes is None
 
 
-@pytest.mark.parametrize("make", [demo, byte_level, byte_fallback])
+@pytest.mark.parametrize("make", tiered([demo, byte_level, byte_fallback], [byte_fallback]))
 def test_ids_and_text_are_those_of_the_library(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
 

@@ -185,7 +185,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("llava", tmp_path_factory.mktemp("llava"))
 
 
-@pytest.mark.parametrize("kind", tiered(KINDS, ["llava", "gemma3", "qwen2_5_vl"]))
+@pytest.mark.parametrize("kind", tiered(KINDS, ["llava", "qwen2_5_vl"]))
 def test_tokens_equal_generate(kind: str, tmp_path: Path) -> None:
     """In chunks that cut images, preempted and swapped; then again with a warm cache."""
     model = Model(kind, tmp_path)

@@ -16,6 +16,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.request import Request
 from penstock.gateway.api.shared.items import INSTRUCTION
 from penstock.gateway.storage.sealed_text import unsealed
+from tests.support.tiers import tiered
 
 from ...redis_server import RedisServer
 from ..conftest import ANSWER, Serve, Served, until
@@ -279,7 +280,7 @@ async def test_what_is_wrong_is_named(served: Served, value: Any, param: str) ->
 
 WRITTEN = f"<think>\nHm, let me see.\n</think>\n\n{SUMMARY}"
 ANSWERED = f"<think>\nSo it is.\n</think>\n\nLet me see.\n{CALL}"
-CUTS = (1, 5, 9, 20, 33, 60, 90)  # steps of summary and answer
+CUTS = tiered((1, 5, 9, 20, 33, 60, 90), (5, 60))  # steps of summary and answer
 
 
 @pytest.mark.usefixtures("soon_alarmed")

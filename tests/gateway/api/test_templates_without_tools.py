@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.config import ModelConfig
+from tests.support.tiers import tiered
 
 from ...engine.chat_formats.published_templates import TEMPLATES
 from ..conftest import Serve, Served
@@ -59,7 +60,7 @@ def check_last_prompt(served: Served) -> None:
 
 
 @all_templates
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", tiered([False, True], [True]))
 async def test_chat(serve: Serve, model: ModelConfig, stream: bool) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": SYSTEM},
@@ -102,7 +103,9 @@ async def test_chat(serve: Serve, model: ModelConfig, stream: bool) -> None:
 
 
 @all_templates
-@pytest.mark.parametrize("follows", ["previous_response_id", "conversation", "store"])
+@pytest.mark.parametrize(
+    "follows", tiered(["previous_response_id", "conversation", "store"], ["previous_response_id"])
+)
 async def test_responses(serve: Serve, model: ModelConfig, follows: str) -> None:
     """By the response, in a conversation, and with all items sent again."""
     results = list(RESULTS)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.http.content_encoding import ACCEPTED, decoded
+from tests.support.tiers import tiered
 
 from ..conftest import Serve, Served
 
@@ -147,14 +148,14 @@ async def test_what_is_too_large_is_not_unpacked(serve: Serve) -> None:
         assert response.status_code == 200
 
 
-@pytest.mark.parametrize("codings", [["gzip"], ["gzip", "gzip"], ["gzip", "gzip", "gzip"]])
-def test_a_bomb_costs_no_memory(codings: list[str]) -> None:
-    bomb = gzip.compress(bytes(256 << 20))
-    for _ in codings[1:]:
+@pytest.mark.parametrize("num_codings", tiered([1, 2, 3], [2]))
+def test_a_bomb_costs_no_memory(num_codings: int) -> None:
+    bomb = bytes(256 << 20)
+    for _ in range(num_codings):
         bomb = gzip.compress(bomb)
     tracemalloc.start()
     try:
-        assert decoded(bomb, codings, LIMIT) is None
+        assert decoded(bomb, ["gzip"] * num_codings, LIMIT) is None
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -24,10 +24,12 @@ from penstock.gateway.launch.vllm_options import NOT_HERE, WITHOUT_EFFECT, witho
 from ...support import options_document
 from .test_cli import error_line, gateway_settings
 
+_PARSER = _parser()  # takes longer than a line
+
 
 def parsed(line: str) -> tuple[dict[str, Any], EngineConfig, GatewayConfig, list[str]]:
     """The settings of a command line, for engine and gateway, and what has no effect."""
-    given = vars(_parser().parse_args(["serve", *shlex.split(line)]))
+    given = vars(_PARSER.parse_args(["serve", *shlex.split(line)]))
     settings = resolve_settings(given, {})
     return (
         settings,

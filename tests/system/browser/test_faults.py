@@ -204,6 +204,7 @@ async def test_a_page_that_is_loaded_anew_in_an_answer(page: Page, demo_server: 
     await expect(page.locator(".bubble")).to_have_text(STORY)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.process_kills
 async def test_the_engine_is_killed_in_an_answer(
     page: Page, long_model: tuple[str, ...], tmp_path: Path
