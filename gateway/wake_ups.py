@@ -71,19 +71,24 @@ def _run_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class _Writes:
-    """Writes to transports; inside its context they are held until it is left. Nothing else may
-    write to these transports inside it, so no await."""
+    """Writes to transports; inside its context they are held until it is left, and what one
+    transport gets is one write. Nothing else may write to these transports inside it, so no await.
+    """
 
     def __init__(self) -> None:
         self._is_holding = False
-        self._held: list[tuple[asyncio.WriteTransport, bytes]] = []
+        self._held: dict[asyncio.WriteTransport, bytes] = {}
+        self._rest: dict[asyncio.WriteTransport, list[bytes]] = {}  # what follows on it, if any
         self._num_bytes = 0
 
     def write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
         if not self._is_holding:
             transport.write(data)
             return
-        self._held.append((transport, data))
+        if transport in self._held:
+            self._rest.setdefault(transport, []).append(data)
+        else:
+            self._held[transport] = data
         self._num_bytes += len(data)
         if self._num_bytes > _MAX_HELD_BYTES:
             self._write_held()
@@ -98,10 +103,12 @@ class _Writes:
         self._write_held()
 
     def _write_held(self) -> None:
-        held, self._held, self._num_bytes = self._held, [], 0
-        for transport, data in held:
+        held, self._held, self._num_bytes = self._held, {}, 0
+        rest, self._rest = self._rest, {}
+        for transport, data in held.items():
             try:
-                transport.write(data)
+                more = rest.get(transport)
+                transport.write(data if more is None else b"".join([data, *more]))
             except Exception:  # the other connections get theirs; this one must not have a gap
                 _LOG.exception("a write failed")
                 transport.abort()

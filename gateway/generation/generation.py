@@ -79,7 +79,8 @@ class _Stage(enum.Enum):
     LEFT = "left"
 
 
-_STARTED = _Stage.STARTED
+# Looking up an enum's member takes longer than a call.
+_STARTED, _ERROR, _PREPARING = _Stage.STARTED, FinishReason.ERROR, Notice.PREPARING
 
 
 class Generation:
@@ -431,7 +432,7 @@ class Generation:
         return FinishReason.LENGTH if is_full else None
 
     def _delta_of(self, output: RequestOutput) -> Delta | None:
-        if output.finish_reason is FinishReason.ERROR:
+        if output.finish_reason is _ERROR:
             message = output.error or "the engine gave no reason"
             if output.is_superseded:
                 raise SupersededError(message)
@@ -446,7 +447,7 @@ class Generation:
             return None  # already in flight when the branch was stopped
         if self._progress is not None:
             self._progress.hear(output)
-        if output.notice is Notice.PREPARING:
+        if output.notice is _PREPARING:
             return None
         if output.num_cached_tokens > self._num_cached_tokens:
             self._num_cached_tokens = output.num_cached_tokens

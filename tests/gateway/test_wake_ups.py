@@ -54,6 +54,27 @@ async def test_nothing_is_written_before_the_last_callback() -> None:
         assert read(peer) == b"3"
 
 
+async def test_what_one_connection_gets_in_an_iteration_is_one_write() -> None:
+    """However many streams it has, in the order in which they wrote."""
+
+    class Counting(asyncio.Transport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.written: list[bytes] = []
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            self.written.append(bytes(data))
+
+    one, other = Counting(), Counting()
+    with WRITES:
+        for transport, data in ((one, b"1"), (other, b"a"), (one, b"2"), (one, b"3")):
+            WRITES.write(transport, data)
+        assert not one.written
+    with WRITES:
+        WRITES.write(one, b"4")
+    assert (one.written, other.written) == ([b"123", b"4"], [b"a"])
+
+
 async def test_what_is_done_for_all_comes_after_the_last_callback() -> None:
     """What it writes is still written with theirs. Outside of a callback it is the next turn's."""
     wake_ups = WakeUps()

@@ -82,6 +82,12 @@ class DeltaWriter:
 
     def write(self, deltas: Sequence[Delta]) -> None:
         """Log the deltas since the last call."""
+        if len(deltas) == 1 and self._newest.output_index >= 0:
+            delta = deltas[0]
+            has_more = delta.pieces or delta.logprobs or self._held_logprobs or delta.is_told
+            if delta.text and not has_more:  # nearly always
+                self._append(delta.text)
+                return
         text = ""
         for delta in deltas:
             if delta.is_told:
@@ -177,10 +183,13 @@ class DeltaWriter:
         token_ids = self._writing.branches[0].token_ids
         new = tuple(token_ids[self._num_logged :])
         self._num_logged += len(new)
+        index = newest.output_index
+        is_more = newest.begun_by is None and not self._logprobs
+        if is_more and self._run.append_more(text, new, index):  # nearly always
+            return
         logprobs, self._logprobs = self._logprobs, ()
         name = ""
         if newest.begun_by is not None:
             name = newest.begun_by.name
-            self._newest = _Newest(newest.output_index, newest.kind)
-        index = newest.output_index
+            self._newest = _Newest(index, newest.kind)
         self._run.append_delta(text, new, logprobs, output_index=index, kind=newest.kind, name=name)

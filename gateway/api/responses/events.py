@@ -14,7 +14,8 @@ place: a replay produces the same bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -69,6 +70,7 @@ _CHANGED_PARAMETERS = {
 _STEERED = ("incomplete", "response.incomplete", "steered")
 # In a Response object, and once in a stream: storing it failed, so its events are kept no longer.
 NOT_RESUMABLE: _Object = {"resumable": False}
+_ANY_DELTA = uuid.uuid4().hex.encode()  # stands for the number and the text of a delta event
 
 
 class Event(msgspec.Struct, gc=False):
@@ -78,10 +80,14 @@ class Event(msgspec.Struct, gc=False):
     json: bytes
 
 
+Payloads = Callable[[Sequence[Event]], Iterable[bytes]]
+
+
 class EventWriter:
     """Makes the events of one response for one reader.
 
     Args:
+        payloads: encodes events that arrive together, each by itself.
         notices: kinds of `penstock.*` events that the reader asked for.
         after: only events with a higher number.
     """
@@ -91,35 +97,68 @@ class EventWriter:
         "_delta_end",
         "_delta_start",
         "_delta_type",
+        "_frame",
         "_has_told",
         "_header",
         "_is_silent",
+        "_log",
         "_notices",
         "_output_index",
+        "_payloads",
     )
 
     def __init__(
-        self, header: LogHeader, *, notices: Collection[str] = (), after: int = -1
+        self,
+        log: ResponseLog,
+        payloads: Payloads,
+        *,
+        notices: Collection[str] = (),
+        after: int = -1,
     ) -> None:
-        self._header = header
+        self._log = log
+        self._header = log.header
+        self._payloads = payloads
         self._notices = notices
         self._after = after
         self._has_told = False  # that it cannot be resumed
         self._output_index = -1  # of the item whose delta events look like this:
         self._delta_type, self._delta_start, self._delta_end = "", b"", b""
+        self._frame = b"", b""  # a payload around the number and the text of such an event
         self._is_silent = False
 
-    def opening(self) -> list[Event]:
-        """The events before the first entry."""
-        return _numbered(_opening(self._header), first=0, after=self._after)
+    def opening(self) -> Iterable[bytes]:
+        """What is to be written before the first entry."""
+        events = _numbered(_opening(self._header), first=0, after=self._after)
+        return self._payloads(events) if events else ()
 
-    def of(self, entries: Sequence[Entry | LogNotice], log: ResponseLog) -> list[Event]:
-        """The events of some of a log's entries."""
+    def of(self, entries: Sequence[Entry | LogNotice]) -> Iterable[bytes]:
+        """What is to be written for some of the log's entries."""
+        events = self._events(entries)
+        return self._payloads(events) if events else ()
+
+    def of_next_delta(self, entry: Entry | LogNotice) -> bytes | None:
+        """What is to be written for one more delta of the newest item, whose surroundings are
+        known. None: it is something else, for `of`."""
+        if (
+            type(entry) is not DeltaEntry
+            or entry.output_index != self._output_index
+            or entry.logprobs
+            or self._is_silent
+            or not (self._log.replica.is_resumable or self._has_told)
+        ):
+            return None
+        start, end = self._frame
+        number, text = orjson.dumps(entry.number), orjson.dumps(entry.text)
+        return b"".join((start, number, b',"delta":', text, end))
+
+    def _events(self, entries: Sequence[Entry | LogNotice]) -> list[Event]:
+        """The events of some of the log's entries."""
+        log = self._log
         found: list[Event] = []
         for entry in entries:
             if isinstance(entry, DeltaEntry):
                 if entry.output_index != self._output_index:
-                    found += self._begin_item(entry, log)
+                    found += self._begin_item(entry)
                 found.append(self._delta_event(entry))
             elif isinstance(entry, SteerEntry):
                 told = [("response.steer.accepted", {"steer": _steer(self._header, entry)})]
@@ -134,7 +173,7 @@ class EventWriter:
             found[0] = Event(found[0].type, _merged(found[0].json))
         return found
 
-    def _begin_item(self, entry: DeltaEntry, log: ResponseLog) -> list[Event]:
+    def _begin_item(self, entry: DeltaEntry) -> list[Event]:
         """The events of an entry before its delta, which is the first that this reader gets of its
         item."""
         kind, index = kind_of(self._header, entry.kind), entry.output_index
@@ -143,19 +182,22 @@ class EventWriter:
         self._is_silent = kind.is_silent
         begun = orjson.dumps({"type": kind.delta, **_place(kind, item, index)})
         self._delta_start = begun[:-1] + b',"sequence_number":'
+        any_event = Event(kind.delta, self._delta_start + _ANY_DELTA + self._delta_end)
+        start, end = b"".join(self._payloads([any_event])).split(_ANY_DELTA)
+        self._frame = start, end
         if entry.num_events == 1:
             return []
         closed = []
         if index:
-            closed = _closing_item(log.header, _output(log, "completed")[index - 1], index - 1)
-        events = [*closed, *_opening_item(log.header, item, index)]
+            closed_item = _output(self._log, "completed")[index - 1]
+            closed = _closing_item(self._header, closed_item, index - 1)
+        events = [*closed, *_opening_item(self._header, item, index)]
         return _numbered(events, first=entry.number, after=self._after)
 
     def _delta_event(self, entry: DeltaEntry) -> Event:
         if self._is_silent:
             number = entry.number + entry.num_events - 1
             return Event(self._delta_type, b"%b%d}" % (self._delta_start, number))
-        # Formatted by hand, for speed: every token passes here.
         return Event(
             self._delta_type,
             b'%b%d,"delta":%b%b'

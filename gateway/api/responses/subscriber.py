@@ -1,22 +1,22 @@
 """Sends a response's events from its log to a connection as they arrive.
 
-The code that appends to the log also writes the events to the connections (`pump`), because
+The code that appends to the log also writes the events to the connections (`consume`), because
 waking a task would cost more than the event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection
 
-from penstock.gateway.api.responses.events import Event, EventWriter
+from penstock.gateway.api.responses.events import EventWriter, Payloads
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.http.raw_writer import RawWriter, pump
+from penstock.gateway.http.raw_writer import RawWriter
+from penstock.gateway.sources import consume
 from penstock.gateway.storage.response_log.cursor import LogNotice
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import Entry
 
 _MAX_NUMBER = (1 << 63) - 1
-Payloads = Callable[[Sequence[Event]], Iterable[bytes]]
 
 
 class Subscriber:
@@ -37,31 +37,39 @@ class Subscriber:
     ) -> None:
         self._log = log
         self._after = after
-        self._events = EventWriter(log.header, notices=notices, after=after)
+        self._notices = notices
 
     async def write_to(self, out: RawWriter, payloads: Payloads) -> None:
         """Write all events to the end.
 
         Args:
-            payloads: encodes events that arrive together.
+            payloads: encodes events that arrive together, each by itself.
 
         Raises:
             RequestRefusedError: the response has ended before the event numbered `after`.
             Exception: this gateway cannot read the log to its end; or what `out` raises.
         """
-        with self._log.read(self._after) as reader:
+        events = EventWriter(self._log, payloads, notices=self._notices, after=self._after)
+        of_next_delta, write = events.of_next_delta, out.write
 
-            def encode(entries: list[Entry | LogNotice]) -> Iterable[bytes]:
-                events = self._events.of(entries, self._log)
-                return payloads(events) if events else ()
-
+        def handle(entries: list[Entry | LogNotice]) -> bool:
+            if len(entries) == 1:  # nearly always a delta
+                payload = of_next_delta(entries[0])
+                if payload is not None:
+                    return write(payload)
             has_room = True
-            if opening := self._events.opening():
-                for payload in payloads(opening):
-                    has_room = out.write(payload)
+            for payload in events.of(entries):
+                has_room = write(payload)
+            return has_room
+
+        with self._log.read(self._after) as reader:
+            has_room = True
+            for payload in events.opening():
+                has_room = write(payload)
             if not has_room:
                 await out.drained()
-            await pump(reader, encode, out)
+            while not await consume(reader, handle):
+                await out.drained()
             check_start(self._after, self._log)
 
 

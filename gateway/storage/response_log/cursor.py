@@ -94,6 +94,9 @@ class Cursor:
             assert self._failure is not None
             raise self._failure
         stop = min(replica.num_visible, begin + _MAX_AT_ONCE)
+        if begin < stop and self._next_notice == len(self._notices) and self._after < 0:
+            self._place = stop  # nearly always
+            return replica.entries[begin:stop]  # type: ignore[return-value]  # read, not changed
         found: list[Entry | LogNotice] = []
         while self._next_notice < len(self._notices):
             place, notice = self._notices[self._next_notice]

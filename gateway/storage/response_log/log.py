@@ -66,7 +66,11 @@ class InMemory:
 
     def store(self, log: ResponseLog) -> None:
         replica = log.replica
-        log.do(replica.acknowledged(replica.epoch, len(replica.entries)))
+        commands = replica.acknowledged(replica.epoch, len(replica.entries))
+        if commands == _SHOW:  # nearly always
+            log.wake()
+        else:
+            log.do(commands)
 
     def carry_out(self, log: ResponseLog, commands: Commands) -> None:
         if commands & do.FOLLOW:
@@ -204,12 +208,29 @@ class Run:
                 if newest is not None:
                     num_events += log.header.item_events(newest[1]).closing
         number = log.header.num_opening_events if last is None else last.last_number + 1
-        entry = DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events, name)
-        log.do(log.replica.append(self.epoch, entry))
+        self.append(
+            DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events, name)
+        )
+
+    def append_more(self, text: str, token_ids: tuple[int, ...], output_index: int) -> bool:
+        """Append another delta of the same item as the last entry, as `append_delta` would. False:
+        that is of another item, or of none; nothing was appended."""
+        entries = self.log.entries
+        last = entries[-1] if entries else None
+        if type(last) is not DeltaEntry or last.output_index != output_index:
+            return False
+        number = last.number + last.num_events
+        self.append(DeltaEntry(number, text, token_ids, (), output_index, last.kind))
+        return True
 
     def append(self, entry: Entry) -> None:
         """Append the next entry. Nothing follows an `EndEntry`."""
-        self.log.do(self.log.replica.append(self.epoch, entry))
+        log = self.log
+        commands = log.replica.append(self.epoch, entry)
+        if commands == _STORE:  # nearly always
+            log.storage.store(log)
+        else:
+            log.do(commands)
 
     def notify(self, kind: str, **values: Any) -> None:
         """Send a notice to current readers, in order with the entries."""
