@@ -126,14 +126,14 @@ def _one_of(name: str, tools: Sequence[Tool]) -> str:
 def after_thoughts(
     syntax: OutputSyntax, grammar: StructuredOutputs, tokens: Mapping[str, int]
 ) -> StructuredOutputs:
-    """A grammar that begins where the thoughts end."""
-    if _thought_of(syntax) is None:
+    """A grammar that begins where the thoughts end, behind what a message begins with."""
+    frame = tool_format_of(syntax.tools).frame if syntax.tools else None
+    header = (frame.answer if frame is not None else ()) or syntax.answer[:1]
+    if _thought_of(syntax) is None and not any(header):
         return grammar
     rules, name = embedded(grammar)
     write = _Writer(tokens)
-    frame = tool_format_of(syntax.tools).frame if syntax.tools else None
-    answer = write(frame.answer) if frame is not None else ""
-    return _after_thoughts(syntax, f"{answer} {name}", rules, write)
+    return _after_thoughts(syntax, f"{_spaced(write, header)} {name}", rules, write)
 
 
 def embedded(grammar: StructuredOutputs) -> tuple[list[str], str]:
@@ -185,8 +185,14 @@ def _after_thoughts(
     if syntax.begins_in_reasoning:
         whole = f"thought {after} ({start})"
     else:
-        whole = f"{write(begin)} thought {after} ({start}) | ({start})"
+        whole = f"{_spaced(write, begin)} thought {after} ({start}) | ({start})"
     return StructuredOutputs("lark", "\n".join([f"start: {whole}", *own, *rules]))
+
+
+def _spaced(write: _Writer, parts: Sequence[str]) -> str:
+    """Texts before the first of which, if it is a word, a space may be: templates end before it."""
+    space = '" "? ' if "".join(parts)[:1].isalnum() else ""
+    return space + write(parts)
 
 
 def _arguments(frame: Frame, tool: Tool, rules: list[str], write: _Writer, *, is_free: bool) -> str:

@@ -75,6 +75,8 @@ def of_request(facts: TemplateFacts, source: str) -> TemplateFacts:
     knows = _KNOWS_TOOLS.search(source) is not None
     return TemplateFacts(
         thoughts=facts.thoughts,
+        opens_thoughts=facts.opens_thoughts,
+        answer=facts.answer,
         shows_tools=knows,
         shows_calls=knows,
         late_system=facts.late_system,

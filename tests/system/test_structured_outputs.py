@@ -17,7 +17,10 @@ from jsonschema import Draft202012Validator
 from openai import OpenAI
 from pydantic import BaseModel, Field, TypeAdapter
 
-from .processes import END_S, Served
+from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
+from penstock.engine.text import Tokenizer
+
+from .processes import END_S, Served, serve
 
 MODEL = "demo"
 QUESTION: list[Any] = [{"role": "user", "content": "Plan a trip."}]
@@ -350,3 +353,99 @@ def _check_bomb(name: str, answer: httpx.Response) -> None:
         assert answer.status_code == 400, told
         assert told["error"]["param"] == "structured_outputs.json"
         assert REFUSED[name] in told["error"]["message"]
+
+
+# -- beside thoughts -----------------------------------------------------------------------------
+
+QWEN = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if not (enable_thinking | default(true)) %}\n</think>\n\n{% endif %}{% endif %}"
+)
+GEMMA = (
+    "{% for message in messages %}<|turn>"
+    "{{ 'model' if message.role == 'assistant' else message.role }}\n"
+    "{% if message.reasoning_content %}<|channel>thought\n{{ message.reasoning_content }}<channel|>"
+    "{% endif %}{{ message.content }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+MUSE = (
+    "{% for message in messages %}<|start|>{{ message.role }}{% if message.role == 'assistant' %}"
+    "{% if message.reasoning_content %} to=self<|message|>{{ message.reasoning_content }}<|eom|>"
+    "<|start|>assistant{% endif %} to=user{% endif %}<|message|>{{ message.content }}<|eot|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# vLLM's thread: the template of its model, what else was asked, the tokens that the model would
+# write wherever it may, the first ones most of all, and whether it thinks then.
+THREADS: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
+    "44012": (QWEN, {}, (), True),  # no schema in responses where a parser of thoughts was set
+    "44012 without thoughts": (QWEN, {"enable_thinking": False}, (), False),
+    "50938": (GEMMA, {}, ("-", "{"), False),  # what was written before a thought was in the answer
+    "50938 with thoughts": (GEMMA, {}, ("-", "<"), True),
+    "52594": (MUSE, {}, ("S", "us"), False),  # no schema where the answer is in a channel
+    "52594 with thoughts": (MUSE, {}, ("S", "s", " to"), True),
+}
+OK = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+BUDGET = 9
+
+
+@pytest.fixture(scope="module")
+def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("trusting") / "log"
+    with serve("--trust-request-chat-template", log=log) as served:
+        yield served
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("thread", THREADS)
+def test_thoughts_and_schemas_as_in_vllms_threads(trusting: Served, thread: str) -> None:
+    """In responses and in chat, streamed or not: the thought is one of its budget, the answer
+    matches its schema, and neither is in the other's place."""
+    template, more, wanted, thinks = THREADS[thread]
+    tokenizer = Tokenizer.from_directory(DEMO_MODEL_PATH)
+    bias = {}
+    for text, weight in zip(wanted, (100, 50, 50), strict=False):
+        [token_id] = tokenizer.encode(text, add_special_tokens=False)
+        bias[str(token_id)] = weight
+    extra = {
+        "chat_template": template,
+        "thinking_token_budget": BUDGET,
+        "logit_bias": bias,
+        **more,
+    }
+    schema = {"name": "probe", "schema": OK, "strict": True}
+    question = "Is the sea salty? Answer with the schema."
+    url = f"{trusting.base_url}/v1"
+    with OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for seed in range(2):
+            asked: dict[str, Any] = {"model": MODEL, "temperature": 1}
+            sent = {**extra, "seed": seed}
+            response = client.responses.create(
+                **asked, input=question, max_output_tokens=200, extra_body=sent,
+                text={"format": {"type": "json_schema", **schema}},  # type: ignore[misc]
+            )  # fmt: skip
+            kinds = [item.type for item in response.output]
+            assert kinds == ["reasoning", "message"][not thinks :]
+            assert json.loads(response.output_text).keys() == {"ok"}
+            used = response.usage
+            assert used is not None
+            assert (used.output_tokens_details.reasoning_tokens > 0) is thinks
+
+            form: Any = {"type": "json_schema", "json_schema": schema}
+            messages: Any = [{"role": "user", "content": question}]
+            with client.chat.completions.create(
+                **asked, messages=messages, max_tokens=200, response_format=form, stream=True,
+                extra_body=sent,
+            ) as stream:  # fmt: skip
+                deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+            assert json.loads("".join(each.content or "" for each in deltas)).keys() == {"ok"}
+            thought = "".join(getattr(each, "reasoning_content", "") or "" for each in deltas)
+            assert bool(thought.strip()) is thinks
+            assert "{" not in thought or "ok" not in thought
