@@ -342,6 +342,7 @@ _CACHE = _object(
     message=nullable(INTEGER),
     field=nullable(STRING),
     seconds_lost=nullable(_NUMBER),
+    dropped=_map(INTEGER),
 )
 _PENSTOCK = _object({"cache": _CACHE}, usage=_SPENT)
 _USED_BY_KEY = _object(

@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -28,6 +29,7 @@ REASONS = (
 _MAX_BYTES, _MAX_TENANT_BYTES = 32 << 20, 8 << 20
 _ENTRY_BYTES, _MESSAGE_BYTES = 1500, 300  # without blocks; of a message: about what they take
 _SYSTEM = ("system", "developer")
+NOTHING_DROPPED: Mapping[str, int] = MappingProxyType({})
 _HEAD_CHARS = 1024  # of a rendering, where templates write the date
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DATE = re.compile(
@@ -48,6 +50,7 @@ class PromptShape:
         parameters: of the template's arguments, by name.
         messages: each by its fields.
         undated: of system messages and of the rendering's beginning, without dates and times.
+        dropped: by the name of a rule, how much of the request is in none of them.
     """
 
     template: int
@@ -59,6 +62,7 @@ class PromptShape:
     undated: tuple[int, ...]
     head: int
     undated_head: int
+    dropped: Mapping[str, int]
 
 
 def shape_of(
@@ -68,12 +72,14 @@ def shape_of(
     tools: Sequence[Any] | None,
     template: str | None,
     parameters: Mapping[str, Any],
+    dropped: Mapping[str, int] = NOTHING_DROPPED,
 ) -> PromptShape:
     """The shape of a rendered conversation.
 
     Args:
         text: the rendering.
         parameters: what the template got beside messages and tools.
+        dropped: as of the shape.
     """
     num_system = 0
     for message in messages:
@@ -95,6 +101,7 @@ def shape_of(
         undated=tuple(map(_undated, system)),
         head=hash(head),
         undated_head=_undated(head),
+        dropped=dropped,
     )
 
 
@@ -352,11 +359,16 @@ class Comparison:
         self._count(report.reason, report.missed_tokens)
         rate = self._prefill_tokens_per_s()
         lost_s = report.missed_tokens / rate if rate else None
-        return _told(report, num_cached, num_host_cached, lost_s)
+        dropped = NOTHING_DROPPED if self._shape is None else self._shape.dropped
+        return _told(report, num_cached, num_host_cached, lost_s, dropped)
 
 
 def _told(
-    report: CacheReport, num_cached: int, num_host_cached: int, lost_s: float | None
+    report: CacheReport,
+    num_cached: int,
+    num_host_cached: int,
+    lost_s: float | None,
+    dropped: Mapping[str, int] = NOTHING_DROPPED,
 ) -> dict[str, Any]:
     return {
         "predecessor": report.predecessor,
@@ -367,6 +379,7 @@ def _told(
         "message": report.message,
         "field": report.field,
         "seconds_lost": None if lost_s is None else round(lost_s, 4),
+        "dropped": dict(dropped),
     }
 
 

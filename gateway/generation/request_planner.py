@@ -103,6 +103,7 @@ class ChatPrompt:
 
     Attributes:
         keeps_places: no system message may be shown elsewhere (`chat_formats.system_messages`).
+        dropped: by the name of a rule, how much of the request is not in the messages.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -114,6 +115,7 @@ class ChatPrompt:
     tools: Sequence[Mapping[str, Any]] | None = None
     images: Sequence[LoadedImage] = ()
     keeps_places: bool = False
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class RequestPlanner:
@@ -466,6 +468,7 @@ class RequestPlanner:
             tools=prompt.tools,
             template=prompt.template,
             parameters={**self.model.template_defaults, **prompt.kwargs},
+            dropped=prompt.dropped,
         )
 
     def _comparison(

@@ -79,8 +79,15 @@ class CheckedStream:
 
     @property
     def text(self) -> str:
-        deltas = (e["delta"] for e in self.events if e["type"] == "response.output_text.delta")
-        return "".join(deltas)
+        return self._said("output_text")
+
+    @property
+    def thought(self) -> str:
+        return self._said("reasoning_text")
+
+    def _said(self, kind: str) -> str:
+        name = f"response.{kind}.delta"
+        return "".join(event["delta"] for event in self.events if event["type"] == name)
 
     @property
     def outcome(self) -> dict[str, Any]:
@@ -89,6 +96,7 @@ class CheckedStream:
         usage = dict(response["usage"] or {})
         usage.pop("input_tokens_details", None)  # depends on who came before
         return {
+            "thought": self.thought,
             "text": self.text,
             "status": response["status"],
             "why": response["incomplete_details"],
@@ -139,9 +147,11 @@ class CheckedStream:
         self.times_s.append(time.monotonic())
 
     def _check_text(self) -> None:
-        output = self.events[-1]["response"]["output"]
-        whole = output[0]["content"][0]["text"] if output else ""
-        assert whole == self.text, f"{self.response_id}: the deltas are not the text"
+        whole = {"message": "", "reasoning": ""}
+        for item in self.events[-1]["response"]["output"]:
+            whole[item["type"]] += item["content"][0]["text"]
+        told = {"message": self.text, "reasoning": self.thought}
+        assert whole == told, f"{self.response_id}: the deltas are not the text"
 
     async def _sse(self, server: str) -> AsyncGenerator[Event, None]:
         connect_s = self.silence_s or _CONNECT_S

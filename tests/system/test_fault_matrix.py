@@ -3,7 +3,8 @@
 Two servers share one Redis. Streams begin at the first; over SSE and over WebSockets, resumed on
 the same server and on the other, some by clients that lost nothing and left. What each client has
 at the end is checked by `stream_checker`, and against a run that nobody disturbed: greedy, fp32.
-Of five streams, two are stories and three the same JSON, whose grammar holds across each kill.
+Of five streams, two are stories, two the same JSON, whose grammar holds across each kill, and one
+thinks before its JSON, up to a budget that ends the thought behind the last kill.
 
 An engine takes only as many steps as it is let before a kill (`paced_engine`): no stream can be
 over by then.
@@ -54,6 +55,13 @@ _OBJECT = {
     "input": "Write a book about a fox.",
     "max_output_tokens": 4000,
     "text": {"format": {"type": "json_schema", "name": "book", "strict": True, "schema": _BOOK}},
+}
+_BUDGET, _NUM_END_TOKENS = 150, 6  # in tokens of the demo; more than steps before a kill
+_THOUGHT = {
+    **_OBJECT,
+    "enable_thinking": True,
+    "thinking_token_budget": _BUDGET,
+    "logit_bias": {"32": -100},  # "<", with which the model would end the thought
 }
 _HELLO = {"model": "demo", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
 
@@ -110,9 +118,14 @@ def undisturbed(pair: Pair) -> list[dict[str, Any]]:
 
     async def run() -> list[dict[str, Any]]:
         streams = await asyncio.gather(*(stream.read() for stream in _streams(pair)))
-        objects = {stream.text for stream in streams if "text" in stream.body}
-        assert len(objects) == 1
-        assert len(json.loads(objects.pop())) == _BOOK["minItems"]
+        objects = [stream.text for stream in streams if "text" in stream.body]
+        assert all(len(json.loads(text)) == _BOOK["minItems"] for text in objects)
+        thoughts = [
+            stream.outcome["usage"]["output_tokens_details"]["reasoning_tokens"]
+            for stream in streams
+            if stream.thought
+        ]
+        assert thoughts == [_BUDGET + _NUM_END_TOKENS] * (len(streams) // 5)
         num_tokens = [stream.outcome["usage"]["output_tokens"] for stream in streams]
         assert min(num_tokens) > len(streams) * _APART + 2 * _AFTER_LAST
         return [stream.outcome for stream in streams]
@@ -128,7 +141,7 @@ def _streams(pair: Pair) -> list[CheckedStream]:
                 "input": f"My name is Zorin{number}. Tell me a story about a fox.",
                 "max_output_tokens": (length := _LENGTHS[0] - _LENGTHS[1] * number),
                 "temperature": 0,
-                **({"min_tokens": length} if number % 5 < 2 else _OBJECT),
+                **({"min_tokens": length}, _OBJECT, _THOUGHT)[number % 5 // 2],
             },
             begins_at=pair.first.base_url,
             resumes_at=(pair.first if place == "same" else pair.second).base_url,
@@ -150,7 +163,7 @@ async def _begin(pair: Pair, streams: list[CheckedStream]) -> list[asyncio.Task[
         pair.allow(_APART)
         await _until(lambda num=num_events: len(streams[0].events) > num)  # type: ignore[misc]
     pair.allow(_AFTER_LAST)
-    await _until(lambda: all(stream.text for stream in _staying(streams)))
+    await _until(lambda: all(stream.text or stream.thought for stream in _staying(streams)))
     return reading
 
 
@@ -166,9 +179,10 @@ async def _until(condition: Callable[[], object]) -> None:
 
 
 def _check_amid(what: str, streams: list[CheckedStream]) -> None:
-    """Nothing is over yet."""
+    """Nothing is over yet, and no thought."""
     print(f"\n{what} after", *(len(stream.events) for stream in streams), "events")
     assert not any(stream.is_ended for stream in streams)
+    assert not any(stream.text for stream in streams if "thinking_token_budget" in stream.body)
 
 
 async def _check(

@@ -427,10 +427,10 @@ def test_thoughts_and_schemas_as_in_vllms_threads(trusting: Served, thread: str)
         for seed in range(2):
             asked: dict[str, Any] = {"model": MODEL, "temperature": 1}
             sent = {**extra, "seed": seed}
+            text: Any = {"format": {"type": "json_schema", **schema}}
             response = client.responses.create(
-                **asked, input=question, max_output_tokens=200, extra_body=sent,
-                text={"format": {"type": "json_schema", **schema}},  # type: ignore[misc]
-            )  # fmt: skip
+                **asked, input=question, max_output_tokens=200, text=text, extra_body=sent
+            )
             kinds = [item.type for item in response.output]
             assert kinds == ["reasoning", "message"][not thinks :]
             assert json.loads(response.output_text).keys() == {"ok"}

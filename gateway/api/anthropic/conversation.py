@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +50,12 @@ _IMAGE: Item = {"type": "input_image"}
 class _Items:
     """Attributes:
     sources: of the images, in the order of the items.
+    dropped: see `ChatPrompt`.
     """
 
     found: list[Item] = field(default_factory=list)
     sources: list[ImageSource] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
 
     def say(self, role: str, part: Item) -> None:
         """A part of a message, which is the last item if that has the role."""
@@ -69,8 +72,9 @@ class _Items:
 
 def chat_messages(
     asked: Conversation, *, drops_billing_line: bool
-) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """The messages of a request as chat templates expect them, and the images in them, in order.
+) -> tuple[list[dict[str, Any]], list[ImageSource], Mapping[str, int]]:
+    """The messages of a request as chat templates expect them, the images in them, in order, and
+    what was dropped (`ChatPrompt`).
 
     Args:
         drops_billing_line: leave out the line that Claude Code begins its system prompt with.
@@ -79,6 +83,7 @@ def chat_messages(
     system = list(asked.system)
     if system and drops_billing_line:
         rest = without_billing_line(system[0].text)
+        items.dropped["billing_line"] += rest != system[0].text
         system = [TextBlock(text=rest), *system[1:]] if rest else system[1:]
     for block in system:
         items.say("system", _text(block.text))
@@ -95,11 +100,12 @@ def chat_messages(
         else:
             assert isinstance(message, SystemMessage)
             if message.clear_at == "next_user_message" and number < last_user:
+                items.dropped["clear_at"] += 1
                 continue
             for part in message.content:
                 if isinstance(part, TextBlock):
                     items.say("system", _text(part.text))
-    return messages_of(items.found), items.sources
+    return messages_of(items.found), items.sources, +items.dropped
 
 
 def without_billing_line(text: str) -> str:
@@ -176,7 +182,9 @@ def _add_assistant(items: _Items, message: AssistantMessage, place: str, *, thin
             items.say("assistant", {"type": "output_text", "text": block.text})
         elif isinstance(block, ThinkingBlock):
             thought = block.thinking or unsealed(block.signature)
-            if thought and thinks:
+            if thought and not thinks:
+                items.dropped["clear_thinking"] += 1
+            elif thought:
                 content = [{"type": "reasoning_text", "text": thought}]
                 items.found.append({"type": "reasoning", "content": content, "summary": []})
         elif isinstance(block, ToolUse):

@@ -133,7 +133,9 @@ class Messages:
         )
 
     async def _prompt(self, asked: Conversation, *, generates: bool) -> ChatPrompt:
-        messages, sources = chat_messages(asked, drops_billing_line=self._drops_billing_line)
+        messages, sources, dropped = chat_messages(
+            asked, drops_billing_line=self._drops_billing_line
+        )
         return ChatPrompt(
             messages=messages,
             # A prompt that is only prepared may be extended, so it does not end with the answer's
@@ -144,4 +146,5 @@ class Messages:
             tools=asked.offered.for_template,
             images=await self._planner.images.load(sources),
             keeps_places=True,
+            dropped=dropped,
         )

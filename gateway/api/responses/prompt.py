@@ -29,6 +29,7 @@ from penstock.gateway.api.shared.items import (
     item_object,
     messages_of,
     shown_items,
+    since_compaction,
     stored_images,
 )
 from penstock.gateway.auth.callers import Caller
@@ -330,7 +331,14 @@ class PromptBuilder:
         async def attempt(num_dropped: int, room: int) -> _Rendered | None:
             kept = without(items, groups[:num_dropped])
             try:
-                rendered = await self._rendered(request, position, kept, files, must_fit=True)
+                rendered = await self._rendered(
+                    request,
+                    position,
+                    kept,
+                    files,
+                    must_fit=True,
+                    num_truncated=len(items) - len(kept),
+                )
             except PromptTooLongError:
                 if num_dropped == len(groups):
                     raise
@@ -362,8 +370,13 @@ class PromptBuilder:
         files: Mapping[str, bytes],
         *,
         must_fit: bool,
+        num_truncated: int = 0,
     ) -> _Rendered:
-        """The prompt of these items. Raises as `build`."""
+        """The prompt of these items. Raises as `build`.
+
+        Args:
+            num_truncated: items of the conversation that are not among them.
+        """
         images = stored_images(items, files)
         self._planner.images.check_number(len(images), param="input")
         # Instructions apply to this request only: they are not inherited.
@@ -378,6 +391,7 @@ class PromptBuilder:
             kwargs=request.template_kwargs,
             tools=request.offered.for_template,
             images=images,
+            dropped=_dropped(items, num_truncated),
         )
         text = await self._planner.render_chat(prompt)
         reused: Reused = await self._planner.long_work.run(
@@ -479,6 +493,12 @@ def _files(position: TurnPosition, loaded: Sequence[LoadedImage]) -> dict[str, b
     for turn in position.path:
         files |= turn.images
     return files
+
+
+def _dropped(items: Sequence[Item], num_truncated: int) -> Mapping[str, int]:
+    """Of a conversation, by the rule that left them out: items."""
+    counts = {"truncation": num_truncated, "compaction": len(items) - len(since_compaction(items))}
+    return {rule: num for rule, num in counts.items() if num}
 
 
 def items_of(path: Sequence[StoredTurn]) -> list[Item]:

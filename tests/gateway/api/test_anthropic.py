@@ -442,6 +442,34 @@ async def test_claude_codes_first_line_is_dropped_and_nothing_else(serve: Serve)
         assert served.prompt_of().startswith(f"<system>{LINE}\nBe brief.\n")
 
 
+async def test_what_rules_dropped_is_told_of_the_cache(serve: Serve) -> None:
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    messages: list[Any] = [
+        {"role": "user", "content": "hello"},
+        {"role": "system", "content": "Now.", "clear_at": "next_user_message"},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "Hi."}]},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "So."}]},
+        {"role": "user", "content": "And?"},
+    ]
+    kept = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
+    async with serve() as served:
+
+        async def dropped(before: str | None, **asked: Any) -> tuple[str, Any]:
+            message = await create(served, diagnostics={"previous_message_id": before}, **asked)
+            return message.id, (message.model_dump()["penstock"].get("cache") or {}).get("dropped")
+
+        first, told = await dropped(None)
+        assert told is None
+        second, told = await dropped(first)
+        assert told == {}
+        more = {"context_management": {"edits": [kept]}}
+        _, told = await dropped(
+            second, system=f"{LINE}\nBe brief.", messages=messages, extra_body=more
+        )
+        assert told == {"billing_line": 1, "clear_at": 1, "clear_thinking": 1}
+
+
 ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}"

@@ -59,11 +59,15 @@ async def test_a_summary_stands_for_what_was_before(served: Served) -> None:
     more = {"role": "user", "content": "e"}
     shown = "<user>a\n<user>d\n<user>What was said and done so far was removed. Its summary:\n\n"
     shown += f"{SUMMARY}\n"
-    for items in ([*kept, more], [*CONVERSATION, kept[-1], more]):
+    for items, num in (([*kept, more], 0), ([*CONVERSATION, kept[-1], more], 3)):
         first = await served.client.responses.create(model="tiny", input=items)
         assert served.prompt_of() == f"{shown}<user>e\n<assistant>"
-        await served.client.responses.create(model="tiny", input="f", previous_response_id=first.id)
+        second = await served.client.responses.create(
+            model="tiny", input="f", previous_response_id=first.id
+        )
         assert served.prompt_of() == f"{shown}<user>e\n<assistant>{SUMMARY}\n<user>f\n<assistant>"
+        dropped = second.model_dump()["penstock"]["cache"]["dropped"]
+        assert dropped == ({"compaction": num} if num else {})
         listed = await served.client.responses.input_items.list(first.id, order="asc")
         assert "compaction" in [item.type for item in listed.data]
     again = await compacted(served, input=None, previous_response_id=first.id)

@@ -51,13 +51,13 @@ async def test_a_long_conversation_loses_its_oldest_turns(serve: Serve) -> None:
     async with serve(info={"max_model_len": CONTEXT}) as served:
         plain = await post(served, input=conversation)
         assert plain.json()["error"]["code"] == "context_length_exceeded"
-        answer = await post(
-            served,
-            input=conversation,
-            truncation="auto",
-            instructions="Rhyme.",
-            max_output_tokens=8,
-        )
+        asked: dict[str, Any] = {
+            "input": conversation,
+            "truncation": "auto",
+            "instructions": "Rhyme.",
+            "max_output_tokens": 8,
+        }
+        answer = await post(served, **asked)
         assert answer.status_code == 200, answer.text
         assert answer.json()["truncation"] == "auto"
         prompt = served.prompt_of()
@@ -69,6 +69,9 @@ async def test_a_long_conversation_loses_its_oldest_turns(serve: Serve) -> None:
         [request] = served.engine.submitted.values()
         num_tokens = len(request.prompt_token_ids)
         assert num_tokens + 8 <= CONTEXT < num_tokens + one_more + 8
+        before = {"comparison_response_id": answer.json()["id"]}
+        again = (await post(served, prompt_cache_options=before, **asked)).json()
+        assert again["penstock"]["cache"]["dropped"] == {"truncation": 2 * kept[0]}
 
 
 async def test_what_fits_is_kept_whole(serve: Serve) -> None:

@@ -74,6 +74,7 @@ def test_all_was_found() -> None:
         "message": None,
         "field": None,
         "seconds_lost": 0.0,
+        "dropped": {},
     }
     assert told.counted == [("hit", 0)]
 
