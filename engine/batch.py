@@ -48,7 +48,7 @@ class SequenceEntry(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[ImageInput, ...] = ()
 
 
-class ScheduledSequence(msgspec.Struct, kw_only=True):
+class ScheduledSequence(msgspec.Struct, kw_only=True, gc=False):
     """One sequence's share of a step.
 
     The device computes tokens `num_computed_tokens … + num_new_tokens`. If that reaches the

@@ -783,6 +783,7 @@ class Sequence:
         "num_in_flight_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_slots",
         "params",
         "parent_seq_id",
         "patience_s",
@@ -802,6 +803,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0  # being sampled by a step whose result has not arrived
         self.num_draft_tokens = 0  # of those computed, the ones that may turn out to be wrong
+        self.num_slots = 0  # tokens that its blocks on the device have room for, at least
         self.num_committed_blocks = 0  # full blocks registered in the prefix cache
         self.num_cached_tokens = 0  # of the prompt, found at admission; 0 again once reported
         self.num_host_cached_tokens = 0  # of those, found in host memory

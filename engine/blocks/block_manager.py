@@ -223,11 +223,9 @@ class BlockManager:
         device does not know the sequence, and so is sent its whole table.
         """
         table = self._tables[sequence.seq_id]
-        if (
-            num_tokens <= len(table.block_ids) * self.block_size
-            and not table.has_shared_partial_block
-        ):
-            return ()  # the common case
+        if num_tokens <= table.capacity_tokens and not table.has_shared_partial_block:
+            sequence.num_slots = table.capacity_tokens
+            return ()
         device = self.tiers.device
         num_missing = table.num_missing_blocks(num_tokens)
         is_copying = table.has_shared_partial_block and self._is_wanted(table.block_ids[-1])
@@ -245,6 +243,7 @@ class BlockManager:
         self.charge(sequence)
         new = device.allocate(num_missing)
         table.block_ids.extend(new)
+        sequence.num_slots = table.capacity_tokens
         return tuple(new)
 
     def grow_if_free(
@@ -317,6 +316,7 @@ class BlockManager:
             return False
         self.charge(sequence)
         self._release_device(table)
+        sequence.num_slots = 0
         table.block_ids = host_ids
         table.is_swapped = True
         self._num_swapped += 1
@@ -345,6 +345,7 @@ class BlockManager:
             has_invalid_kv: their content is invalid (NaN) and must not be found again.
         """
         self.charge(sequence)
+        sequence.num_slots = 0
         table = self._tables.pop(sequence.seq_id, None)
         if table is None:
             return []

@@ -55,19 +55,19 @@ class StopRule:
 
     def check(self, sequence: Sequence) -> FinishReason | None:
         """Why the sequence ends with its newest token; None if it continues."""
-        params = sequence.request.sampling_params
-        newest = sequence.token_ids[-1]
+        params, token_ids = sequence.params, sequence.token_ids
+        newest, num_output_tokens = token_ids[-1], len(token_ids) - sequence.num_prompt_tokens
         is_end = newest in params.stop_token_ids or (
             newest in self._eos_token_ids and not params.ignore_eos
         )
-        if is_end and sequence.num_output_tokens >= params.min_tokens:
+        if is_end and num_output_tokens >= params.min_tokens:
             return FinishReason.STOP
         # Nearly always None, and a call costs more than that to see.
         if params.repetition_detection is not None and params.ends_in_loop(
-            sequence.token_ids, sequence.num_output_tokens
+            token_ids, num_output_tokens
         ):
             return FinishReason.REPETITION
-        is_full = self.fills(sequence, num_tokens=len(sequence.token_ids))
+        is_full = num_output_tokens >= params.max_tokens or len(token_ids) >= self.max_model_len
         return FinishReason.LENGTH if is_full else None
 
     def num_tokens_left(self, sequence: Sequence) -> int:
@@ -127,26 +127,6 @@ class SequenceSet:
         self.counters.spent_block_us += spent.block_us
         return spent
 
-    def append(
-        self, sequence: Sequence, token_ids: tuple[int, ...]
-    ) -> tuple[int, FinishReason | None]:
-        """How many of the tokens the sequence keeps, and why it ends, if it does."""
-        if sequence.params.max_tokens == 0:
-            return 0, FinishReason.LENGTH
-        reason = None
-        num_kept = 0
-        for token_id in token_ids:
-            sequence.token_ids.append(token_id)
-            num_kept += 1
-            reason = self.stop_rule.check(sequence)
-            if reason is not None:
-                break  # tokens sampled after the end are dropped
-        if sequence.num_draft_tokens:  # wrong ones, and the newest token, have no KV of their own
-            sequence.num_computed_tokens = len(sequence.token_ids) - 1
-            sequence.num_draft_tokens = 0
-        self.counters.generation_tokens += num_kept
-        return num_kept, reason
-
 
 class LiveRequest:
     """A request and the sequence that answers it.
@@ -194,14 +174,29 @@ class LiveRequest:
         prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> tuple[RequestOutput, ...]:
         """Add a sequence's new tokens."""
-        num_kept, reason = self._all.append(sequence, token_ids)
+        num_kept, reason = 0, None
+        if sequence.params.max_tokens == 0:
+            reason = FinishReason.LENGTH
+        else:
+            known, check = sequence.token_ids, self._all.stop_rule.check
+            for token_id in token_ids:
+                known.append(token_id)
+                num_kept += 1
+                reason = check(sequence)
+                if reason is not None:
+                    break  # tokens sampled after the end are dropped
+            self._all.counters.generation_tokens += num_kept
+        if sequence.num_draft_tokens:  # wrong ones, and the newest token, have no KV of their own
+            sequence.num_computed_tokens = len(sequence.token_ids) - 1
+            sequence.num_draft_tokens = 0
         output = RequestOutput(
             request_id=self.request.request_id,
-            index=sequence.index,
-            token_ids=token_ids[:num_kept],
-            logprobs=logprobs[:num_kept],
-            prompt_logprobs=prompt_logprobs,
+            token_ids=token_ids if reason is None else token_ids[:num_kept],
         )
+        if sequence.index:
+            output.index = sequence.index
+        if logprobs or prompt_logprobs:
+            output.logprobs, output.prompt_logprobs = logprobs[:num_kept], prompt_logprobs
         if sequence.num_cached_tokens:
             output.num_cached_tokens, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
             output.num_host_cached_tokens = sequence.num_host_cached_tokens
@@ -499,32 +494,34 @@ class OutputProcessor(SequenceSet):
         live = self.running_set.live
         outputs: list[RequestOutput] = []
         token_us = 1e6 * result.compute_s / max(batch.num_tokens, 1)
+        all_token_ids, requests = result.token_ids, self.requests
         for item in batch.scheduled:
-            sequence = live.get(item.seq_id)
+            seq_id = item.seq_id
+            sequence = live.get(seq_id)
             if sequence is None:  # aborted meanwhile, or a sibling of a beam that failed
                 continue
             sequence.compute_us += token_us * item.num_new_tokens
             prompt_logprobs = (
                 self._new_prompt_logprobs(sequence, result) if result.prompt_logprobs else ()
             )
-            request = self.requests[sequence.request.request_id]
-            token_ids = result.token_ids.get(item.seq_id, ())
+            request = requests[sequence.request.request_id]
+            token_ids = all_token_ids.get(seq_id, ())
             if token_ids:
-                logprobs = result.logprobs.get(item.seq_id, ()) if result.logprobs else ()
+                logprobs = result.logprobs.get(seq_id, ()) if result.logprobs else ()
                 sequence.num_in_flight_tokens -= 1
                 new = request.add_tokens(sequence, token_ids, logprobs, prompt_logprobs)
-                if item.num_drafts and new:
+                if (item.draft_token_ids or item.num_wanted_drafts) and new:
                     new[0].num_draft_tokens = item.num_drafts
                     new[0].num_accepted_tokens = len(token_ids) - 1
                 outputs += new
-            elif item.seq_id in result.ended_seq_ids:
-                reason = result.ended_seq_ids[item.seq_id]
+            elif seq_id in result.ended_seq_ids:
+                reason = result.ended_seq_ids[seq_id]
                 if reason is FinishReason.ERROR:
                     outputs.append(request.fail(sequence))
                 else:
                     outputs += request.end(sequence, reason, prompt_logprobs)
-            elif item.seq_id in result.vectors:
-                outputs.append(self._pooled(request, sequence, result.vectors[item.seq_id]))
+            elif seq_id in result.vectors:
+                outputs.append(self._pooled(request, sequence, result.vectors[seq_id]))
             else:  # the prompt is not fully computed yet
                 num_left = _num_left(sequence)
                 if prompt_logprobs or num_left:

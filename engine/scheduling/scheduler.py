@@ -80,7 +80,7 @@ class Scheduler:
     ) -> None:
         self._num_microbatches = num_microbatches
         self._pooling = pooling or ModelPooling()
-        self.blocks = blocks
+        self.blocks, self._block_size = blocks, blocks.block_size
         self.counters = SchedulerCounters()
         self._config = config
         self._limits = RequestLimits(
@@ -311,6 +311,9 @@ class Scheduler:
         if not tenant_limits:
             in_prompt, outranked = self._by_rank(in_prompt)
         spare = self._config.max_num_batched_tokens - budget  # for images that are not cut
+        if not self._has_bidirectional_images:
+            budget, has_preempted = self._extend_decoding(decoding, scheduled, budget)
+            decoding = []
         for sequence in decoding + in_prompt:
             num_new = min(self._num_uncomputed(sequence), budget)
             num_new = min(num_new, limits.get(sequence.seq_id, num_new))
@@ -326,8 +329,9 @@ class Scheduler:
                     tenant_limits[sequence.request.tenant] -= num_new
         # Only now, since a sequence scheduled above may have been preempted by a later one. Before
         # admission, so that sequences admitted to this step can share what it computes.
+        running, advance = self._running_set.running, self._advance
         for seq_id, item in scheduled.items():
-            self._advance(self._running_set.running[seq_id], item.num_new_tokens)
+            advance(running[seq_id], item.num_new_tokens)
         if outranked:
             if not has_preempted:
                 budget = self._admit(scheduled, budget, spare, before=outranked[0])
@@ -371,6 +375,34 @@ class Scheduler:
             ):
                 return 0
         return num_tokens - sequence.num_computed_tokens
+
+    def _extend_decoding(
+        self, decoding: list[Sequence], scheduled: dict[int, ScheduledSequence], budget: int
+    ) -> tuple[int, bool]:
+        """Schedule the next token of sequences that decode; the tokens left of the budget, and
+        whether any sequence was preempted for them. Most steps have only such, perhaps hundreds, so
+        the common case is written out."""
+        has_preempted = False
+        for sequence in decoding:
+            if budget <= 0:
+                break
+            num_computed = sequence.num_computed_tokens
+            is_plain = (
+                len(sequence.token_ids) - num_computed == 1
+                and not sequence.num_in_flight_tokens
+                and num_computed < sequence.num_slots
+                and sequence.is_on_device
+                and sequence.status is SequenceStatus.RUNNING
+            )
+            if is_plain:
+                seq_id = sequence.seq_id
+                scheduled[seq_id] = ScheduledSequence(seq_id=seq_id, num_new_tokens=1)
+                budget -= 1
+            elif self._num_uncomputed(sequence) > 0:
+                is_kept, num_preempted = self._extend(sequence, 1, scheduled)
+                has_preempted |= num_preempted > 0
+                budget -= is_kept
+        return budget, has_preempted
 
     def _extend(
         self, sequence: Sequence, num_new: int, scheduled: dict[int, ScheduledSequence]
@@ -547,9 +579,9 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         if num_computed == num_known + sequence.num_in_flight_tokens:
             sequence.num_in_flight_tokens += 1  # the step samples the one after
-        num_full = min(num_computed, num_known) // self.blocks.block_size
-        has_filled_block = num_full > sequence.num_committed_blocks
-        if has_filled_block or num_computed == sequence.num_prompt_tokens:
+        num_full = num_computed if num_computed < num_known else num_known
+        num_full //= self._block_size
+        if num_full > sequence.num_committed_blocks or num_computed == sequence.num_prompt_tokens:
             self.blocks.commit(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -98,6 +98,9 @@ class Stack:
     def check_blocks(self) -> None:
         """Every block is accounted for, and whatever can be found holds what it is said to."""
         self.blocks.check_integrity()
+        for sequence in self.scheduler._running_set.live.values():
+            is_here = sequence.is_on_device
+            assert sequence.num_slots <= (self.blocks.num_slots(sequence) if is_here else 0)
         for block in self.blocks.tiers.cache:
             claimed = list(array("I", block.tokens))
             stored = [
