@@ -7,7 +7,7 @@ at start (the number of blocks, the context that fits) are passed separately.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -40,10 +40,11 @@ Device = Literal["auto", "cpu", "cuda"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = get_args(KVCacheDType)
-SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle3")
+SPECULATIVE_METHODS = ("auto", "ngram", "draft_model", "eagle3", "none")
 MAX_SPECULATIVE_TOKENS = 31
 MAX_PROMPT_LOOKUP = 16  # a drafter notes an n-gram of each length at every token
 _PROMPT_LOOKUP = 3
+_AUTO_LOOKUP = (8, 3)
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
 MAX_RANKS = 64
@@ -212,8 +213,10 @@ class SpeculativeConfig:
     """What `--speculative-config` says, by vLLM's names.
 
     Attributes:
-        method: `ngram` copies what followed the newest tokens before; `draft_model` asks `model`;
-            so does `eagle3`, with the hidden states of the model that it drafts for.
+        method: `ngram` copies what followed the newest tokens before; `auto` does once there is
+            evidence that they are copied, and only where a wrong draft costs little and changes no
+            token; `draft_model` asks `model`; so does `eagle3`, with the hidden states of the model
+            that it drafts for.
         model: a smaller model of the same vocabulary, as `ModelConfig.model` names one. It is held
             in the dtype and quantization of the model that it drafts for. Or an EAGLE-3 head, held
             in its dtype.
@@ -231,9 +234,16 @@ class SpeculativeConfig:
     prompt_lookup_min: int = _PROMPT_LOOKUP
     prompt_lookup_max: int = _PROMPT_LOOKUP
 
+    @property
+    def lookup_sizes(self) -> Sequence[int]:
+        """How many of the newest tokens are looked up, the most first."""
+        if self.method == "auto":
+            return _AUTO_LOOKUP
+        return range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1)
+
     @classmethod
     def parse(cls, value: str | Mapping[str, str | int] | None) -> SpeculativeConfig | None:
-        """From a JSON object, as text or mapping; None: no speculation.
+        """From a JSON object, as text or mapping; None, and the method `none`: no speculation.
 
         Raises:
             ConfigError: names the key at fault.
@@ -262,8 +272,9 @@ class SpeculativeConfig:
             f"not {config.method!r}",
         )
         has_model = isinstance(config.model, str) and config.model != ""
-        if config.method == "ngram":
-            _check(config.model is None, "--speculative-config: the method ngram has no model")
+        if config.method in ("auto", "ngram", "none"):
+            message = f"--speculative-config: the method {config.method} has no model"
+            _check(config.model is None, message)
         else:
             _check(has_model, f"--speculative-config: the method {config.method} needs a model")
         limits = {
@@ -285,7 +296,10 @@ class SpeculativeConfig:
             f"--speculative-config: prompt_lookup_min must be at most prompt_lookup_max ({most}), "
             f"not {least}",
         )
-        return config
+        if config.method == "auto":
+            sized = sorted(given.keys() & {"prompt_lookup_min", "prompt_lookup_max"})
+            _check(not sized, f"--speculative-config: the method auto has no {' and '.join(sized)}")
+        return None if config.method == "none" else config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,10 +318,12 @@ class SchedulerConfig(Section):
     max_num_batched_tokens: int = setting(2048, Group.SCHEDULING, "tokens computed per step",
         TOKENS, is_daily=True)
     speculative_config: str | Mapping[str, str | int] | None = setting(None, Group.SCHEDULING,
-        'draft several tokens a step, which changes no token: {"method": "ngram"} where the text '
-        'repeats itself, {"model": DIRECTORY_OR_ID} by a smaller model, {"method": "eagle3", '
-        '"model": …} by an EAGLE-3 head (CPU only); "num_speculative_tokens": at most so many',
-        JSON, parts={"spec-method": Part("method"), "spec-model": Part("model"),
+        'draft several tokens a step, which changes no token: auto on a CPU, while it copies text; '
+        '{"method": "ngram"} wherever the text repeats itself, {"model": DIRECTORY_OR_ID} by a '
+        'smaller model, {"method": "eagle3", "model": …} by an EAGLE-3 head (CPU only); '
+        '"num_speculative_tokens": at most so many', JSON,
+        spellings={each: f'{{"method": "{each}"}}' for each in ("auto", "none")},
+        parts={"spec-method": Part("method"), "spec-model": Part("model"),
         "spec-tokens": Part("num_speculative_tokens", COUNT)}, is_daily=True)
     scheduling_policy: SchedulingPolicy = setting("fcfs", Group.SCHEDULING, "fcfs: by arrival; "
         "priority: by the requests' priority first", one_of(SchedulingPolicy))

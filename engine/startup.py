@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
 from penstock.engine.blocks.block_keys import root_key
-from penstock.engine.config import EngineConfig, LoraConfig
+from penstock.engine.config import EngineConfig, LoraConfig, SchedulerConfig
 from penstock.engine.engine_core import BlockBytes, EngineCore, Executor
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.executor.in_process import InProcessExecutor
@@ -69,7 +69,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
     cache_root = _cache_root(config, path, device)
     max_steps_in_flight = _max_steps_in_flight(config, device)
     scheduler = Scheduler(
-        config.scheduler,
+        _scheduling(config.scheduler, device),
         BlockManager(
             num_blocks=device.num_blocks,
             block_size=device.block_size,
@@ -132,6 +132,15 @@ def _kv_root(
     if not (block_bytes.num_block_bytes and config.cache.enable_prefix_caching):
         return b""
     return root_key(cache_root, device.kv_layout.encode())
+
+
+def _scheduling(config: SchedulerConfig, device: RunnerInfo) -> SchedulerConfig:
+    """The settings, without drafts where those that start by themselves might lose."""
+    speculation = config.speculation
+    is_auto = speculation is not None and speculation.method == "auto"
+    if not is_auto or device.drafts_cost_little:
+        return config
+    return replace(config, speculative_config=None)
 
 
 def _max_steps_in_flight(config: EngineConfig, device: RunnerInfo) -> int:

@@ -33,7 +33,8 @@ class EncoderRunner:
     def __init__(self, config: EngineConfig, model_path: Path, *, pooling: ModelPooling) -> None:
         if config.device.deterministic:
             raise ConfigError("--deterministic is not supported for an encoder")
-        if config.scheduler.speculation is not None:
+        speculation = config.scheduler.speculation
+        if speculation is not None and speculation.method != "auto":
             raise ConfigError("--speculative-config needs a model that generates")
         if config.lora.enable_lora:
             raise ConfigError("--enable-lora is not supported for an encoder")

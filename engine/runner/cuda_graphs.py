@@ -56,7 +56,7 @@ class GraphSizes:
         pieces = piece_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if mode == "full":
             speculation = scheduler.speculation
-            if speculation is None:
+            if speculation is None or speculation.method == "auto":
                 return cls(decodes=decodes, pieces=pieces)
             num_drafts = speculation.num_speculative_tokens
             return cls(

@@ -27,6 +27,7 @@ from penstock.engine.models.backends import (
     fastest,
     running_library,
 )
+from penstock.engine.models.cpu_model import CpuModel
 from penstock.engine.models.language_model import LanguageModel, LoadedModel, StepOutput
 from penstock.engine.models.loader import (
     DraftingModel,
@@ -91,6 +92,8 @@ class RunnerInfo:
         async_scheduling: a step can be launched while another runs.
         num_verify_rows: tokens that a step computes in about the time of one: the room for drafts.
         sends_on: a later stage draws the tokens, while this one works on another step.
+        drafts_cost_little: a row's result is the same to the bit in any batch, and all rows read
+            the same weights: drafts change no token, and wrong ones take little time.
     """
 
     max_model_len: int
@@ -111,6 +114,7 @@ class RunnerInfo:
     num_threads: int
     num_verify_rows: int = 1
     sends_on: bool = False
+    drafts_cost_little: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +340,9 @@ class ModelRunner:
             num_threads=self._model.num_threads,
             num_verify_rows=self._model.num_verify_rows,
             sends_on=packed.sends_on,
+            drafts_cost_little=isinstance(packed.model, CpuModel)
+            and packed.model.config.experts is None
+            and not packed.sends_on,
         )
 
     def execute(self, batch: Batch) -> BatchResult:

@@ -579,8 +579,7 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         if num_computed == num_known + sequence.num_in_flight_tokens:
             sequence.num_in_flight_tokens += 1  # the step samples the one after
-        num_full = num_computed if num_computed < num_known else num_known
-        num_full //= self._block_size
+        num_full = min(num_computed, num_known) // self._block_size
         if num_full > sequence.num_committed_blocks or num_computed == sequence.num_prompt_tokens:
             self.blocks.commit(sequence)
 

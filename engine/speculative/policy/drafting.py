@@ -4,6 +4,10 @@ Drafts only take what a step has to spare: the tokens that it computes in about 
 beside nothing but decoding sequences; and free blocks, so that nobody is preempted for
 them. A sequence whose drafts are right gets more of them, one whose drafts are wrong gets fewer,
 then none for a while.
+
+By the method `auto` they are copied on evidence only: once as many tokens as `_FIRST_EVIDENCE` have
+been those of an earlier text. Right drafts are evidence of more, so a copy that leaves the text for
+a few tokens is taken up soon; after wrong ones it takes a longer match each time.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from penstock.engine.speculative.policy.ngram import NgramDrafter
 
 _FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
 _MAX_PAUSE = 32  # steps without drafts after wrong ones
+# Tokens that must match before others are drafted by the method `auto`: in a new sequence, in one
+# whose drafts were right, and at most.
+_FIRST_EVIDENCE, _LEAST_EVIDENCE, _MOST_EVIDENCE = 8, 3, 64
 # Of a draft model, whose guesses are right independently of each other, at some rate. A guess costs
 # a pass of that model, perhaps a tenth of a step, for all the tokens of the step: it must be right
 # that often together with those before it.
@@ -56,6 +63,7 @@ class _Drafted:
         num_misses: steps in a row in which the first draft was wrong.
         rate: a moving mean of the draft model's guesses that were right, of those checked.
         pause: steps to go without drafts.
+        evidence: tokens that must match before drafts are copied.
         forced: tokens that must come next, as the device says.
         is_forced: its latest drafts were such.
     """
@@ -66,6 +74,7 @@ class _Drafted:
     num_misses: int = 0
     rate: float = 0.7
     pause: int = 0
+    evidence: int = 0
     forced: tuple[int, ...] = ()
     is_forced: bool = False
 
@@ -94,12 +103,14 @@ class Drafting:
         speculation = config.speculation
         self._is_for_all = speculation is not None
         self._has_draft_model = speculation is not None and speculation.model is not None
+        self._needs_evidence = speculation is not None and speculation.method == "auto"
         self._config = speculation or SpeculativeConfig()
         self._max_num_tokens = config.max_num_batched_tokens
         self._blocks = blocks
         self._num_tokens_left = num_tokens_left
         self.drafted: dict[int, _Drafted] = {}
         self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
+        self._has_forced = False  # whether some next tokens are forced
 
     def enter(self, sequence: Sequence) -> bool:
         """A sequence enters the device; whether it may get drafts."""
@@ -113,13 +124,15 @@ class Drafting:
         drafter = NgramDrafter(
             sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            min_size=self._config.prompt_lookup_min,
-            max_size=self._config.prompt_lookup_max,
+            sizes=self._config.lookup_sizes,
             prediction=prediction,
             sibling=self._finished_outputs.find(sequence.request),
         )
-        limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
-        self.drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
+        most, evidence = self._config.num_speculative_tokens, 0
+        limit = min(_FIRST_LIMIT, most)
+        if self._needs_evidence:
+            limit, evidence = most, _FIRST_EVIDENCE
+        self.drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit, evidence=evidence)
         return True
 
     def awaits(self, sequence: Sequence) -> bool:
@@ -130,7 +143,9 @@ class Drafting:
             return False
         if drafted.forced or drafted.pause > 0:
             return bool(drafted.forced)
-        return self._has_draft_model or bool(drafted.drafter.propose(1))
+        return self._has_draft_model or bool(
+            drafted.drafter.propose(1, num_matched=drafted.evidence)
+        )
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended; its output is kept for its siblings."""
@@ -144,10 +159,10 @@ class Drafting:
 
     def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> None:
         """Add drafts to a planned step whose tokens are counted as computed."""
-        if any(item.num_new_tokens > 1 for item in scheduled.values()):
-            return
         number = len(scheduled)
         num_rows = min(self.num_verify_rows, self._max_num_tokens) - number
+        if num_rows <= 0 or any(item.num_new_tokens > 1 for item in scheduled.values()):
+            return
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
             number -= 1
@@ -157,6 +172,9 @@ class Drafting:
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Note which drafts of a step were right."""
+        is_plain = batch.num_tokens == len(batch.scheduled)  # nearly every step
+        if is_plain and not (self._has_forced or result.forced_token_ids):
+            return
         counters = self.counters
         for item in batch.scheduled:
             drafted = self.drafted.get(item.seq_id)
@@ -180,6 +198,7 @@ class Drafting:
                 self._adapt_to_rate(drafted, num_drafts, num_right)
             else:
                 self._adapt(drafted, num_drafts, num_right)
+        self._has_forced = any(each.forced for each in self.drafted.values())
 
     def _add(
         self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
@@ -203,7 +222,7 @@ class Drafting:
         num_drafts = len(drafts)
         if not (drafts or is_paused):
             limit = min(drafted.limit, room)
-            drafts = drafted.drafter.propose(limit)
+            drafts = drafted.drafter.propose(limit, num_matched=drafted.evidence)
             if self._has_draft_model and not drafted.drafter.is_predicted:
                 drafts = ()
             num_drafts = len(drafts) or limit * self._has_draft_model
@@ -233,11 +252,13 @@ class Drafting:
     def _adapt(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
         if num_right:
             drafted.num_misses = 0
+            drafted.evidence = min(drafted.evidence, _LEAST_EVIDENCE)
             most = self._config.num_speculative_tokens
             drafted.limit = (
                 min(2 * drafted.limit + 1, most) if num_right == num_drafts else num_right
             )
             return
         drafted.num_misses += 1
+        drafted.evidence = min(2 * drafted.evidence, _MOST_EVIDENCE)
         drafted.limit = 1
         drafted.pause = min(1 << (drafted.num_misses - 1), _MAX_PAUSE)

@@ -54,10 +54,13 @@ class FinishedOutputs:
     def find(self, request: Request) -> Ordered[int]:
         """The output to the prompt that has the longest beginning in common with this request's,
         half of it at least; of several, the last used. Empty if there is none."""
+        if not self._outputs:
+            return ()
         wanted = _key_of(request)
         best, longest = None, -(-len(request.prompt_token_ids) // 2)
+        half = wanted.prompt[: 4 * longest]
         for key in self._outputs:
-            if key[:2] == wanted[:2]:
+            if key.prompt.startswith(half) and key[:2] == wanted[:2]:
                 num_shared = _num_shared(key.prompt, wanted.prompt)
                 if num_shared >= longest:
                     best, longest = key, num_shared

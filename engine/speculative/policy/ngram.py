@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from penstock.engine.speculative.ngrams import positions_after
 
 _MAX_NEW = 4096  # tokens of a long prompt that are indexed at once, some milliseconds
+_MAX_COMPARED = 32  # tokens before the place that is followed
 
 
 class NgramDrafter:
@@ -19,13 +20,12 @@ class NgramDrafter:
     While new tokens are those of the text that is followed, nothing is looked up. When one differs,
     the newest tokens are looked up: in the prediction, then in the sibling, from where they were
     left on, then in the sequence itself, where the latest occurrence counts. In each text as many
-    of them as occur there, from `max_size` down to `min_size`.
+    of them as occur there, of the sizes that are looked up.
 
     Args:
         token_ids: prompt and output so far; grows at its end.
         num_prompt_tokens: how many of them are the prompt.
-        min_size: tokens that must be equal before others are copied.
-        max_size: tokens that are compared at most.
+        sizes: how many of the newest tokens are looked up, the most first.
         prediction: what the output may be.
         sibling: the output of a sequence that begins alike.
     """
@@ -35,15 +35,14 @@ class NgramDrafter:
         token_ids: Sequence[int],
         *,
         num_prompt_tokens: int,
-        min_size: int,
-        max_size: int,
+        sizes: Sequence[int],
         prediction: Sequence[int] = (),
         sibling: Sequence[int] = (),
     ) -> None:
         self._token_ids = token_ids
-        self._sizes = sizes = range(max_size, min_size - 1, -1)
+        self._sizes = sizes
         self._latest: dict[tuple[int, ...], int] = {}  # n-gram → the position after it
-        self._num_indexed = min_size - 1  # n-grams that end before this position are in `_latest`
+        self._num_indexed = sizes[-1] - 1  # n-grams that end before this position are in `_latest`
         self._prediction = prediction
         self._guides = [_Guide(text, sizes) for text in (prediction, sibling) if len(text)]
         # The text that is followed (None: the sequence itself), and the position in it of the next
@@ -51,6 +50,14 @@ class NgramDrafter:
         self._guide = self._guides[0] if self._guides else None
         self._next = 0 if self._guides else -1
         self._num_followed = num_prompt_tokens  # tokens that were compared with it
+        self._first = self._next  # where it is followed from, after these equal tokens before it:
+        self._num_before = 0
+
+    @property
+    def num_matched(self) -> int:
+        """How many of the newest tokens are those of the text that is followed, as far as they were
+        compared; 0 if none is."""
+        return 0 if self._next < 0 else self._num_before + self._next - self._first
 
     @property
     def is_predicted(self) -> bool:
@@ -61,13 +68,19 @@ class NgramDrafter:
     def _text(self) -> Sequence[int]:
         return self._token_ids if self._guide is None else self._guide.text
 
-    def propose(self, limit: int) -> tuple[int, ...]:
-        """Up to `limit` tokens that may come next; none if nothing is known."""
+    def propose(self, limit: int, *, num_matched: int = 0) -> tuple[int, ...]:
+        """Up to `limit` tokens that may come next; none if nothing is known.
+
+        Args:
+            num_matched: so many must be, of a text that is no prediction.
+        """
         self._follow()
         self._index()
         if self._next < 0:
             self._find()
         if self._next < 0 or limit <= 0:
+            return ()
+        if self.num_matched < num_matched and not self.is_predicted:
             return ()
         drafts = list(self._text[self._next : self._next + limit])
         if self._guide is None:
@@ -105,12 +118,21 @@ class NgramDrafter:
             for newest in ngrams:
                 place = guide.find(newest)
                 if place is not None:
-                    self._guide, self._next = guide, place
+                    self._follow_from(guide, place, len(newest))
                     return
         for newest in ngrams:
             if newest in self._latest:
-                self._guide, self._next = None, self._latest[newest]
+                self._follow_from(None, self._latest[newest], len(newest))
                 return
+
+    def _follow_from(self, guide: _Guide | None, place: int, num_matched: int) -> None:
+        """Follow a text whose tokens before `place` are the newest, so many at least."""
+        self._guide, self._next, self._first = guide, place, place
+        text, token_ids = self._text, self._token_ids
+        most = min(_MAX_COMPARED, place, len(token_ids))
+        while num_matched < most and text[place - num_matched - 1] == token_ids[-num_matched - 1]:
+            num_matched += 1
+        self._num_before = num_matched
 
 
 class _Guide:
@@ -123,12 +145,16 @@ class _Guide:
     def __init__(self, text: Sequence[int], sizes: Iterable[int]) -> None:
         self.text = text
         self.left_at = 0
-        self._places: dict[tuple[int, ...], list[int]] = {}
-        for size in sizes:
-            self._places |= positions_after(text[:-1], size)  # nothing follows the last token
+        self._sizes = sizes
+        self._places: dict[tuple[int, ...], list[int]] | None = None  # until it is first wanted
 
     def find(self, newest: tuple[int, ...]) -> int | None:
         """The position after these tokens, from where the text was left on if they are there."""
+        if self._places is None:
+            self._places = {}
+            for size in self._sizes:
+                # Nothing follows the last token.
+                self._places |= positions_after(self.text[:-1], size)
         places = self._places.get(newest)
         if places is None:
             return None

@@ -29,6 +29,7 @@ from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 
 NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
+AUTO = {"method": "auto"}
 PERSON = {
     "type": "object",
     "properties": {
@@ -161,8 +162,9 @@ def test_tokens_are_the_same(dtype: str, features: list[dict[str, Any]]):
         "swapped": {**scarce, "preemption": "swap"},
         "recomputed": {**scarce, "preemption": "recompute"},
         "in flight": {"max_steps_in_flight": 2},
+        "by themselves": {"max_num_seqs": 32, "speculative_config": AUTO},
     }.items():
-        core = core_with(dtype, speculative_config=NGRAM, **settings)
+        core = core_with(dtype, **{"speculative_config": NGRAM, **settings})
         if kind not in ("alone", "together"):  # a draft has a row whatever the others do
             core.scheduler.drafting.num_verify_rows = 100
         asked = requests(predictions, features=features, logprobs=2)
@@ -296,6 +298,35 @@ def test_an_answer_is_drafted_from_its_siblings():
     assert num_right("edited again", prompt_token_ids=edited) > MAX_TOKENS / 2
 
 
+def test_drafts_by_themselves_start_on_evidence():
+    """A copied answer is drafted once its first tokens were those of the answer before; where
+    nothing repeats, nothing is."""
+    core, plain = core_with(speculative_config=AUTO), core_with()
+    asked = requests(max_tokens=40)[1:4:2]
+    expected = run(plain, asked, at_once=False)
+    num_steps, counters = plain.scheduler.counters.num_steps, core.scheduler.drafting.counters
+    assert run(core, asked, at_once=False) == expected
+    assert core.scheduler.counters.num_steps > 0.95 * num_steps  # random tokens
+    before = core.scheduler.counters.num_steps
+    num_right, num_drafts = counters.num_accepted_tokens, counters.num_draft_tokens
+    assert run(core, asked, at_once=False) == expected
+    # Eight tokens one by one, then eight in a step.
+    assert core.scheduler.counters.num_steps - before <= len(asked) * (8 + 32 // 8 + 1)
+    num_right = counters.num_accepted_tokens - num_right
+    assert num_right > 0.9 * (counters.num_draft_tokens - num_drafts)
+
+
+@pytest.mark.exhaustive
+def test_drafts_by_themselves_only_where_they_cannot_lose():
+    """Not where a result may depend on the batch: here, in torch."""
+    torch_model = ModelConfig(model_impl="transformers")
+    for model, are_there in ((None, True), (torch_model, False)):
+        core = core_with(model=model, speculative_config=AUTO)
+        run(core, requests(allowed_token_ids=(300,), max_tokens=30)[:1])
+        assert (core.scheduler.drafting.counters.num_drafts > 0) is are_there
+        core.close()
+
+
 def test_a_prediction_needs_no_setting():
     plain = core_with()
     (request, *_) = requests()
@@ -381,13 +412,18 @@ def test_text_that_repeats_itself():
     [
         ("{", "--speculative-config must be a JSON object, not '{'"),
         ("[1]", "must be a JSON object"),
-        ({"method": "magic"}, "method must be one of ngram, draft_model, eagle3, not 'magic'"),
+        (
+            {"method": "magic"},
+            "method must be one of auto, ngram, draft_model, eagle3, none, not 'magic'",
+        ),
         (
             {"num_speculative_tokens": 0},
             "num_speculative_tokens must be a whole number from 1 to 31",
         ),
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number"),
         ({"draft": 1}, "has no key 'draft'"),
+        ({"method": "auto", "prompt_lookup_min": 2}, "the method auto has no prompt_lookup_min"),
+        ({"method": "none", "model": "demo"}, "the method none has no model"),
         ({"prompt_lookup_max": 17}, "prompt_lookup_max must be a whole number from 1 to 16"),
         (
             {"prompt_lookup_min": 4, "prompt_lookup_max": 3},

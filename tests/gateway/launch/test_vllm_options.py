@@ -200,6 +200,11 @@ LINES: list[tuple[str, dict[str, Any], list[str]]] = [
         [],
     ),
     (
+        "demo --speculative-config auto --spec-tokens 4",
+        {"speculative_config": '{"method": "auto", "num_speculative_tokens": 4}'},
+        [],
+    ),
+    (
         "meta-llama/Llama-3.2-1B -cc.dynamic_shapes_config.type=backed -cc.mode=0 "
         "--eplb-config.window_size 1000 --logging-config.log_level DEBUG "
         "--limit-mm-per-prompt.image 2 "

@@ -14,8 +14,7 @@ def drafter(token_ids: list[int], prediction: list[int] | None = None) -> NgramD
     return NgramDrafter(
         token_ids,
         num_prompt_tokens=len(token_ids),
-        min_size=SIZE,
-        max_size=SIZE,
+        sizes=[SIZE],
         prediction=prediction or [],
     )
 
@@ -72,8 +71,7 @@ def test_a_sibling_comes_after_the_prediction():
     found = NgramDrafter(
         token_ids,
         num_prompt_tokens=2,
-        min_size=SIZE,
-        max_size=SIZE,
+        sizes=[SIZE],
         prediction=[10, 11, 12, 13, 14, 15],
         sibling=[20, 21, 22, 23, 10, 11, 12, 99, 24],
     )
@@ -87,9 +85,7 @@ def test_a_sibling_comes_after_the_prediction():
 
 
 def test_a_sibling_is_followed_from_its_beginning():
-    found = NgramDrafter(
-        [1, 2], num_prompt_tokens=2, min_size=SIZE, max_size=SIZE, sibling=[20, 21]
-    )
+    found = NgramDrafter([1, 2], num_prompt_tokens=2, sizes=[SIZE], sibling=[20, 21])
     assert found.propose(3) == (20, 21)
     assert not found.is_predicted
 
@@ -100,7 +96,7 @@ def test_the_longest_occurrence_counts_in_every_text():
     def drafts(max_size: int, **texts: list[int]) -> tuple[int, ...]:
         own = [] if texts else text
         found = NgramDrafter(
-            token_ids := [*own, 9], num_prompt_tokens=0, min_size=2, max_size=max_size, **texts
+            token_ids := [*own, 9], num_prompt_tokens=0, sizes=range(max_size, 1, -1), **texts
         )
         token_ids += [7, 1, 2, 3]
         return found.propose(1)
@@ -113,10 +109,10 @@ def test_the_longest_occurrence_counts_in_every_text():
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 4), st.integers(0, 4))
 def test_no_longer_occurrence_is_missed(token_ids: list[int], min_size: int, more: int):
-    max_size = min_size + more
-    found = NgramDrafter(token_ids, num_prompt_tokens=0, min_size=min_size, max_size=max_size)
+    sizes = range(min_size + more, min_size - 1, -1)
+    found = NgramDrafter(token_ids, num_prompt_tokens=0, sizes=sizes)
     drafts = found.propose(1)
-    for size in range(max_size, min_size - 1, -1):
+    for size in sizes:
         newest, ends = token_ids[-size:], range(size, len(token_ids))
         places = [end for end in ends if token_ids[end - size : end] == newest]
         if places:
@@ -142,3 +138,31 @@ def test_in_any_text(token_ids: list[int], steps: list[int]):
         assert len(drafts) == 4
         continued = [(grown[end:] + list(drafts))[: len(drafts)] for end in places]
         assert list(drafts) in continued
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=80),
+    st.lists(st.integers(1, 5), max_size=20),
+    st.integers(0, 12),
+)
+def test_no_draft_without_its_evidence(
+    token_ids: list[int], steps: list[int], num_matched: int
+) -> None:
+    """What is drafted followed as many equal tokens as were asked for, however it was found; and
+    what is copied from a sibling's beginning on has matched as far."""
+    grown, sibling = token_ids[:10], token_ids[10:40]
+    found = NgramDrafter(grown, num_prompt_tokens=len(grown), sizes=(8, SIZE), sibling=sibling)
+    for number in [0, *steps]:
+        grown += token_ids[len(grown) : len(grown) + number]
+        drafts = found.propose(4, num_matched=num_matched)
+        assert found.num_matched >= num_matched or not drafts
+        if not drafts:
+            continue
+        newest = grown[len(grown) - found.num_matched :]
+        followers = [
+            text[end]
+            for text in (grown, sibling)
+            for end in range(len(newest), len(text))
+            if text[end - len(newest) : end] == newest
+        ]
+        assert drafts[0] in followers
