@@ -40,7 +40,27 @@ _POLL_S = 0.002
 _JOIN_TIMEOUT_S = 600.0
 
 
-class Ranks(Protocol):
+class Exchange(Protocol):
+    """How ranks exchange rows: contiguous, of the model's dtype."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x [num_rows, size] → the sum over the ranks, in their order"""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [num_rows, size] → the ranks' columns side by side"""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """x [num_rows, size] to the next stage; of a stage's ranks the first does."""
+        ...
+
+    def receive(self, like: Tensor) -> Tensor:
+        """What the stage before sent: of the shape, dtype and device of `like`."""
+        ...
+
+
+class Ranks(Exchange, Protocol):
     """
     Attributes:
         rank: this process's number, from 0 to size - 1.
@@ -60,22 +80,6 @@ class Ranks(Protocol):
 
     def open(self, dtype: torch.dtype, device: torch.device) -> None:
         """Before the first tensor: of which dtype they are, and where."""
-        ...
-
-    def sum(self, x: Tensor) -> Tensor:
-        """x [num_rows, size], contiguous → the sum over the ranks, in their order"""
-        ...
-
-    def gather(self, x: Tensor) -> Tensor:
-        """x [num_rows, size], contiguous → the ranks' columns side by side"""
-        ...
-
-    def send(self, x: Tensor) -> None:
-        """x [num_rows, size], contiguous, to the next stage; of a stage's ranks the first does."""
-        ...
-
-    def receive(self, like: Tensor) -> Tensor:
-        """What the stage before sent: of the shape, dtype and device of `like`."""
         ...
 
     def minimum(self, number: int) -> int:
@@ -199,6 +203,93 @@ class Link:
         self._header[self._num_ranks * _LINE_BYTES] = 1
 
 
+class KernelExchange:
+    """In memory that the ranks share, by operations in C."""
+
+    def __init__(self, ranks: SharedRanks, library: CpuLibrary) -> None:
+        self._ranks, self._library = ranks, library
+        self._structure = ranks.structure(library)
+        self._places = (torch.empty(0), torch.empty(0))  # uint8, of all ranks' parts
+        self._turn = 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        self._run("sum_ranks", x, y=y, size=x.shape[1])
+        return y
+
+    def gather(self, x: Tensor) -> Tensor:
+        num_rows, part_size = x.shape
+        y = x.new_empty(num_rows, self._ranks.size * part_size)
+        self._run("gather_ranks", x, y=y, size=y.shape[1], part_size=part_size)
+        return y
+
+    def send(self, x: Tensor) -> None:
+        if self._ranks.after is not None:
+            self._ranks.after.send(self._library, x)
+
+    def receive(self, like: Tensor) -> Tensor:
+        y = torch.empty_like(like)
+        assert self._ranks.before is not None
+        self._ranks.before.receive(self._library, y)
+        return y
+
+    def close(self) -> None:
+        """Nothing to leave: the memory goes with the files."""
+
+    def _run(self, operation: str, x: Tensor, **arguments: Any) -> None:
+        if not x.numel():  # on all ranks
+            return
+        ranks = self._ranks
+        self._turn ^= 1
+        if x.nbytes * ranks.size > len(self._places[0]):
+            num_bytes = ranks.size * (1 << (x.nbytes - 1).bit_length())
+            self._places = (ranks.memory.region(num_bytes), ranks.memory.region(num_bytes))
+        parts = self._places[self._turn].view(ranks.size, -1)
+        parts[ranks.rank, : x.nbytes] = x.view(torch.uint8).flatten()
+        self._library.run(
+            operation, is_shared=False, parts=parts, ranks=self._structure,
+            num_rows=c_int64(len(x)), part_stride=parts.shape[1] // x.itemsize, **arguments,
+        )  # fmt: skip
+
+
+class DistributedExchange:
+    """By `torch.distributed`; waits for all ranks.
+
+    Args:
+        store: as in `SharedRanks`.
+    """
+
+    def __init__(self, ranks: SharedRanks, store: str, device: torch.device) -> None:
+        self._rank, self._size = ranks.rank, ranks.size
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            store=dist.FileStore(store, ranks.size),  # type: ignore[attr-defined]
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timedelta(seconds=_JOIN_TIMEOUT_S),
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, dim=1)
+
+    def send(self, x: Tensor) -> None:
+        dist.send(x, self._rank + 1)
+
+    def receive(self, like: Tensor) -> Tensor:
+        y = torch.empty_like(like)
+        dist.recv(y, self._rank - 1)
+        return y
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
 class SharedRanks:
     """Ranks on one machine.
 
@@ -210,6 +301,8 @@ class SharedRanks:
         before, after: to the stages there; None: this rank has no such link.
         check: called while this process waits at start; raises if another one has ended.
     """
+
+    _exchange: KernelExchange | DistributedExchange  # from `open` on
 
     def __init__(
         self,
@@ -229,89 +322,35 @@ class SharedRanks:
         self.stage, self.num_stages, self._layers = stage, num_stages, layers
         self.before, self.after = before, after
         self.num_on_cores = size
-        self.memory, self._check = SharedMemory(fd), check
-        self._store = store
+        self.memory, self._check, self._store = SharedMemory(fd), check, store
         self._header = self.memory.region(_HEADER_BYTES)
         self._numbers = self._header[_NUMBERS_START:].view(torch.int64).view(-1, 8)[:size]
         self._num_asked = 0
-        self.is_distributed = False  # by `torch.distributed`
-        self._library: CpuLibrary | None = None
-        self._structure: Structure | None = None
-        self._places = (torch.empty(0), torch.empty(0))  # uint8, of all ranks' parts
-        self._turn = 0
 
     @property
     def layers(self) -> Ranks:
         return self if self._layers is None else self._layers
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether they exchange rows by `torch.distributed`."""
+        return isinstance(self._exchange, DistributedExchange)
+
     def open(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._library = load_library(dtype) if device.type == "cpu" else None
+        library = load_library(dtype) if device.type == "cpu" else None
         if self._layers is not None:
-            if self._library is None and self._layers.size > 1:
+            if library is None and self._layers.size > 1:
                 raise ConfigError(
                     "--pipeline-parallel-size with --tensor-parallel-size needs the CPU kernels"
                 )
             self._layers.open(dtype, device)
-        if self._library is not None:
-            self._structure = self.structure(self._library)
-            return
-        self.is_distributed = True
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
-            store=dist.FileStore(self._store, self.size),  # type: ignore[attr-defined]
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=_JOIN_TIMEOUT_S),
-        )
-
-    def sum(self, x: Tensor) -> Tensor:
-        if self._library is None:
-            dist.all_reduce(x)
-            return x
-        y = torch.empty_like(x)
-        self._exchange("sum_ranks", x, y=y, size=x.shape[1])
-        return y
-
-    def gather(self, x: Tensor) -> Tensor:
-        num_rows, part_size = x.shape
-        if self._library is None:
-            parts = [torch.empty_like(x) for _ in range(self.size)]
-            dist.all_gather(parts, x)
-            return torch.cat(parts, dim=1)
-        y = x.new_empty(num_rows, self.size * part_size)
-        self._exchange("gather_ranks", x, y=y, size=y.shape[1], part_size=part_size)
-        return y
-
-    def send(self, x: Tensor) -> None:
-        if self._library is None:
-            dist.send(x, self.rank + 1)
-        elif self.after is not None:
-            self.after.send(self._library, x)
-
-    def receive(self, like: Tensor) -> Tensor:
-        y = torch.empty_like(like)
-        if self._library is None:
-            dist.recv(y, self.rank - 1)
+        if library is None:
+            self._exchange = DistributedExchange(self, self._store, device)
         else:
-            assert self.before is not None
-            self.before.receive(self._library, y)
-        return y
-
-    def _exchange(self, operation: str, x: Tensor, **arguments: Any) -> None:
-        assert self._library is not None
-        if not x.numel():  # on all ranks
-            return
-        self._turn ^= 1
-        if x.nbytes * self.size > len(self._places[0]):
-            num_bytes = self.size * (1 << (x.nbytes - 1).bit_length())
-            self._places = (self.memory.region(num_bytes), self.memory.region(num_bytes))
-        parts = self._places[self._turn].view(self.size, -1)
-        parts[self.rank, : x.nbytes] = x.view(torch.uint8).flatten()
-        self._library.run(
-            operation, is_shared=False, parts=parts, ranks=self._structure,
-            num_rows=c_int64(len(x)),
-            part_stride=parts.shape[1] // x.itemsize, **arguments,
-        )  # fmt: skip
+            self._exchange = KernelExchange(self, library)
+        # What the model calls is the exchange's own.
+        self.sum, self.gather = self._exchange.sum, self._exchange.gather
+        self.send, self.receive = self._exchange.send, self._exchange.receive
 
     def minimum(self, number: int) -> int:
         self._num_asked += 1
@@ -329,8 +368,7 @@ class SharedRanks:
 
     def close(self) -> None:
         """Leave the other ranks."""
-        if self.is_distributed:
-            dist.destroy_process_group()
+        self._exchange.close()
 
     def give_up(self) -> None:
         """Let no rank wait for another one any more; what they compute is worthless."""
