@@ -155,3 +155,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     num_masks: int = 0
     swap_out_s: float = 0.0
     swap_in_s: float = 0.0
+
+    def result(self) -> BatchResult:
+        """As the handle of its own step, which has ended."""
+        return self

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
-from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.pooling.encoder_runner import EncoderRunner
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
-from penstock.engine.runner.model_runner import ModelRunner, PendingStage, StepInFlight
-
-
-class DoneHandle(msgspec.Struct, frozen=True):
-    """The handle of a finished step."""
-
-    batch_result: BatchResult
-
-    def result(self) -> BatchResult:
-        return self.batch_result
+from penstock.engine.runner.model_runner import ModelRunner
 
 
 class InProcessExecutor:
@@ -28,17 +16,15 @@ class InProcessExecutor:
     def __init__(self, runner: ModelRunner | EncoderRunner) -> None:
         self.wake: Callable[[], None] = lambda: None  # never called
         self._runner = runner
+        self.submit = (
+            runner.launch
+            if isinstance(runner, ModelRunner) and runner.info.async_scheduling
+            else runner.execute
+        )
         self.info, self.grammars, self.adapters = runner.info, runner.grammars, runner.adapters
         self.block_bytes: HostTier | NoBlockBytes = runner.block_bytes
-        self.num_parts_done, self.describe = (
-            runner.progress.num_parts_done,
-            runner.progress.describe,
-        )
-
-    def submit(self, batch: Batch) -> DoneHandle | StepInFlight | PendingStage:
-        if isinstance(self._runner, ModelRunner) and self.info.async_scheduling:
-            return self._runner.launch(batch)
-        return DoneHandle(self._runner.execute(batch))
+        self.num_parts_done = runner.progress.num_parts_done
+        self.describe = runner.progress.describe
 
     def check(self) -> None:
         """Nothing to check: there is no other process."""

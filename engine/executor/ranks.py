@@ -28,7 +28,7 @@ import msgspec
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineError
-from penstock.engine.executor.in_process import DoneHandle, InProcessExecutor
+from penstock.engine.executor.in_process import InProcessExecutor
 from penstock.engine.executor.rank_channel import (
     Life,
     RankChannel,
@@ -44,7 +44,7 @@ from penstock.engine.process.launch import die_with_parent
 from penstock.engine.process.sandbox import give_way
 from penstock.engine.request import Adapter, StructuredOutputs
 from penstock.engine.runner.kv_swap import NoBlockBytes
-from penstock.engine.runner.model_runner import ModelRunner, PendingStage, StepInFlight
+from penstock.engine.runner.model_runner import ModelRunner, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.cores import keep_on, pin_rank, usable_cpus
 
@@ -171,21 +171,22 @@ class RanksExecutor:
     def wake(self, wake: Callable[[], None]) -> None:
         self._channel.wake = wake
 
-    def submit(self, batch: Batch) -> _CheckedHandle | _SentOnHandle:
+    def submit(self, batch: Batch) -> _Handle:
         step, self._tokens = _Step(batch, self._tokens), {}
         self._channel.tell(_BATCH + msgspec.msgpack.encode(step))
         self._runner.receive(step.tokens)
-        handle = self._executor.submit(batch)
-        if self._channel.has_results:
-            return _SentOnHandle(batch, handle, self._finish)
-        return _CheckedHandle(handle, self.check)
+        return _Handle(batch, self._executor.submit(batch), self._finish)
 
     def _finish(self, batch: Batch, own: BatchResult) -> BatchResult:
-        """The result of the oldest step in flight, once the last stage hands it out.
+        """The result of the oldest step in flight, once the last stage hands it out; worthless if a
+        rank has ended meanwhile.
 
         Args:
             own: of this stage.
         """
+        if not self._channel.has_results:
+            self.check()
+            return own
         result = self._channel.next_result()
         assert result.step == batch.step
         for item in batch.scheduled:
@@ -209,28 +210,15 @@ class RanksExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class _CheckedHandle:
-    """A step whose result is worthless if a rank has ended meanwhile."""
-
-    handle: DoneHandle | StepInFlight | PendingStage
-    check: Callable[[], None]
-
-    def result(self) -> BatchResult:
-        result = self.handle.result()
-        self.check()
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class _SentOnHandle:
-    """A step of which this process has done the first stage."""
+class _Handle:
+    """A step of which this process has its part."""
 
     batch: Batch
-    handle: DoneHandle | StepInFlight | PendingStage
+    own: BatchResult | StepInFlight
     finish: Callable[[Batch, BatchResult], BatchResult]
 
     def result(self) -> BatchResult:
-        return self.finish(self.batch, self.handle.result())
+        return self.finish(self.batch, self.own.result())
 
 
 def main(status: int) -> int:
@@ -276,7 +264,7 @@ class _OtherRank:
     ) -> None:
         self._runner, self._max_steps_in_flight = runner, max_steps_in_flight
         self._result_fd = result_fd
-        self._in_flight: deque[StepInFlight | PendingStage] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._compiling = ThreadPoolExecutor(1)
         self._steps = msgspec.msgpack.Decoder(_Step)
         self._adapters = msgspec.msgpack.Decoder(Adapter)

@@ -8,10 +8,10 @@ What a feature adds to a step is in `step_extensions`, and nothing where no sequ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.pooling.pooler import Pooler
 from penstock.engine.pooling.score_head import load_score_head
 from penstock.engine.pooling.settings import ModelPooling
-from penstock.engine.request import FinishReason, TokenLogprobs
+from penstock.engine.request import FinishReason
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
     check_kv_dtype,
@@ -349,7 +349,7 @@ class ModelRunner:
         """Run one step. Sequences whose last known token it computes get a new token."""
         return self.launch(batch).result()
 
-    def launch(self, batch: Batch) -> StepInFlight | PendingStage:
+    def launch(self, batch: Batch) -> StepInFlight:
         """Begin a step without waiting for a GPU, so that the next one may be launched at once."""
         with self._inference_mode:
             self._batch.update(batch)
@@ -369,9 +369,7 @@ class ModelRunner:
             for read in inputs.readers:
                 part = read(inputs, output)
                 parts += () if part is None else (part,)
-            if chosen is None:
-                return PendingStage(batch.step, stopwatch, self._host_tier)
-            tokens = self._tokens.append(inputs, chosen)
+            tokens = None if chosen is None else self._tokens.append(inputs, chosen)
             return StepInFlight(batch.step, stopwatch, self._host_tier, inputs, tokens, parts)
 
     def _forward(self, inputs: StepInputs) -> StepOutput:
@@ -422,83 +420,62 @@ def _order_of(model: LanguageModel, library: CpuLibrary | None) -> str:
     return "torch" if library is None else f"{type(model).__name__} {library.isa}"
 
 
-class Swaps(Protocol):
-    """The part of a host tier that measures swaps."""
-
-    @property
-    def timings(self) -> Sized:
-        """Those that have not been taken."""
-        ...
-
-    def take_seconds(self) -> tuple[float, float]: ...
-
-
-def _seconds_of(swaps: Swaps) -> tuple[float, float]:
-    return swaps.take_seconds() if swaps.timings else (0.0, 0.0)
-
-
 class StepInFlight:
     """A launched step; `result` waits for it.
 
     Args:
         stopwatch: started with the step.
-        inputs, tokens: None if nothing was computed.
+        swaps: measures those of steps.
+        inputs: None if nothing was computed.
+        tokens: None if nothing was, or a later stage draws them.
         parts: what extensions add to the result.
     """
 
-    __slots__ = ("_masks", "_parts", "_seq_ids", "_step", "_stopwatch", "_swaps", "_tokens")
+    __slots__ = ("_inputs", "_parts", "_step", "_stopwatch", "_swaps", "_tokens")
 
     def __init__(
         self,
         step: int,
         stopwatch: Stopwatch,
-        swaps: Swaps,
+        swaps: HostTier | NoHostTier,
         inputs: StepInputs | None = None,
         tokens: Tokens | None = None,
         parts: Sequence[ResultPart] = (),
     ) -> None:
         stopwatch.mark_end()
         self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
-        self._seq_ids: tuple[int, ...] = () if inputs is None else inputs.sampled_seq_ids
-        self._masks = None if inputs is None else inputs.sampling.masks
-        self._tokens, self._parts = tokens, parts
+        self._inputs, self._tokens, self._parts = inputs, tokens, parts
 
     def result(self) -> BatchResult:
         """Wait for the end of this step, not for steps launched after it."""
-        if self._tokens is None:
-            swap_out_s, swap_in_s = _seconds_of(self._swaps)
+        inputs, sampled = self._inputs, None if self._tokens is None else self._tokens.read()
+        swap_out_s, swap_in_s = self._swaps.take_seconds() if self._swaps.timings else (0.0, 0.0)
+        compute_s = 0.0 if inputs is None else self._stopwatch.seconds()
+        if inputs is None or sampled is None:
             return BatchResult(
-                step=self._step, token_ids={}, swap_out_s=swap_out_s, swap_in_s=swap_in_s
+                step=self._step,
+                token_ids={},
+                compute_s=compute_s,
+                swap_out_s=swap_out_s,
+                swap_in_s=swap_in_s,
             )
-        sampled = self._tokens.read()
-        is_valid, rows = sampled.is_valid, sampled.rows
-        swap_out_s, swap_in_s = _seconds_of(self._swaps)
+        seq_ids, masks, is_valid = inputs.sampled_seq_ids, inputs.sampling.masks, sampled.is_valid
         token_ids: dict[int, tuple[int, ...]]
-        logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
-        if rows is None:
-            seq_ids = self._seq_ids
+        if sampled.rows is None:
             tokens = zip(seq_ids, sampled.token_ids, is_valid, strict=True)
             token_ids = {seq_id: (token_id,) for seq_id, token_id, is_good in tokens if is_good}
-            if sampled.logprobs:
-                logprobs = {
-                    seq_ids[row]: (entry,)
-                    for row, entry in sampled.logprobs.items()
-                    if is_valid[row]
-                }
         else:  # several tokens of a sequence
-            seq_ids = tuple(self._seq_ids[row] for row in rows)
+            seq_ids = tuple(seq_ids[row] for row in sampled.rows)
             token_ids = _by_sequence(seq_ids, dict(enumerate(sampled.token_ids)), is_valid)
-            logprobs = _by_sequence(seq_ids, sampled.logprobs, is_valid)
-        ended_seq_ids = {} if all(is_valid) else self._ended(rows, is_valid)
         result = BatchResult(
             step=self._step,
             token_ids=token_ids,
-            logprobs=logprobs,
-            ended_seq_ids=ended_seq_ids,
-            forced_token_ids={} if self._masks is None else self._forced(self._masks),
-            compute_s=self._stopwatch.seconds(),
-            masks_s=0.0 if self._masks is None else self._masks.seconds,
-            num_masks=0 if self._masks is None else len(self._masks),
+            logprobs=_by_sequence(seq_ids, sampled.logprobs, is_valid) if sampled.logprobs else {},
+            ended_seq_ids={} if all(is_valid) else _ended(seq_ids, sampled, masks),
+            forced_token_ids={} if masks is None else _forced(inputs.sampled_seq_ids, masks),
+            compute_s=compute_s,
+            masks_s=0.0 if masks is None else masks.seconds,
+            num_masks=0 if masks is None else len(masks),
             swap_out_s=swap_out_s,
             swap_in_s=swap_in_s,
         )
@@ -506,43 +483,26 @@ class StepInFlight:
             result = part.add_to(result)
         return result
 
-    def _forced(self, masks: StepMasks) -> dict[int, tuple[int, ...]]:
-        return {self._seq_ids[row]: token_ids for row, token_ids in masks.forced().items()}
 
-    def _ended(
-        self, rows: Sequence[int] | None, is_valid: Sequence[bool]
-    ) -> dict[int, FinishReason]:
-        """Why each of these rows (None: all) without a valid token has none."""
-        ends = {} if self._masks is None else self._masks.ends
-        return {
-            self._seq_ids[row]: ends.get(row, FinishReason.ERROR)
-            for row, is_good in zip(rows or range(len(is_valid)), is_valid, strict=True)
-            if not is_good
-        }
+def _forced(seq_ids: Sequence[int], masks: StepMasks) -> dict[int, tuple[int, ...]]:
+    return {seq_ids[row]: token_ids for row, token_ids in masks.forced().items()}
 
 
-class PendingStage:
-    """A launched step whose tokens a later stage draws.
+def _ended(
+    seq_ids: Sequence[int], sampled: Sampled, masks: StepMasks | None
+) -> dict[int, FinishReason]:
+    """Why each sequence without a valid token has none.
 
-    Args: as of `StepInFlight`.
+    Args:
+        seq_ids: of the sampled tokens.
     """
-
-    __slots__ = ("_step", "_stopwatch", "_swaps")
-
-    def __init__(self, step: int, stopwatch: Stopwatch, swaps: Swaps) -> None:
-        stopwatch.mark_end()
-        self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
-
-    def result(self) -> BatchResult:
-        """How long this stage took; waits for it."""
-        swap_out_s, swap_in_s = _seconds_of(self._swaps)
-        return BatchResult(
-            step=self._step,
-            token_ids={},
-            compute_s=self._stopwatch.seconds(),
-            swap_out_s=swap_out_s,
-            swap_in_s=swap_in_s,
-        )
+    ends = {} if masks is None else masks.ends
+    rows = range(len(seq_ids)) if sampled.rows is None else sampled.rows
+    return {
+        seq_id: ends.get(row, FinishReason.ERROR)
+        for seq_id, row, is_good in zip(seq_ids, rows, sampled.is_valid, strict=True)
+        if not is_good
+    }
 
 
 _Value = TypeVar("_Value")

@@ -489,8 +489,9 @@ class OutputProcessor(SequenceSet):
         """The outputs of one step."""
         self.counters.swap_out_s += result.swap_out_s
         self.counters.swap_in_s += result.swap_in_s
-        self.counters.masks_s += result.masks_s
-        self.counters.num_masks += result.num_masks
+        if result.num_masks:
+            self.counters.masks_s += result.masks_s
+            self.counters.num_masks += result.num_masks
         live = self.running_set.live
         outputs: list[RequestOutput] = []
         token_us = 1e6 * result.compute_s / max(batch.num_tokens, 1)

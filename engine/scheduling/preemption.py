@@ -57,11 +57,9 @@ class PreemptionCosts:
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Update the rates from a step's measurements."""
-        num_moves = len(batch.moves.swap_outs) + len(batch.moves.swap_ins)
-        if num_moves:
-            seconds = (result.swap_out_s + result.swap_in_s) / num_moves
-            if seconds > 0:
-                self.block_move_s = _mean(self.block_move_s or None, seconds)
+        seconds = result.swap_out_s + result.swap_in_s
+        if seconds > 0 and (num_moves := len(batch.moves.swap_outs) + len(batch.moves.swap_ins)):
+            self.block_move_s = _mean(self.block_move_s or None, seconds / num_moves)
         if result.compute_s > 0 and batch.scheduled:
             num_tokens = batch.num_tokens
             is_prefill = num_tokens >= _PREFILL_FACTOR * len(batch.scheduled)

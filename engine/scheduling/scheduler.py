@@ -308,7 +308,7 @@ class Scheduler:
         has_preempted = False
         limits = self._prompt_limits(in_prompt, budget - len(decoding)) if in_prompt else {}
         outranked: list[Sequence] = []
-        if not tenant_limits:
+        if in_prompt and not tenant_limits:
             in_prompt, outranked = self._by_rank(in_prompt)
         spare = self._config.max_num_batched_tokens - budget  # for images that are not cut
         if not self._has_bidirectional_images:
@@ -316,7 +316,8 @@ class Scheduler:
             decoding = []
         for sequence in decoding + in_prompt:
             num_new = min(self._num_uncomputed(sequence), budget)
-            num_new = min(num_new, limits.get(sequence.seq_id, num_new))
+            if limits:
+                num_new = min(num_new, limits.get(sequence.seq_id, num_new))
             if tenant_limits and num_new > 1:
                 num_new = min(num_new, tenant_limits.get(sequence.request.tenant, num_new))
             if self._has_bidirectional_images and num_new > 0:
@@ -325,7 +326,7 @@ class Scheduler:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
                 has_preempted |= num_preempted > 0
                 budget -= num_new * is_kept
-                if num_new > 1 and sequence.request.tenant in tenant_limits:
+                if tenant_limits and num_new > 1 and sequence.request.tenant in tenant_limits:
                     tenant_limits[sequence.request.tenant] -= num_new
         # Only now, since a sequence scheduled above may have been preempted by a later one. Before
         # admission, so that sequences admitted to this step can share what it computes.

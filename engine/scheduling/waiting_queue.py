@@ -398,8 +398,11 @@ class QueueStats:
 
     def update(self) -> list[RequestOutput]:
         """Changed positions, for requests that asked; at most every `POSITIONS_INTERVAL_S`."""
-        now_s = self._clock()
-        self._measure(now_s)
+        now_s, num_served = self._clock(), self._queue.num_served_tokens
+        if self._had_waiting:
+            self._measure(now_s - self._last_s, num_served - self._num_served)
+        self._last_s, self._num_served = now_s, num_served
+        self._had_waiting = len(self._queue) > 0
         if not self._told or now_s < self._positions_due_s:
             return []
         outputs = self._positions()
@@ -407,17 +410,11 @@ class QueueStats:
         self._positions_due_s = now_s + max(POSITIONS_INTERVAL_S, cost_s / _MAX_SHARE)
         return outputs
 
-    def _measure(self, now_s: float) -> None:
-        elapsed_s, self._last_s = now_s - self._last_s, now_s
-        num_new, self._num_served = (
-            self._queue.num_served_tokens - self._num_served,
-            self._queue.num_served_tokens,
-        )
-        if self._had_waiting and elapsed_s > 0:
+    def _measure(self, elapsed_s: float, num_served: int) -> None:
+        if elapsed_s > 0:
             kept = math.exp(-elapsed_s / _MEMORY_S)
             self._busy_s = self._busy_s * kept + elapsed_s
-            self._busy_tokens = self._busy_tokens * kept + num_new
-        self._had_waiting = len(self._queue) > 0
+            self._busy_tokens = self._busy_tokens * kept + num_served
 
     def _positions(self) -> list[RequestOutput]:
         told, self._told = self._told, {}

@@ -265,17 +265,17 @@ def test_the_next_step_is_launched_before_the_last_is_read(
     as_on_a_gpu("full")
     core = build(tiny_checkpoint("LlamaForCausalLM"), ROOMY)
     events: list[str] = []
-    launch, result = type(core._executor).submit, StepInFlight.result
+    launch, result = core._executor.submit, StepInFlight.result
 
-    def submit(self: Any, batch: Any) -> Any:
+    def submit(batch: Any) -> Any:
         events.append("launch")
-        return launch(self, batch)
+        return launch(batch)
 
     def read(self: Any) -> Any:
         events.append("read")
         return result(self)
 
-    monkeypatch.setattr(type(core._executor), "submit", submit)
+    monkeypatch.setattr(core._executor, "submit", submit)
     monkeypatch.setattr(StepInFlight, "result", read)
     (request,) = requests(SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[3:4]
     outputs(core, [request])
