@@ -10,7 +10,8 @@ step. With a hundred sequences of another tenant in both, that takes longer than
                                           that decode take turns, so each of n has its token in one
                                           of the next `n ÷ MIN_DECODES` such steps
 
-A heavy tenant's tokens are computed all the same, in more and shorter steps.
+A heavy tenant's tokens are computed all the same, in more and shorter steps. While tenants are
+equals, prompts get `short_step` tokens of a step: who comes next does not wait for a long one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ _STEP_S = 0.010  # where more than those are computed in this time, a step has m
 _DECODE_TOKENS = 2  # what a decode costs, in tokens of a prompt: it has logits, and draws a token
 _MIN_LEFT_OUT, _MAX_LEFT_OUT = 32, 2  # tokens; steps in a row
 MIN_DECODES = _MIN_TOKENS // _DECODE_TOKENS // 2
+
+
+def short_step(prefill_tokens_per_s: float) -> int:
+    """How many tokens of prompts a step may have for which another tenant's request may wait.
+
+    Args:
+        prefill_tokens_per_s: measured rate; 0 before the first prompt.
+    """
+    return max(_MIN_TOKENS, int(prefill_tokens_per_s * _STEP_S))
 
 
 class HeavyTenants:
@@ -63,7 +73,7 @@ class HeavyTenants:
             have_prompts: they have prompts to compute.
             prefill_tokens_per_s: measured rate; 0 before the first prompt.
         """
-        num_tokens = max(_MIN_TOKENS, int(prefill_tokens_per_s * _STEP_S))
+        num_tokens = short_step(prefill_tokens_per_s)
         num_decodes = num_tokens // _DECODE_TOKENS // (1 + have_prompts)
         waiting = {sequence.seq_id: sequence for sequence in decoding}
         order = {seq_id: None for seq_id in self._last_served if seq_id in waiting}

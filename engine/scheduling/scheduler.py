@@ -34,7 +34,7 @@ from penstock.engine.request import (
     SequenceStatus,
     num_blocks_needed,
 )
-from penstock.engine.scheduling.heavy_tenants import HeavyTenants
+from penstock.engine.scheduling.heavy_tenants import HeavyTenants, short_step
 from penstock.engine.scheduling.output_processor import (
     LiveRequest,
     OutputProcessor,
@@ -213,10 +213,15 @@ class Scheduler:
             num_microbatches=self._num_microbatches,
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
         )
-        heavy = self._running_set.tenant_slots.heavy_tenants()
+        tenant_slots = self._running_set.tenant_slots
+        heavy = tenant_slots.heavy_tenants()
         if heavy and self._num_microbatches == 1:
             self._fill_beside_light(scheduled, heavy, decoding, in_prompt, budget)
         else:
+            can_cut = self._config.enable_chunked_prefill and self._num_microbatches == 1
+            if can_cut and tenant_slots.are_several:
+                num_tokens = short_step(self._costs.prefill_tokens_per_s)
+                budget = min(budget, len(decoding) + num_tokens)
             self._fill(scheduled, decoding, in_prompt, budget, {})
         if not scheduled:
             self._make_way(scheduled)

@@ -91,13 +91,17 @@ class TenantSlots:
         )
         return num_beyond <= max(self._max_num_seqs - self._num_kept, num_slots)
 
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one tenant is active, or was so a moment ago."""
+        if len(self._tenants) > 1:
+            self._forget()
+        return len(self._tenants) > 1
+
     def heavy_tenants(self) -> Set[str]:
         """Those that hold four times as many slots, by weight, as the tenant that holds fewest; one
         without a slot counts as if it had one. Empty if all hold about as many."""
-        if len(self._tenants) < 2:
-            return _NOBODY
-        self._forget()
-        if not self._tenants:
+        if not self.are_several:
             return _NOBODY
         least = min(max(each.num_slots, 1) / each.weight for each in self._tenants.values())
         return {
