@@ -11,8 +11,14 @@ from torch import Tensor
 
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.linear import Linear
-from penstock.engine.lora.cpu_adapters import CpuAdapters, CpuRows
-from penstock.engine.lora.layer_adapters import LayerAdapters, LoraWeights, StepRows, TorchAdapters
+from penstock.engine.lora.layer_adapters import (
+    CpuAdapters,
+    CpuRows,
+    LayerAdapters,
+    LoraWeights,
+    StepRows,
+    TorchAdapters,
+)
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import LoadedModel
 from penstock.engine.models.names import WeightNames, row_orders
