@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from penstock.engine import LLM
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import (
@@ -14,6 +19,7 @@ from penstock.engine.request import (
     FinishReason,
     RepetitionDetection,
     SamplingParams,
+    StructuredOutputs,
 )
 
 from .fake_device import expected_output
@@ -100,3 +106,61 @@ def test_each_sample_ends_where_its_own_loop_is_found(
         assert (last.finish_reason is FinishReason.REPETITION) == bool(loops)
         assert last.stop_token_id is None
     assert set(reasons) == {FinishReason.REPETITION, FinishReason.LENGTH}
+
+
+# -- as the page asks ------------------------------------------------------------------------------
+
+_SETTINGS = Path(__file__).parents[3] / "clients/browser/settings.js"
+_TOPICS = (
+    "rain", "the moon", "bread", "a bicycle", "penstock", "music", "sleep", "a cache", "a garden",
+    "LLM serving",
+)  # fmt: skip
+_FORMS = (
+    "Explain {} to a child.", "Write a short story about {}.", "What is {}?", "List facts on {}.",
+    "Write a poem about {}.", "Tell me a joke about {}.", "Write a dialogue about {}.",
+    "Describe {} in detail.", "Make a table about {}.", "Ask me five questions about {}.",
+)  # fmt: skip
+_MOST_TOKENS = 256  # until a loop ends: the longest pattern, as often as it must be there
+
+
+@pytest.fixture(scope="module")
+def page() -> RepetitionDetection:
+    [line] = re.findall(r"const LOOPS = \{(.*)\}", _SETTINGS.read_text())
+    return RepetitionDetection(
+        **{name: int(num) for name, num in re.findall(r"(\w+): (\d+)", line)}
+    )
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LLM]:
+    with LLM(max_model_len=1024) as llm:
+        yield llm
+
+
+@pytest.mark.exhaustive
+def test_ordinary_answers_have_no_loop(demo: LLM, page: RepetitionDetection) -> None:
+    asks = [form.format(topic) for topic in _TOPICS for form in _FORMS]
+    answers = demo.chat(
+        [[{"role": "user", "content": ask}] for ask in asks],
+        [SamplingParams(temperature=0.2, top_p=0.9, seed=seed, max_tokens=_MOST_TOKENS,
+                        repetition_detection=page) for seed in range(len(asks))],
+        use_tqdm=False,
+    )  # fmt: skip
+    assert "repetition" not in {answer.outputs[0].stop_reason for answer in answers}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_words", [8, 11, 16])
+def test_a_planted_loop_ends_soon(demo: LLM, page: RepetitionDetection, num_words: int) -> None:
+    """A grammar has the model say the same words for ever."""
+    words = "the fox sat by the mill and saw how much rain fell on that old"
+    text = " ".join(words.split()[:num_words])
+    loop = StructuredOutputs("regex", f"Once upon a time, (and {text}, )*")
+    params = SamplingParams(
+        temperature=0, max_tokens=900, structured_outputs=loop, repetition_detection=page
+    )
+    [answer] = demo.generate("x", params, use_tqdm=False)
+    [output] = answer.outputs
+    begin = len(demo.tokenizer.encode("Once upon a time, ", add_special_tokens=False))
+    assert (output.finish_reason, output.stop_reason) == ("stop", "repetition")
+    assert len(output.token_ids) <= begin + _MOST_TOKENS
