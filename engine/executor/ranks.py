@@ -51,6 +51,7 @@ from penstock.kernels.cpu.cores import keep_on, pin_rank, usable_cpus
 # Kinds of messages.
 _BATCH, _LOAD, _DROP, _COMPILE, _DROP_GRAMMAR = b"b", b"l", b"d", b"c", b"g"
 _READ_VOCABULARY = b"v"
+_MANY_OBJECTS = 100_000  # new ones, of which some may be garbage
 
 
 class _Step(msgspec.Struct, array_like=True, frozen=True):
@@ -244,6 +245,7 @@ def main(status: int) -> int:
     os.close(status)
     gc.collect()
     gc.freeze()
+    gc.disable()  # garbage is collected between steps
     life.num_parts_done = runner.progress.num_parts_done
     rank = _OtherRank(
         runner, max_steps_in_flight=1 + runner.info.async_scheduling, result_fd=start.result_fd
@@ -254,6 +256,8 @@ def main(status: int) -> int:
         except EOFError:
             return 0
         rank.do(message)
+        if gc.get_count()[0] > _MANY_OBJECTS:
+            gc.collect(1)
 
 
 class _OtherRank:

@@ -65,6 +65,9 @@ _TITLE = "penstock-engine"
 _MAX_ANSWER_BYTES = 8 << 20  # of blocks, but one is always sent
 _STATS_INTERVAL_S = 0.1  # while no request starts or ends
 _LEAVE_S = 0.1  # for what gateways sent before they heard that the engine drains
+# How many objects may be new before garbage is collected: while there is no work, and beside work.
+_FEW_OBJECTS, _MANY_OBJECTS = 1_000, 100_000
+_FULL_EVERY = 100  # collections
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ class EngineServer:
                 if not has_work:
                     self.transport.last_step_s = None
                     self._publish_keys()
+                    _collect_garbage(_FEW_OBJECTS)
                 if self._num_stops and self._has_drained():
                     break
                 for inbound in self.transport.receive(timeout_s=self._patience_s(has_work)):
@@ -165,6 +169,8 @@ class EngineServer:
                     self._stats_due_s = 0.0
                 self._send(self._core.step())
                 self.transport.last_step_s = time.monotonic()
+                if gc.get_count()[0] > _MANY_OBJECTS:
+                    _collect_garbage(_MANY_OBJECTS)
         except BaseException as error:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             raise
@@ -418,9 +424,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     drain_s = config.get("drain_s", 0.0)
     server = EngineServer(core, info, config["address"], remote=remote, drain_s=drain_s)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    # Objects made at start-up live as long as the process: keep the collector from scanning them.
-    gc.collect()
-    gc.freeze()
+    _keep_garbage_out_of_steps()
     server.start()
     _watch(server, config["step_timeout_s"], log)
     status.ready(
@@ -433,6 +437,21 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
         is_native=is_native(engine.model, Path(info.model_path)),
     )
     server.run()
+
+
+def _keep_garbage_out_of_steps() -> None:
+    """Collect garbage only where `_collect_garbage` is called, and of objects that are made from now
+    on: those made at start-up live as long as the process."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def _collect_garbage(num_objects: int) -> None:
+    """Collect garbage, between two steps, if more objects than so many are new."""
+    num_new, _, num_before = gc.get_count()
+    if num_new > num_objects:
+        gc.collect(2 if num_before >= _FULL_EVERY else 1)
 
 
 def _take_share(index: int, num: int) -> None:
