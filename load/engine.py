@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.gateway.launch.cli import parse_engine_config
 from penstock.kernels.cpu.library import load_library
-from penstock.load.engine_runs import Phase, Run, greedy_request, run_requests
+from penstock.load.engine_runs import Run, greedy_request, run_requests
 from penstock.load.limits import Ceilings, ReadWeights
 from penstock.load.machine import commit, frozen_garbage
 from penstock.load.report.options import add_out, counts, positive, settings_of
@@ -42,7 +43,8 @@ _NOTES = """\
 tok/s: output tokens of a whole run; prefill: prompt tokens while not every sequence had its first
 token; decode: while all sequences decode. Medians of the repeats. times: to the first setting,
 medians of the ratios of neighbouring runs. tokens a step: of each sequence while decoding; more
-than one with drafts. same: outputs that are the first setting's."""
+than one with drafts. Python, policy: median CPU time of a decode step beside the kernels in C, and
+beside the device. same: outputs that are the first setting's."""
 _LIMITS_NOTE = """\
 At most: tokens a second by the time to read the matrices once, or to multiply, whichever is longer.
 KV, attention, norms and the rounding of inputs are not in it."""
@@ -114,7 +116,9 @@ def run(parsed: argparse.Namespace) -> int:
         sides = []
         for setting in settings:
             config = setting.config(parsed.model, num_threads=parsed.num_threads)
-            core, info = build_core(_with_room(config, max(parsed.num_seqs)))
+            most = max(config.scheduler.max_num_seqs, *parsed.num_seqs)
+            scheduler = replace(config.scheduler, max_num_seqs=most)
+            core, info = build_core(replace(config, scheduler=scheduler))
             stack.enter_context(closing(core))
             in_bytes = config.model.quantize_activations
             sides.append(Side(name=setting.name, core=core, info=info, in_bytes=in_bytes))
@@ -130,7 +134,7 @@ def run(parsed: argparse.Namespace) -> int:
     rows = [row for count in parsed.num_seqs for row in speeds(sides, count)]
     limits = [limit for count in parsed.num_seqs for limit in limit_rows(sides, count)]
     texts = [title, _speed_table(rows)]
-    texts += [_ceilings_text(sides), _limit_table(limits), _LIMITS_NOTE] if limits else []
+    texts += [_limit_table(sides, limits), _LIMITS_NOTE] if limits else []
     data = {
         "settings": settings_of(parsed),
         "model": info.model,
@@ -143,12 +147,6 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _with_room(config: EngineConfig, num_seqs: int) -> EngineConfig:
-    scheduler = config.scheduler
-    most = max(scheduler.max_num_seqs, num_seqs)
-    return replace(config, scheduler=replace(scheduler, max_num_seqs=most))
-
-
 class Workload:
     """Draws requests that all settings can take: the dataset's first turns, as token ids."""
 
@@ -157,7 +155,6 @@ class Workload:
         self._infos = infos
         if parsed.vocab_size is None:
             parsed.vocab_size = min(info.vocab_size for info in infos)
-        self._tokenizer: Tokenizer | None = None
 
     def draw(self, num_seqs: int, *, seed: int, max_tokens: int | None = None) -> list[Request]:
         """Raises ConfigError if they do not fit: preempted sequences would distort figures."""
@@ -167,16 +164,16 @@ class Workload:
         requests = []
         for index, dialogue in enumerate(dialogues):
             turn = dialogue.turns[0]
-            prompt = self._encode(turn.text) if isinstance(turn.text, str) else turn.text
+            text = turn.text
+            prompt = self._tokenizer.encode(text) if isinstance(text, str) else text
             most = min(turn.max_tokens, max_tokens or turn.max_tokens)
             requests.append(greedy_request(index, prompt, most))
         self._check(requests)
         return requests
 
-    def _encode(self, text: str) -> list[int]:
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_directory(Path(self._infos[0].model_path))
-        return self._tokenizer.encode(text)
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_directory(Path(self._infos[0].model_path))
 
     def _check(self, requests: Sequence[Request]) -> None:
         lengths = [
@@ -267,6 +264,8 @@ def speeds(sides: Sequence[Side], count: int) -> Sequence[Row]:
                 / max(len(steps), 1),
                 "step_ms": float(np.percentile(step_ms, 50)),
                 "step_ms_p99": float(np.percentile(step_ms, 99)),
+                "python_ms": 1e3 * statistics.median([each.python_s for each in steps] or [0.0]),
+                "policy_ms": 1e3 * statistics.median([each.policy_s for each in steps] or [0.0]),
                 "same": sum(outputs) / len(outputs),
             }
         )  # fmt: skip
@@ -276,19 +275,16 @@ def speeds(sides: Sequence[Side], count: int) -> Sequence[Row]:
 def limit_rows(sides: Sequence[Side], count: int) -> Sequence[Row]:
     """The speed that the ceilings allow of each phase, and the runs' median."""
     rows = []
-    rates: dict[Phase, Callable[[Run], float]] = {
-        "decode": lambda each: each.decode_tokens_per_s,
-        "prefill": lambda each: each.prefill_tokens_per_s,
-    }
     for side in sides if sides[0].ceilings.products_per_s else ():
         weights = ReadWeights.of(side.info)
-        for phase, rate in rates.items():
+        for phase in ("decode", "prefill"):
             # Of a decode step, or of all prompts, of which only the last tokens meet the head.
             num_prompt = statistics.fmean(each.num_prompt_tokens for each in side.runs[count])
             num_tokens = num_prompt if phase == "prefill" else count
             num_products = num_tokens * weights.num_in_layers + count * weights.num_in_head
             bound = num_tokens / side.ceilings.bound_s(weights.num_bytes, num_products)
-            reached = statistics.median(map(rate, side.runs[count]))
+            name = f"{phase}_tokens_per_s"
+            reached = statistics.median(getattr(each, name) for each in side.runs[count])
             rows.append(
                 {"setting": side.name, "num_seqs": count, "phase": phase, "tokens_per_s": reached,
                  "bound_tokens_per_s": bound, "share": reached / bound}
@@ -312,12 +308,16 @@ def _speed_table(rows: Sequence[Row]) -> str:
         "tokens a step": lambda row: f"{row['tokens_per_step']:.2f}",
         "step ms": lambda row: f"{row['step_ms']:.2f}",
         "p99": lambda row: f"{row['step_ms_p99']:.2f}",
+        "Python": lambda row: f"{row['python_ms']:.3f}",
+        "policy": lambda row: f"{row['policy_ms']:.3f}",
         "same": lambda row: f"{row['same']:.0%}",
     }
     return table_of(rows, columns)
 
 
-def _limit_table(rows: Sequence[Row]) -> str:
+def _limit_table(sides: Sequence[Side], rows: Sequence[Row]) -> str:
+    read = max(side.ceilings.read_bytes_per_s for side in sides) / 1e9
+    products = ", ".join(f"{side.name} {side.ceilings.products_per_s / 1e9:,.0f}" for side in sides)
     columns: dict[str, Callable[[Row], str]] = {
         "setting": lambda row: row["setting"],
         "phase": lambda row: row["phase"],
@@ -326,10 +326,5 @@ def _limit_table(rows: Sequence[Row]) -> str:
         "at most": lambda row: f"{row['bound_tokens_per_s']:,.0f}",
         "share": lambda row: f"{row['share']:.0%}",
     }
-    return table_of(rows, columns)
-
-
-def _ceilings_text(sides: Sequence[Side]) -> str:
-    read = max(side.ceilings.read_bytes_per_s for side in sides) / 1e9
-    products = ", ".join(f"{side.name} {side.ceilings.products_per_s / 1e9:,.0f}" for side in sides)
-    return f"Memory is read at {read:.1f} GB/s. Products a nanosecond: {products}."
+    ceilings = f"Memory is read at {read:.1f} GB/s. Products a nanosecond: {products}."
+    return f"{ceilings}\n\n{table_of(rows, columns)}"

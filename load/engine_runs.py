@@ -12,23 +12,28 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+from unittest.mock import patch
 
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request, SamplingParams
+from penstock.kernels.cpu.program import CpuProgram
 
 Phase = Literal["prefill", "decode", "tail"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration."""
+    """One iteration, with its CPU time beside the kernels, and beside the device."""
 
     phase: Phase
     step_s: float
     num_tokens: int
+    python_s: float = 0.0
+    policy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +78,8 @@ def make_requests(
     num_seqs: int, prompt_tokens: int, output_tokens: int, *, vocab_size: int, rng: random.Random
 ) -> list[Request]:
     """Greedy requests of random tokens: no two share a prefix, none ends early."""
-    ids = range(vocab_size)
     return [
-        greedy_request(index, rng.choices(ids, k=prompt_tokens), output_tokens)
+        greedy_request(index, rng.choices(range(vocab_size), k=prompt_tokens), output_tokens)
         for index in range(num_seqs)
     ]
 
@@ -88,15 +92,23 @@ def run_requests(core: EngineCore, requests: Sequence[Request]) -> Run:
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     wanted = [request.sampling_params.max_tokens for request in requests]
     steps: list[Step] = []
-    while core.wait():
-        phase = _phase(list(map(len, tokens.values())), wanted)
-        began_s = time.perf_counter()
-        outputs = core.step()
-        step_s = time.perf_counter() - began_s
-        for output in outputs:
-            tokens[output.request_id].extend(output.token_ids)
-        num_tokens = sum(len(output.token_ids) for output in outputs)
-        steps.append(Step(phase=phase, step_s=step_s, num_tokens=num_tokens))
+    cpu_s = defaultdict[str, float](float)
+    submit = _timed(core._executor.submit, cpu_s, "device")
+    run = _timed(CpuProgram.run, cpu_s, "kernels")
+    with patch.object(CpuProgram, "run", run), patch.object(core._executor, "submit", submit):
+        while core.wait():
+            lengths = list(map(len, tokens.values()))
+            phase: Phase = "decode" if all(map(int.__lt__, lengths, wanted)) else "tail"
+            phase = phase if min(lengths) else "prefill"
+            cpu_s.clear()
+            began_s = time.perf_counter()
+            outputs = _timed(core.step, cpu_s, "step")()
+            step_s = time.perf_counter() - began_s
+            for output in outputs:
+                tokens[output.request_id].extend(output.token_ids)
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            beside = (cpu_s["step"] - cpu_s[each] for each in ("kernels", "device"))
+            steps.append(Step(phase, step_s, num_tokens, *beside))
     if list(map(len, tokens.values())) != wanted:
         raise RuntimeError("a request got fewer or more tokens than it asked for")
     return Run(
@@ -106,10 +118,16 @@ def run_requests(core: EngineCore, requests: Sequence[Request]) -> Run:
     )
 
 
-def _phase(lengths: Sequence[int], wanted: Sequence[int]) -> Phase:
-    if min(lengths) == 0:
-        return "prefill"
-    return "decode" if all(map(int.__lt__, lengths, wanted)) else "tail"
+def _timed(call: Callable[..., Any], cpu_s: dict[str, float], name: str) -> Callable[..., Any]:
+    """The call, which adds the CPU seconds that it takes of this thread."""
+
+    def timed(*args: Any, **named: Any) -> Any:
+        began_s = time.thread_time()
+        result = call(*args, **named)
+        cpu_s[name] += time.thread_time() - began_s
+        return result
+
+    return timed
 
 
 def _rate(steps: Sequence[Step], num_tokens: int) -> float:

@@ -440,8 +440,8 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
 
 
 def _keep_garbage_out_of_steps() -> None:
-    """Collect garbage only where `_collect_garbage` is called, and of objects that are made from now
-    on: those made at start-up live as long as the process."""
+    """Collect garbage only where `_collect_garbage` is called, and only of objects that are made
+    from now on: those made at start-up live as long as the process."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -210,7 +210,11 @@ class ResponseCheck(StreamCheck):
             self._take_error(event, now_s)
             return
         if not kind.startswith("penstock."):  # events of our own have no number
-            self._check_number(event["sequence_number"])
+            number, expected = event["sequence_number"], self._next_number
+            if number != expected:
+                fault = Fault.GAP if number > expected else Fault.REPEAT
+                self.record.fault(fault, f"number {number} came for {expected}")
+            self._next_number = max(expected, number + 1)
         if kind == "response.output_text.delta":
             if event["delta"]:
                 self._add_text(event["delta"], now_s)
@@ -222,12 +226,6 @@ class ResponseCheck(StreamCheck):
         elif kind in _ENDINGS:
             self._end(now_s)
             self._take_ending(kind, event["response"])
-
-    def _check_number(self, number: int) -> None:
-        if number != self._next_number:
-            fault = Fault.GAP if number > self._next_number else Fault.REPEAT
-            self.record.fault(fault, f"number {number} came for {self._next_number}")
-        self._next_number = max(self._next_number, number + 1)
 
     def _take_error(self, event: dict[str, Any], now_s: float) -> None:
         # This is how a WebSocket request is refused; then the event has a status.

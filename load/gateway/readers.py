@@ -124,7 +124,10 @@ def requests_of(wire: str, number: int, settings: dict[str, Any]) -> list[bytes]
     if wire == IDLE:
         return [upgrade.encode()]
     create = {"type": "response.create", **asked}
-    return [upgrade.encode(), _text_frame(json.dumps(create).encode())]
+    payload = json.dumps(create).encode()
+    assert 126 <= len(payload) < 1 << 16
+    # Masked with zeros, as a client's must be masked (RFC 6455 §5.3).
+    return [upgrade.encode(), struct.pack("!BBH4x", 0x81, 0x80 | 126, len(payload)) + payload]
 
 
 def _post(path: str, host: str, body: bytes) -> bytes:
@@ -133,12 +136,6 @@ def _post(path: str, host: str, body: bytes) -> bytes:
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
-
-
-def _text_frame(payload: bytes) -> bytes:
-    """Masked with zeros, as a client's must be masked (RFC 6455 §5.3)."""
-    assert 126 <= len(payload) < 1 << 16
-    return struct.pack("!BBH4x", 0x81, 0x80 | 126, len(payload)) + payload
 
 
 async def read_all(settings: dict[str, Any]) -> dict[str, Any]:

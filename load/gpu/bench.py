@@ -181,14 +181,12 @@ class Bench:
             for bar, value in ((BARS[name], value) for name, value in self.figures.items())
         ]  # fmt: skip
         ceilings = [[name, _shown(name, value)] for name, value in self.ceilings.items()]
-        parts = [f"### {name}\n\n{_row_table(rows)}" for name, rows in self.rows.items()]
+        parts = []
+        for name, rows in self.rows.items():
+            shown = [[_shown(key, value) for key, value in row.items()] for row in rows]
+            parts.append(f"### {name}\n\n{table(list(rows[0]), shown)}")
         parts += [*self.notes, about, table(("figure", "measured", "bar", "met"), figures)]
         return "\n\n".join([*parts, table(("ceiling", ""), ceilings)])
-
-
-def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    keys = list(rows[0])
-    return table(keys, [[_shown(key, row[key]) for key in keys] for row in rows])
 
 
 def _shown(key: str, value: Any) -> str:

@@ -16,7 +16,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -259,7 +259,10 @@ def latency_table(summary: Summary) -> str:
     }
     return table(
         ("ms", "mean", "p50", "p90", "p99"),
-        [[name, *_cells(quantiles)] for name, quantiles in rows.items()],
+        [
+            [name, *("–" if math.isnan(value) else f"{value:,.1f}" for value in astuple(quantiles))]
+            for name, quantiles in rows.items()
+        ],
     )
 
 
@@ -330,8 +333,3 @@ def _faults(summary: Summary) -> Iterator[str]:
     )
     for fault, num in summary.faults.items():
         yield f"{fault} ×{num:,}: {summary.fault_details[fault]}"
-
-
-def _cells(quantiles: Quantiles) -> list[str]:
-    values = (quantiles.mean, quantiles.p50, quantiles.p90, quantiles.p99)
-    return ["–" if math.isnan(value) else f"{value:,.1f}" for value in values]
