@@ -83,19 +83,19 @@ class _Consumer(Generic[_T]):
             self._is_over = None  # an exception in it refers back to this object
 
     def _take(self) -> None:
-        if self._is_over is None or self._is_over.done():
+        is_over, source = self._is_over, self._source
+        if is_over is None or is_over.done():
             return  # a late callback
-        source = self._source
         try:
-            wants_more = True
             while True:
-                if items := source.take():
-                    wants_more = self._handle(items)
-                if wants_more and source.when_ready(self._take):
+                items = source.take()
+                if items and not self._handle(items):
+                    break
+                if source.when_ready(self._take):
                     return
-                if source.is_over or not wants_more:
+                if source.is_over:
                     break
         except Exception as error:  # belongs to the consumer, not to the code that called
-            self._is_over.set_exception(error)
+            is_over.set_exception(error)
             return
-        self._is_over.set_result(source.is_over)
+        is_over.set_result(source.is_over)

@@ -405,7 +405,8 @@ class _PipelineFlow(FlowControl):
             super().resume_reading()
 
 
-_CHUNK_HEADS = [b"%x\r\n" % size for size in range(1024)]  # formatting takes longer
+_NUM_HEADS = 1024
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(_NUM_HEADS)]  # formatting takes longer
 
 
 class _Chunks:
@@ -420,7 +421,7 @@ class _Chunks:
     def write(self, payload: bytes) -> bool:
         transport, size = self._transport, len(payload)
         if not transport.is_closing():
-            head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
+            head = _CHUNK_HEADS[size] if size < _NUM_HEADS else b"%x\r\n" % size
             WRITES.write(transport, b"".join((head, payload, b"\r\n")))
         return not self._flow.write_paused
 

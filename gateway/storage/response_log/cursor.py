@@ -93,10 +93,11 @@ class Cursor:
         if self._is_cut:
             assert self._failure is not None
             raise self._failure
-        stop = min(replica.num_visible, begin + _MAX_AT_ONCE)
-        if begin < stop and self._next_notice == len(self._notices) and self._after < 0:
+        stop = replica.num_visible
+        if stop == begin + 1 and self._after < 0 and self._next_notice == len(self._notices):
             self._place = stop  # nearly always
-            return replica.entries[begin:stop]  # type: ignore[return-value]  # read, not changed
+            return [replica.entries[begin]]
+        stop = min(stop, begin + _MAX_AT_ONCE)
         found: list[Entry | LogNotice] = []
         while self._next_notice < len(self._notices):
             place, notice = self._notices[self._next_notice]

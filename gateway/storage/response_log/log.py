@@ -68,7 +68,8 @@ class InMemory:
         replica = log.replica
         commands = replica.acknowledged(replica.epoch, len(replica.entries))
         if commands == _SHOW:  # nearly always
-            log.wake()
+            for reader in log.readers:
+                reader.wake()
         else:
             log.do(commands)
 
