@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -15,8 +15,15 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.engine.request import FinishReason, Request, SamplingParams
-from penstock.gateway.api.responses.events import Event, num_closing_events, response_object
+from penstock.gateway.api.responses.events import (
+    Event,
+    Payloads,
+    num_closing_events,
+    response_object,
+)
+from penstock.gateway.api.responses.routes import _joined
 from penstock.gateway.api.responses.subscriber import Subscriber
+from penstock.gateway.api.responses.websocket import Lane
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import ResponseLog
@@ -225,6 +232,30 @@ async def test_a_connection_that_breaks_ends_its_reader_alone() -> None:
             await task
         assert len(log.readers) == 1
         assert [event["delta"] for event in seen.events[-4:]] == list("abcd")
+
+
+@pytest.mark.parametrize(
+    "payloads", [_joined, Lane(cast("Any", None), stream_id="x")._labelled], ids=["sse", "lane"]
+)
+async def test_deltas_look_the_same_alone_and_together(payloads: Payloads) -> None:
+    """One by one, each is put around its text; together, by the general way."""
+
+    class Raw(Seen):
+        written = b""
+
+        def write(self, payload: bytes) -> bool:
+            self.written += payload
+            return True
+
+    log, live, late = ResponseLog(header()), Raw(), Raw()
+    task = asyncio.create_task(Subscriber(log).write_to(live, payloads))
+    for number, text in enumerate(["a", 'quoted "b"\n', "ü😀", "d" * 3000]):
+        await asyncio.sleep(0)
+        run_of(log).append(DeltaEntry(log.next_number, text, (number,)))
+    run_of(log).append(end(log, FinishReason.STOP))
+    await task
+    await Subscriber(log).write_to(late, payloads)
+    assert live.written == late.written
 
 
 async def test_notices_come_in_their_place_and_are_not_replayed() -> None:
