@@ -95,6 +95,7 @@ def suite(project: Path, *arguments: str) -> tuple[int, list[str]]:
     return output(project, sys.executable, "-m", "tests.support.suite", *arguments)
 
 
+@pytest.mark.exhaustive
 def test_ci_runs_the_checks_and_everything_though_a_make_runs_it(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

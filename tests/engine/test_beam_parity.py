@@ -20,6 +20,7 @@ from penstock.engine.request import (
     SamplingParams,
 )
 from penstock.engine.startup import build_core
+from tests.support.tiers import tiered
 
 VOCAB_SIZE = 160
 EOS = 2  # of the tiny checkpoints
@@ -136,7 +137,7 @@ def ends(path_and_model: tuple[Path, Any]) -> tuple[int, ...]:
     return tuple({token_ids[NUM_NEW // 2] for token_ids in found})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", tiered(SCHEDULES, ["two in flight", "swapped"]))
 def test_hypotheses_equal_those_of_transformers(
     schedule: str, path_and_model: tuple[Path, Any], ends: tuple[int, ...]
 ) -> None:

@@ -146,7 +146,7 @@ def check_same(found: Answers, expected: Answers) -> None:
         assert answer.logprobs == pytest.approx(expected[key].logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize(("name", "mode"), tiered(GREEDY, GREEDY[:3]))
+@pytest.mark.parametrize(("name", "mode"), tiered(GREEDY, GREEDY[:2]))
 def test_greedy_tokens_equal_transformers(
     name: str,
     mode: CudagraphMode,
@@ -213,7 +213,7 @@ DRAFTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "method"), tiered(DRAFTED, DRAFTED[:3]))
+@pytest.mark.parametrize(("kind", "method"), tiered(DRAFTED, DRAFTED[1:3]))
 def test_drafts_change_no_token(
     kind: str,
     method: str,

@@ -37,6 +37,7 @@ from penstock.engine.weights.converted import BYTES_VARIABLE, ConvertedMatrices,
 from penstock.engine.weights.matrix import DenseMatrix
 from penstock.engine.weights.quantization import num_bytes, quantize_rows
 from penstock.kernels.gpu.quantized import GpuCodes
+from tests.support.tiers import tiered
 
 from .quantized_models import BLOCK_SIZE, CPU, linears, load, logits, relative_error
 
@@ -63,7 +64,7 @@ def test_kernels_and_torch_round_alike(
 
 
 @pytest.mark.parametrize("quantization", MOVED)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", tiered(["bfloat16", "float16"], ["bfloat16"]))
 def test_in_half_precision(
     dtype: str, quantization: Quantization, tiny_checkpoint: Callable[..., Path]
 ):
@@ -91,7 +92,7 @@ def test_inputs_as_they_are_are_nearer(
 
 
 @pytest.mark.parametrize("num_planted", [1, 5])
-@pytest.mark.parametrize("in_torch", [False, True])
+@pytest.mark.parametrize("in_torch", tiered([False, True], [False]))
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_columns_of_inputs_a_hundred_times_the_rest(
     quantization: Quantization, in_torch: bool, num_planted: int,

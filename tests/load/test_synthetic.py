@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from penstock.load.launch import Started
 
@@ -17,6 +18,7 @@ async def lines(http: httpx.AsyncClient, path: str, body: Any) -> list[Any]:
     return [json.loads(data) if data.startswith("{") else data for data in found]
 
 
+@pytest.mark.exhaustive
 async def test_the_events_are_those_of_our_server(http: httpx.AsyncClient, demo: Started) -> None:
     """Kind by kind and field by field, as far as the synthetic server tells."""
     ours: dict[str, list[Any]] = {}

@@ -20,6 +20,8 @@ from .browser.page_flow import CHROMIUM_ARGS, STORY, conversation_of, open_page,
 from .browser.page_flow import finished as finished_on_page
 from .processes import END_S, ENDLESS_TOKENS, Served, serve
 
+pytestmark = pytest.mark.exhaustive
+
 NUM_TOKENS = 60
 PROMPT = list(range(20, 60))
 NAMES = ("first", "second", "third")
@@ -148,7 +150,6 @@ async def test_another_adapter_under_a_name_answers_at_once(
     assert (await Stream().read(http, "mine")).token_ids == expected["third"]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.browser
 async def test_the_page_offers_adapters(server: Served, http: httpx.AsyncClient) -> None:
     path = shutil.which("chromium") or pytest.skip("chromium is not installed")
