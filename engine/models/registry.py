@@ -93,6 +93,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_config=post_norm.read_glm4_config, names=post_norm.GLM4_NAMES
     ),
     "GPT2LMHeadModel": Architecture(read_config=gpt.read_gpt2_config, names=gpt.GPT2_NAMES),
+    "GPTBigCodeForCausalLM": Architecture(
+        read_config=gpt.read_gpt_bigcode_config, names=gpt.GPT_BIGCODE_NAMES
+    ),
     "GPTJForCausalLM": Architecture(read_config=gpt.read_gptj_config, names=gpt.GPTJ_NAMES),
     "GPTNeoXForCausalLM": Architecture(
         read_config=gpt.read_gpt_neox_config, names=gpt.GPT_NEOX_NAMES

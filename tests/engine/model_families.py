@@ -44,6 +44,7 @@ _MODEL_TYPES = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "GPT2LMHeadModel": "gpt2",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
     "GPTJForCausalLM": "gptj",
     "GPTNeoXForCausalLM": "gpt_neox",
     "GraniteForCausalLM": "granite",
@@ -70,6 +71,7 @@ _GPT2 = {
 # What a kind of `transformers` calls the fields of a shape; no name: it has none.
 _FIELD_NAMES: dict[str, dict[str, str]] = {
     "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
     "gptj": _GPT2,
     "gpt_neox": {"num_key_value_heads": "", "head_dim": ""},
     "bloom": _GPT2
@@ -103,6 +105,7 @@ def tiny_config(architecture: str, **options: Any) -> PretrainedConfig:
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {}),
+    "starcoder": ("GPTBigCodeForCausalLM", {}),
     "opt": ("OPTForCausalLM", {}),
     "gptj": ("GPTJForCausalLM", {"rotary_dim": 8}),
     "pythia": ("GPTNeoXForCausalLM", {}),

@@ -209,7 +209,8 @@ class GgufArchitecture:
         outer, inner: names of transformers' modules other than Llama's, outside of layers and in
             them, and the file's.
         layers: before a layer's number.
-        fields: names of fields other than Llama's.
+        fields: names of fields other than Llama's; no name: `config.json` has no such field, and
+            the file must have what follows from the others.
         options: fields that all files of it have.
         norm: the kind of norms.
         rotary_part: the field of the part of a head that is turned; empty: all of it is.
@@ -580,6 +581,10 @@ def _add_falcon(model: _Model) -> None:
         model.names |= {"ln_attn": "attn_norm_2", "ln_mlp": "attn_norm"}
 
 
+def _add_starcoder(model: _Model) -> None:
+    model.config["multi_query"] = model.config["num_key_value_heads"] == 1
+
+
 def _add_width(model: _Model) -> None:
     """Bloom's MLP has four times the stream's width."""
     if model.config["intermediate_size"] != 4 * model.config["hidden_size"]:
@@ -692,6 +697,14 @@ _BERT_KIN = {"t5": ("XLMRobertaModel", "xlm-roberta"), "gpt2": ("RobertaModel", 
 _GEMMA_OPTIONS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _GPT_MLP = {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+_GPT2 = GgufArchitecture(
+    model="GPT2LMHeadModel", model_type="gpt2", norm="layer", has_rope=False,
+    layers="transformer.h.", fields=_GPT2_FIELDS | {"head_dim": "", "num_key_value_heads": ""},
+    outer={"transformer.wte": "token_embd", "transformer.wpe": "position_embd",
+           "transformer.ln_f": "output_norm"},
+    inner={"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv",
+           "attn.c_proj": "attn_output", **_GPT_MLP},
+)  # fmt: skip
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
@@ -737,13 +750,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         inner={"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp",
                "self_attn.sinks": "attn_sinks.weight"},
     ),
-    "gpt2": GgufArchitecture(
-        model="GPT2LMHeadModel", model_type="gpt2", norm="layer", has_rope=False,
-        layers="transformer.h.", fields=_GPT2_FIELDS | {"head_dim": "", "num_key_value_heads": ""},
-        outer={"transformer.wte": "token_embd", "transformer.wpe": "position_embd",
-               "transformer.ln_f": "output_norm"},
-        inner={"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv",
-               "attn.c_proj": "attn_output", **_GPT_MLP},
+    "gpt2": _GPT2,
+    "starcoder": replace(
+        _GPT2, model="GPTBigCodeForCausalLM", model_type="gpt_bigcode", add=_add_starcoder,
+        fields=_GPT2_FIELDS | {"head_dim": ""},
     ),
     "gptneox": GgufArchitecture(
         model="GPTNeoXForCausalLM", model_type="gpt_neox", norm="layer", rotary_part="rotary_pct",

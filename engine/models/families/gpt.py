@@ -68,6 +68,16 @@ GPT2_NAMES = WeightNames(
 )
 
 
+def read_gpt_bigcode_config(fields: ConfigFields) -> DecoderConfig:
+    """`GPTBigCodeForCausalLM`, such as StarCoder: GPT-2 whose heads share one key and value (Li et
+    al., 2023)."""
+    fields.require("multi_query", True)
+    return replace(read_gpt2_config(fields.renamed(num_key_value_heads="")), num_kv_heads=1)
+
+
+GPT_BIGCODE_NAMES = replace(GPT2_NAMES, is_transposed=False)
+
+
 def read_gptj_config(fields: ConfigFields) -> DecoderConfig:
     """`GPTJForCausalLM`: attention and MLP side by side after one norm (Wang and Komatsuzaki,
     2021)."""

@@ -182,6 +182,7 @@ def test_random_weights_need_no_checkpoint(name, tiny_checkpoint):
     ("architecture", "changes", "words"),
     [
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse"]),
+        ("GPTBigCodeForCausalLM", {"multi_query": False}, ["multi_query", "only True"]),
         ("GPT2LMHeadModel", {"n_embd": "64"}, ["n_embd"]),
         ("OPTForCausalLM", {"do_layer_norm_before": False}, ["do_layer_norm_before", "True"]),
         ("OPTForCausalLM", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim"]),

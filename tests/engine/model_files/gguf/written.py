@@ -247,6 +247,10 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         model="GPT2LMHeadModel", changes=(_turned,),
         keys=_SHAPE | {"feed_forward_length": "n_inner",
                        "attention.layer_norm_epsilon": "layer_norm_epsilon"})),
+    "starcoder": ("starcoder", Family(
+        model="GPTBigCodeForCausalLM", values={"attention.head_count_kv": 1},
+        keys=_SHAPE | {"feed_forward_length": "n_inner",
+                       "attention.layer_norm_epsilon": "layer_norm_epsilon"})),
     "gpt_neox": ("gptneox", Family(
         model="GPTNeoXForCausalLM", changes=(_all_queries_first,),
         keys=_SHAPE | {"attention.layer_norm_epsilon": "layer_norm_eps",
