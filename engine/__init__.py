@@ -32,8 +32,8 @@ from penstock.engine.structured_outputs.forms import structured_outputs
 
 if TYPE_CHECKING:
     from penstock.engine.offline.llm import LLM
-    from penstock.engine.offline.lora_request import LoRARequest
     from penstock.engine.offline.outputs import CompletionOutput, Logprob, PromptOutput
+    from penstock.engine.offline.prompts import LoRARequest
     from penstock.engine.text import ChatTemplate, OutputText, Tokenizer
 
 __all__ = [
@@ -68,7 +68,7 @@ _LAZY = {
     "CompletionOutput": "penstock.engine.offline.outputs",
     "Logprob": "penstock.engine.offline.outputs",
     "LLM": "penstock.engine.offline.llm",
-    "LoRARequest": "penstock.engine.offline.lora_request",
+    "LoRARequest": "penstock.engine.offline.prompts",
     "OutputText": "penstock.engine.text",
     "PromptOutput": "penstock.engine.offline.outputs",
     "Tokenizer": "penstock.engine.text",

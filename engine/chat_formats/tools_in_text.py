@@ -64,9 +64,6 @@ class TemplateScope:
         return self.system and self.tools and self.calls and self.results
 
 
-ALL_SHOWN = TemplateScope()
-
-
 def of_request(facts: TemplateFacts, source: str) -> TemplateFacts:
     """What a request's own template shows, where nothing was found. An author who writes of tools
     knows what to show of them."""

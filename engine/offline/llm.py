@@ -37,13 +37,16 @@ from penstock.engine.errors import EngineDeadError, InvalidRequestError
 from penstock.engine.model_files.resolve import read_generation_defaults
 from penstock.engine.model_files.users_files import named_as_users_do
 from penstock.engine.offline.deferred_interrupt import interrupt_deferred
-from penstock.engine.offline.lora_request import AdapterFinder, LoRARequest, LoRARequests
 from penstock.engine.offline.outputs import OutputCollector, PromptOutput, VectorCollector
 from penstock.engine.offline.prompts import (
+    AdapterFinder,
     Conversation,
+    LoRARequest,
+    LoRARequests,
     Prompt,
     Prompts,
     TokenPrompt,
+    check_number,
     check_vocabulary,
     conversations,
     engine_config,
@@ -597,10 +600,7 @@ class LLM:
 
     def _priorities(self, priority: int | Sequence[int], num_prompts: int) -> Sequence[int]:
         bands = [priority] * num_prompts if isinstance(priority, int) else priority
-        if len(bands) != num_prompts:
-            raise InvalidRequestError(
-                f"{len(bands)} priorities for {num_prompts} prompts", param="priority"
-            )
+        check_number(bands, num_prompts, "priorities", param="priority")
         if any(bands) and self.info.scheduling_policy != "priority":
             raise InvalidRequestError(
                 'priority needs LLM(scheduling_policy="priority")', param="priority"
@@ -616,10 +616,7 @@ class LLM:
             raise InvalidRequestError(
                 "prediction must be a text or a list of texts", param="prediction"
             )
-        if len(texts) != num_prompts:
-            raise InvalidRequestError(
-                f"{len(texts)} predictions for {num_prompts} prompts", param="prediction"
-            )
+        check_number(texts, num_prompts, "predictions", param="prediction")
         tokens: dict[str, tuple[int, ...]] = {}  # by text: often one for all
         for text in dict.fromkeys(texts):
             token_ids = self.tokenizer.encode(text, add_special_tokens=False, param="prediction")

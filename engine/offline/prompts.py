@@ -1,4 +1,4 @@
-"""Checks and normalises the prompts, sampling parameters and settings given to `LLM`.
+"""Checks and normalises the prompts, adapters, sampling parameters and settings given to `LLM`.
 
 A caller's mistakes are found here, before anything runs.
 """
@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import msgspec
 
 from penstock.engine.chat_formats import OfferedTools, Tool, ToolMode
-from penstock.engine.config import SECTIONS, EngineConfig
-from penstock.engine.errors import ConfigError, InvalidRequestError
-from penstock.engine.request import SEED_MASK, ImageInput, SamplingParams
+from penstock.engine.config import SECTIONS, EngineConfig, LoraConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from penstock.engine.lora.files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
+from penstock.engine.request import SEED_MASK, Adapter, ImageInput, SamplingParams
 from penstock.engine.settings.declaration import settings_of, take_twins
 from penstock.engine.text import Tokenizer
 from penstock.engine.type_checks import misfits
@@ -240,6 +244,12 @@ def _image_file(given: object) -> bytes:
     return file.getvalue()
 
 
+def check_number(each: Sequence[object], num_prompts: int, name: str, *, param: str) -> None:
+    """Raise `InvalidRequestError` unless there is one for each prompt."""
+    if len(each) != num_prompts:
+        raise InvalidRequestError(f"{len(each)} {name} for {num_prompts} prompts", param=param)
+
+
 def params_for(
     params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
@@ -258,10 +268,7 @@ def params_for(
             msgspec.structs.replace(params, seed=(params.seed + i) & SEED_MASK)
             for i in range(num_prompts)
         ]
-    if len(params) != num_prompts:
-        raise InvalidRequestError(
-            f"{len(params)} sampling parameters for {num_prompts} prompts", param="sampling_params"
-        )
+    check_number(params, num_prompts, "sampling parameters", param="sampling_params")
     for each in params:
         _check_types(each)
     return list(params)
@@ -276,3 +283,87 @@ def _check_types(params: object) -> None:
     values = {name: getattr(params, name) for name in params.__struct_fields__}
     for name, message in misfits(SamplingParams, values):
         raise InvalidRequestError(message, param=name)
+
+
+class LoRARequest:
+    """An adapter of offline calls by its directory, in our form or in vLLM's.
+
+    LoRARequest(name="sql", path="/adapters/sql")
+    LoRARequest("sql", 1, "/adapters/sql")
+
+    Args:
+        lora_int_id: vLLM's; adapters are told apart by their content here.
+    """
+
+    __slots__ = ("name", "path")
+
+    def __init__(
+        self,
+        lora_name: str | None = None,
+        lora_int_id: int | None = None,  # noqa: ARG002 (vLLM's)
+        lora_path: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        found_name, found_path = name or lora_name, path or lora_path
+        if not found_name or not isinstance(found_name, str) or not found_path:
+            raise InvalidRequestError("LoRARequest needs a name and a path", param="lora_request")
+        self.name, self.path = found_name, os.fspath(found_path)
+
+    def __repr__(self) -> str:
+        return f"LoRARequest(name={self.name!r}, path={self.path!r})"
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+class AdapterFinder:
+    """Finds and reads the adapters of calls."""
+
+    def __init__(self, config: LoraConfig, core: EngineCore) -> None:
+        self._config, self._core = config, core
+        self._known: dict[tuple[object, ...], Adapter] = {}  # by path and times of its files
+
+    def find(self, requests: LoRARequests, num_prompts: int) -> list[Adapter | None]:
+        """The adapter of each prompt.
+
+        Raises:
+            InvalidRequestError: one cannot be used.
+        """
+        several = [requests] * num_prompts if isinstance(requests, LoRARequest) else requests
+        if several is None:
+            return [None] * num_prompts
+        if not isinstance(several, list | tuple) or not all(
+            each is None or isinstance(each, LoRARequest) for each in several
+        ):
+            raise InvalidRequestError(
+                "lora_request must be a LoRARequest or a list of them", param="lora_request"
+            )
+        check_number(several, num_prompts, "adapters", param="lora_request")
+        if not self._config.enable_lora and any(several):
+            raise InvalidRequestError(
+                "lora_request needs LLM(enable_lora=True)", param="lora_request"
+            )
+        found = {each: self._find(each) for each in several if each is not None}
+        return [None if each is None else found[each] for each in several]
+
+    def _find(self, request: LoRARequest) -> Adapter:
+        try:
+            key = (request.name, request.path, *_times(Path(request.path)))
+            if key not in self._known:
+                self._known[key] = find_adapter(
+                    request.name,
+                    request.path,
+                    max_rank=self._config.max_lora_rank,
+                    max_bytes=self._core.adapters.max_bytes,
+                )
+            self._core.preparation.load(self._core.adapters.need(self._known[key]))
+        except (InvalidRequestError, ModelLoadError) as error:
+            raise InvalidRequestError(str(error), param="lora_request") from error
+        return self._known[key]
+
+
+def _times(path: Path) -> list[tuple[int, int]]:
+    files = [path / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    return [(file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]

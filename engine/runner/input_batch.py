@@ -56,6 +56,10 @@ class TokenRows:
     awaited_rows: Tensor
     sampled_rows: Tensor
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> TokenRows:
+        return cls(**{name: tensors[name] for name in cls.__slots__})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
@@ -222,7 +226,7 @@ class InputBatch:
             sampled_tokens=tensors.get("sampled_tokens"),
             sampling=self._sampling.select(rows[sampled], seq_lens[sampled] - before, step.special),
             readers=step.readers,
-            token_rows=None if self._staging is None else _token_rows(tensors),
+            token_rows=None if self._staging is None else TokenRows.of(tensors),
             drafts=drafts_of_rows,
         )
         goes_on = are_all_sampled and self._may_run and step.may_last
@@ -231,7 +235,7 @@ class InputBatch:
             kind = SteadyVerify if drafts_of_rows else SteadyDecode
             histories = [sequence.token_ids for sequence in sequences]
             self._run = kind(inputs, scheduled, rows, histories, self._block_size, step.interrupts)
-            return self._run.first()
+            return self._run.inputs
         return inputs
 
     def inputs_of(
@@ -504,14 +508,6 @@ def _context(
     )
 
 
-def _token_rows(tensors: dict[str, Tensor]) -> TokenRows:
-    return TokenRows(
-        awaited_indices=tensors["awaited_indices"],
-        awaited_rows=tensors["awaited_rows"],
-        sampled_rows=tensors["sampled_rows"],
-    )
-
-
 def _rows_with_drafts(
     sampled: Integers, drafts: Sequence[tuple[int, ...]]
 ) -> tuple[Integers, Integers, tuple[int, ...]]:
@@ -575,6 +571,9 @@ class SteadyDecode:
         rows: [num_seqs], the sequences' rows.
         histories: the tokens of each sequence; extended by every step.
         interrupts: as in `PlannedRows`.
+
+    Attributes:
+        inputs: of the newest step.
     """
 
     def __init__(
@@ -600,7 +599,7 @@ class SteadyDecode:
         self._block_size = block_size
         self._numbers = np.arange(len(rows)).repeat(self._query_lens)  # of each token's sequence
         self._num_steps_in_blocks = self._num_steps_left = 0
-        self._inputs = self._with_margin(inputs)
+        self.inputs = self._with_margin(inputs)
 
     def goes_on(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """Whether a step continues the run."""
@@ -617,9 +616,6 @@ class SteadyDecode:
         """Store new blocks, from index `first` on, of the run's sequence `number`."""
         self._block_tables[number, first : first + len(block_ids)] = block_ids
 
-    def first(self) -> StepInputs:
-        return self._inputs
-
     def advance(self, _: Sequence[ScheduledSequence]) -> StepInputs:
         """The inputs of the next step; the same object, unless the lengths have outgrown it."""
         self.is_due = False
@@ -633,8 +629,8 @@ class SteadyDecode:
             self._find_slots()
         self._num_steps_left -= 1
         if self._num_steps_left < 0:
-            self._inputs = self._with_margin(self._inputs)
-        return self._inputs
+            self.inputs = self._with_margin(self.inputs)
+        return self.inputs
 
     def append(self, _: StepInputs, sampled: Sampled) -> Sampled:
         """Store the last step's tokens; those that are kept."""
@@ -682,9 +678,9 @@ class SteadyVerify(SteadyDecode):
         self._find_slots()
         self._num_steps_left -= 1
         if self._num_steps_left < 0:
-            self._inputs = self._with_margin(self._inputs)
-        self._inputs = replace(self._inputs, drafts=tuple(drafts))
-        return self._inputs
+            self.inputs = self._with_margin(self.inputs)
+        self.inputs = replace(self.inputs, drafts=tuple(drafts))
+        return self.inputs
 
     def append(self, inputs: StepInputs, sampled: Sampled) -> Sampled:
         """Store the last step's tokens in place of its drafts; those that are kept."""

@@ -122,6 +122,7 @@ class Loaded:
     """What is on the device once weights are read.
 
     Attributes:
+        dtype, sends_on: the model's (`RunnerInfo`).
         drafting: the model that drafts; None: none does.
         adapters: their places in the model.
         shape: of a block.
@@ -129,6 +130,8 @@ class Loaded:
     """
 
     model: TargetModel
+    dtype: torch.dtype
+    sends_on: bool
     drafting: DraftingModel | None
     adapters: AdapterSlots | NoAdapters
     pooler: Pooler
@@ -158,6 +161,8 @@ def load(
     score_head = load_score_head(model, pooling, model_path, is_dummy=is_dummy)
     return Loaded(
         model=model,
+        dtype=model.dtype,
+        sends_on=model.sends_on,
         drafting=drafting,
         adapters=adapters,
         pooler=Pooler(pooling, score_head),
@@ -215,23 +220,11 @@ def size(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> Memory:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """A model as it runs.
-
-    Attributes:
-        library: the CPU kernels, if they run it.
-        sends_on: as in `RunnerInfo`.
-    """
-
-    model: LanguageModel
-    library: CpuLibrary | None
-    dtype: torch.dtype
-    sends_on: bool
-
-
-def pack(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> Packed:
-    """The third stage: whatever runs the model takes the weights out of it."""
+def pack(
+    config: EngineConfig, loaded: Loaded, ranks: Ranks
+) -> tuple[LanguageModel, CpuLibrary | None]:
+    """The third stage: whatever runs the model takes the weights out of it; that, and the CPU
+    kernels, if they run it."""
     model, block_size, settings = loaded.model, loaded.shape.block_size, config.device
     library = cpu_kernels(
         model, block_size, num_threads=settings.num_threads, num_ranks=ranks.num_on_cores
@@ -240,9 +233,7 @@ def pack(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> Packed:
         check_deterministic(model, block_size, library)
     elif settings.deterministic:
         model.use_invariant_kernels()
-    dtype, sends_on = model.dtype, model.sends_on
-    runs = fastest(model, block_size, library, deterministic=settings.deterministic)
-    return Packed(model=runs, library=library, dtype=dtype, sends_on=sends_on)
+    return fastest(model, block_size, library, deterministic=settings.deterministic), library
 
 
 class ModelRunner:
@@ -274,15 +265,15 @@ class ModelRunner:
         self._start_stopwatch = stopwatch_of(device)
         loaded = load(config, model_path, pooling or ModelPooling(), device, ranks)
         memory = size(config, loaded, ranks)
-        packed = pack(config, loaded, ranks)
+        packed, library = pack(config, loaded, ranks)
         self._kv_pool, self._host_tier = memory.kv_pool, memory.host_tier
-        self._sends_on = packed.sends_on
+        self._sends_on = sends_on = loaded.sends_on
         self._model: LanguageModel = with_graphs(
-            packed.model, config, memory.kv_pool, max_blocks=memory.max_blocks
+            packed, config, memory.kv_pool, max_blocks=memory.max_blocks
         )
-        self._sampler = Sampler(eos_token_ids, library=packed.library)
+        self._sampler = Sampler(eos_token_ids, library=library)
         vocab_size = loaded.model.vocab_size
-        self.progress = Progress(self._model, device, packed.library)
+        self.progress = Progress(self._model, device, library)
         self.grammars = GrammarCompiler(
             model_path, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
@@ -292,7 +283,7 @@ class ModelRunner:
             max_blocks=memory.max_blocks,
             block_size=loaded.shape.block_size,
             device=device,
-            draws_tokens=not packed.sends_on,
+            draws_tokens=not sends_on,
         )
         drafter = make_drafter(
             loaded.drafting,
@@ -300,26 +291,27 @@ class ModelRunner:
             memory.host_tier.num_blocks,
             self._batch,
             self._sampler,
-            packed.library,
+            library,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             vocab_size=vocab_size,
         )
         self._planners: list[StepPlanner] = [] if drafter is None else [drafter]
         extensions: list[SequenceExtension | None] = [
-            PooledRows(None if packed.sends_on else loaded.pooler),
+            PooledRows(None if sends_on else loaded.pooler),
             GrammarRows(self.grammars, config.scheduler.max_num_seqs, device),
             ChangedRows(),
             drafter,
             AdapterRows(self.adapters) if isinstance(self.adapters, AdapterSlots) else None,
             None if self.images is None else ImageRows(self.images),
-            None if packed.sends_on else PromptLogprobRows(self._model),
+            None if sends_on else PromptLogprobRows(self._model),
         ]
         self._batch.extensions = [each for each in extensions if each is not None]
         # A draft model has keys and values of its own, which would be missing.
         self.block_bytes: HostTier | NoBlockBytes = (
             memory.host_tier if drafter is None else NoBlockBytes()
         )
-        order = _order_of(self._model, packed.library)
+        # Who decides where a number lies in a block: torch, or C for these instructions.
+        order = "torch" if library is None else f"{type(self._model).__name__} {library.isa}"
         self.info = RunnerInfo(
             max_model_len=memory.max_model_len,
             vocab_size=vocab_size,
@@ -329,7 +321,7 @@ class ModelRunner:
             bytes_per_block=loaded.shape.bytes_per_block,
             block_move_s=memory.host_tier.block_move_s,
             needs_prompt_lens=self._model.needs_prompt_lens,
-            dtype=str(packed.dtype).removeprefix("torch."),
+            dtype=str(loaded.dtype).removeprefix("torch."),
             kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
             kv_layout=f"{loaded.shape} {order}",
             quantization=loaded.model.quantization,
@@ -339,10 +331,10 @@ class ModelRunner:
             device=str(device),
             num_threads=self._model.num_threads,
             num_verify_rows=self._model.num_verify_rows,
-            sends_on=packed.sends_on,
-            drafts_cost_little=isinstance(packed.model, CpuModel)
-            and packed.model.config.experts is None
-            and not packed.sends_on,
+            sends_on=sends_on,
+            drafts_cost_little=isinstance(packed, CpuModel)
+            and packed.config.experts is None
+            and not sends_on,
         )
 
     def execute(self, batch: Batch) -> BatchResult:
@@ -413,11 +405,6 @@ class ModelRunner:
             sampling.masks.fill()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
-
-
-def _order_of(model: LanguageModel, library: CpuLibrary | None) -> str:
-    """Who decides where a number lies in a block: torch, or C for these instructions."""
-    return "torch" if library is None else f"{type(model).__name__} {library.isa}"
 
 
 class StepInFlight:

@@ -27,7 +27,6 @@ MAX_PARTS = 1 << 10
 _MAX_DIMS = 4
 _MAX_TENSOR_BYTES = 1 << 50
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_UINT32 = 4
 # `struct`'s letters for the numbers of a value's type.
 _LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip

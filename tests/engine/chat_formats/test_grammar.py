@@ -28,8 +28,7 @@ from penstock.engine.chat_formats.tool_format import NUMBER
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.model_files.resolve import DEMO_MODEL_PATH
 from penstock.engine.request import StructuredOutputs
-from penstock.engine.sampling.grammars import SequenceGrammar
-from penstock.engine.sampling.lazy_matcher import LazyMatcher
+from penstock.engine.sampling.grammars import LazyMatcher, SequenceGrammar
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.engine.structured_outputs.forms import structured_outputs
 from penstock.engine.text.tokenizer import Tokenizer

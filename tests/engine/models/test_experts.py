@@ -21,7 +21,7 @@ from penstock.engine.models import backends
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
-from penstock.engine.program import cpu_experts
+from penstock.engine.program import cpu_backend
 from penstock.engine.weights.formats.packing import FP4
 from penstock.kernels.cpu.isa import usable_isas
 
@@ -212,7 +212,7 @@ def test_experts_that_have_no_common_layout_are_dense(tiny_checkpoint, tmp_path)
 
 def load_with(free_bytes: int, path: Path, monkeypatch, *, in_torch: bool = False) -> LanguageModel:
     """The model on a machine with so much free memory."""
-    for module in (cpu_experts, backends):
+    for module in (cpu_backend, backends):
         monkeypatch.setattr(module, "free_cpu_bytes", lambda: free_bytes)
     decoder = load_model(ModelConfig(), path, CPU, defers_experts=True)
     library = None if in_torch else cpu_kernels(decoder, BLOCK_SIZE)
@@ -228,7 +228,7 @@ def test_experts_beyond_memory_are_mapped_from_a_file(tiny_checkpoint, monkeypat
     path = tiny_checkpoint(QWEN2, **SHARED)
     expected = logits(load(path, "none"))
     cpu_kernels(load_model(ModelConfig(), path, CPU), BLOCK_SIZE)  # compiled before the cache moves
-    monkeypatch.setattr(cpu_experts, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cpu_backend, "cache_dir", lambda: tmp_path)
     assert torch.equal(logits(load_with(1 << 40, path, monkeypatch)), expected)
     assert num_mapped_files(tmp_path) == 0
     model = load_with(1 << 20, path, monkeypatch)
@@ -241,7 +241,7 @@ def test_experts_beyond_memory_and_disk_are_refused(tiny_checkpoint, monkeypatch
     path = tiny_checkpoint(QWEN2, **SHARED)
     with pytest.raises(ModelLoadError, match=r"experts take .* without the CPU kernels"):
         load_with(1 << 10, path, monkeypatch, in_torch=True)
-    monkeypatch.setattr(cpu_experts, "cache_dir", lambda: tmp_path / "missing")
+    monkeypatch.setattr(cpu_backend, "cache_dir", lambda: tmp_path / "missing")
     with pytest.raises(ModelLoadError, match=r"more than memory holds"):
         load_with(1 << 10, path, monkeypatch)
 
