@@ -99,9 +99,18 @@ export async function imageFrom(/** @type {File} */ file) {
   return url ? { type: "input_image", image_url: url, name: file.name } : null;
 }
 
+/** A file of SVG, which the page may load as a data URL alone. */
+async function drawing(/** @type {File} */ file) {
+  const picture = new Image();
+  picture.src = `data:image/svg+xml,${encodeURIComponent(await file.text())}`;
+  await picture.decode();
+  if (!picture.width) picture.width = picture.height = MAX_SIDE / 2; // it says none
+  return picture;
+}
+
 /** An image file as a data URL that is small enough to be sent. */
 async function smaller(/** @type {File} */ file) {
-  const picture = await createImageBitmap(file); // upright, as EXIF says
+  const picture = file.type === "image/svg+xml" ? await drawing(file) : await createImageBitmap(file); // upright, as EXIF says
   for (let side = MAX_SIDE; side >= 64; side /= 2) {
     const scale = Math.min(1, side / Math.max(picture.width, picture.height));
     const canvas = document.createElement("canvas");

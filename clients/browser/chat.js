@@ -10,7 +10,7 @@ import { byId, confirmOn, copyText } from "./dom.js";
 import { keepDraft, NOTHING } from "./drafts.js";
 import { liveText, prefillText, preparingText, QueueEstimate, queueText, restartText } from "./figures.js";
 import { mountFrame } from "./frame.js";
-import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
+import { KeyDialog, storedKey } from "./key-dialog.js";
 import { conversationOf, newStore, titleOf } from "./page-state.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
@@ -31,6 +31,7 @@ const ASK_INTERVAL_MS = 500;
 const welcome = byId("welcome"), transcript = byId("transcript"), toLatest = byId("to-latest"), announcer = byId("announcer");
 
 const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
+const keyDialog = new KeyDialog((key) => client.setApiKey(key));
 const store = newStore();
 const settings = new Settings(store, () => { notice(); keepChoices(); });
 const list = new ConversationList(client.conversations, store);
@@ -58,6 +59,8 @@ const pane = new ConversationPane({
   hasTools: () => settings.hasTools,
   announce,
   mayAsk,
+  sends,
+  readsMarkdown: () => settings.readsMarkdown,
   write: () => composer.focus(),
   onLost: (id, message, reason) => {
     composer.giveBack(id, message);
@@ -154,6 +157,11 @@ function canSteer() {
   return client.state === "open" && pane.answer !== null && !pane.isBusy;
 }
 
+/** Whether a key sends what is being written. */
+function sends(/** @type {KeyboardEvent} */ { key, shiftKey, ctrlKey, metaKey, isComposing }) {
+  return key === "Enter" && !shiftKey && !isComposing && (!settings.sendsByCtrl || ctrlKey || metaKey);
+}
+
 function canAsk() {
   return client.state === "open" && !pane.answer && !pane.isBusy;
 }
@@ -161,7 +169,7 @@ function canAsk() {
 /** Whether a message can be sent. If not, the user is told why, or asked for what is missing. */
 function mayAsk() {
   if (canAsk()) return true;
-  if (client.state === "unauthorized") askForKey();
+  if (client.state === "unauthorized") keyDialog.ask();
   else {
     const obstacle = pane.answer ? "Not sent: an answer is still coming. Wait for its end, or stop it (Esc)."
       : client.state === "open" ? "Not sent: this conversation is still being loaded or changed. Try again in a moment."
@@ -366,7 +374,7 @@ function notice() {
     choices: settings.choices,
     context: pane.numTokens > 0 && limit > 0 ? { used: pane.numTokens, limit } : null,
     sending: { canAsk: canAsk(), canSteer: canSteer(), isAnswering: pane.answer !== null, isStopping: pane.answer?.isCancelling === true },
-    isNew: pane.isEmpty && (location.hash === "" || pane.id === null),
+    isNew: pane.isEmpty && (location.hash === "" || pane.id === null || pane.isLoaded),
   });
 }
 
@@ -378,10 +386,10 @@ function note(/** @type {Partial<import("./page-state.js").Notes>} */ parts) {
 function onStateChange() {
   if (client.state === "open") {
     settings.offer(client.models, client.sampling);
-    closeKeyDialog();
+    keyDialog.close();
     void list.refresh();
     void (pane.id || !location.hash ? catchUp() : openAddressed());
-  } else if (client.state === "unauthorized") askForKey();
+  } else if (client.state === "unauthorized") keyDialog.ask();
   notice();
 }
 
@@ -407,7 +415,7 @@ function listenToPage() {
       event.preventDefault();
       if (mayAsk()) pane.views.at(-1)?.startEditing();
     }
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (!sends(event)) return;
     event.preventDefault();
     submit();
   });
@@ -438,7 +446,7 @@ function saveChats() {
 function loadChats(/** @type {File} */ file) {
   return told(async () => {
     const { fromJson } = await transfer();
-    const { length } = await fromJson(client.conversations, await file.text());
+    const { length } = await fromJson(client.conversations, await file.text(), client.takesImages);
     void list.refresh();
     return length === 1 ? "One chat was loaded." : `${length} chats were loaded.`;
   });
@@ -462,6 +470,9 @@ async function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */
     const { codeFileName, saveFile } = await transfer();
     saveFile(codeFileName(block.querySelector(".code-head span")?.textContent ?? ""), `${code}\n`);
     confirmOn(button);
+  } else if ("shows" in button.dataset) {
+    const { showPage } = await import("./code-preview.js");
+    showPage(code);
   } else button.setAttribute("aria-pressed", String(block.classList.toggle("is-wrapped")));
 }
 
@@ -474,7 +485,7 @@ async function loadDialogs() {
   try {
     const { mountDialogs } = await import("./dialogs.js");
     const rename = list.rename.bind(list);
-    mountDialogs(store, settings, { enterKey: openKeyDialog, saveChats, loadChats, rename, suggest: suggestTitle });
+    mountDialogs(store, settings, { enterKey: () => keyDialog.open(), saveChats, loadChats, rename, suggest: suggestTitle });
   } catch {
     hasDialogs = false;
     settings.close();
@@ -489,7 +500,7 @@ function askOffered(/** @type {string} */ text) {
   composer.focus();
 }
 
-mountFrame(store, { connect: () => client.connect(), enterKey: askForKey, ask: askOffered });
+mountFrame(store, { connect: () => client.connect(), enterKey: () => keyDialog.ask(), ask: askOffered });
 mountComposer(store, { choose: (name, value) => settings.set(name, value), remove: (part) => composer.remove(part) });
 store.watch(["settings", "renamed"], ({ settings: { isOpen }, renamed }) => { if (isOpen || renamed) void loadDialogs(); });
 store.watch(["message"], () => note({ obstacle: "" }));
@@ -499,7 +510,6 @@ store.watch(["sending"], ({ sending: { canAsk } }) => {
 });
 listenToPane();
 listenToPage();
-listenForKey((key) => client.setApiKey(key));
 listenForShortcuts({
   stop: () => pane.stop(),
   newChat: () => showNewChat(),

@@ -7,6 +7,7 @@ import { attachmentElement } from "./attachments.js";
 import { byId } from "./dom.js";
 import { isEmpty } from "./drafts.js";
 import { icon } from "./elements.js";
+import { keyName } from "./shortcuts.js";
 import { html } from "./vendor/htm-preact.js";
 
 /** @typedef {import("./page-state.js").State} State */
@@ -33,8 +34,8 @@ export function mountComposer(
   store.watch(["message"], ({ message }) => { tray.hidden = message.attachments.length === 0; });
   store.mount(byId("controls"), ["choices", "context"], ({ choices, context }) =>
     html`<${Controls} choices=${choices} context=${context} set=${deeds.choose} />`);
-  store.mount(byId("send-place"), ["sending", "message"], (state) => html`<${Send} ...${state} />`);
-  store.mount(byId("notes"), ["sending", "notes", "link"], (state) => html`<${Notes} ...${state} />`);
+  store.mount(byId("send-place"), ["sending", "message", "settings"], (state) => html`<${Send} ...${state} />`);
+  store.mount(byId("notes"), ["sending", "notes", "link", "settings"], (state) => html`<${Notes} ...${state} />`);
 }
 
 /** @type {WeakMap<Part, number>} */ const numbers = new WeakMap();
@@ -61,17 +62,18 @@ function Tray({ parts, remove }) {
 }
 
 /** Sends the message, which interrupts an answer that is coming; where there is none, stops that. */
-function Send(/** @type {State} */ { sending: { canAsk, canSteer, isAnswering, isStopping }, message }) {
+function Send(/** @type {State} */ { sending: { canAsk, canSteer, isAnswering, isStopping }, message, settings: { values } }) {
+  const sendKeys = values.ctrlEnter ? `${keyName("Ctrl")}+Enter` : "Enter";
   const hasNothing = isEmpty(message);
   const stops = isAnswering && hasNothing;
   const isOff = stops ? isStopping : isAnswering ? !canSteer : !canAsk || hasNothing;
-  const title = stops ? "Stop (Esc)" : isAnswering ? "Interrupt the answer with this message (Enter)" : "Send (Enter)";
+  const title = stops ? "Stop (Esc)" : isAnswering ? `Interrupt the answer with this message (${sendKeys})` : `Send (${sendKeys})`;
   return html`
     <button type="submit" class=${stops ? "send stops" : "send"} id="send" disabled=${isOff} title=${title} aria-label=${stops ? "Stop" : "Send"}>${icon(stops ? "stop" : "send")}</button>`;
 }
 
 /** One of four. */
-function Notes(/** @type {State} */ { sending: { isAnswering }, notes: { obstacle, refusal, progress }, link }) {
+function Notes(/** @type {State} */ { sending: { isAnswering }, notes: { obstacle, refusal, progress }, link, settings: { values } }) {
   // Without a connection, nothing is known of the answer.
   const live = link.state === "open" || link.state === "restarting" ? progress : progress && BROKEN;
   const shown = live && hasKeys.matches ? `${live} · Esc stops` : live;
@@ -81,7 +83,7 @@ function Notes(/** @type {State} */ { sending: { isAnswering }, notes: { obstacl
     <p class="hint refusal" id="obstacle" hidden=${!obstacle}>${obstacle}</p>
     <p class="hint refusal" id="refusal" hidden=${!isRefused}>${refusal}</p>
     <p class="hint" id="live" hidden=${!isAnswering || obstacle !== ""}><span key=${shown}>${shown}</span></p>
-    <p class="hint" id="hint" hidden=${isAnswering || obstacle !== "" || isRefused}><kbd>Enter</kbd> sends · <kbd>Shift</kbd>+<kbd>Enter</kbd> new line · <kbd>Esc</kbd> stops · <kbd>↑</kbd> edits</p>`;
+    <p class="hint" id="hint" hidden=${isAnswering || obstacle !== "" || isRefused}>${values.ctrlEnter ? html`<kbd>${keyName("Ctrl")}</kbd>+<kbd>Enter</kbd> sends · <kbd>Enter</kbd> new line` : html`<kbd>Enter</kbd> sends · <kbd>Shift</kbd>+<kbd>Enter</kbd> new line`} · <kbd>Esc</kbd> stops · <kbd>↑</kbd> edits</p>`;
 }
 
 /**

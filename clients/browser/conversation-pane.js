@@ -7,15 +7,14 @@
  * interfering.
  */
 
-import { blockOf, textOf, tokensOf } from "./answer.js";
-import { stepBefore, stepBeside } from "./branches.js";
+import { blockOf, tokensOf } from "./answer.js";
 import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept } from "./endings.js";
 import { cacheText } from "./figures.js";
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { grouped, hasSameStart, messageOf, messageText, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, responseOf, runningOf, titleFrom, userItem } from "./turns.js";
+import { grouped, hasSameStart, messageOf, messageText, openCalls, inputOf, isResult, numShown, partsOf, pathShown, placeOf, responseOf, runningOf, titleFrom, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -40,11 +39,16 @@ import { grouped, hasSameStart, messageOf, messageText, openCalls, inputOf, numS
  * @property {(id: string | null, message: Message, reason: string) => void} onLost  a message of this conversation
  *     could not be sent: the writer has it back
  * @property {(message: Message) => void} onRefused  the page alone has this message, in the transcript
- * @property {() => boolean} mayAsk  whether a message can be sent; if not, the reader is told why
+ * @property {import("./transcript.js").Wishes["mayAsk"]} mayAsk
+ * @property {import("./transcript.js").Wishes["sends"]} sends
+ * @property {import("./transcript.js").Wishes["readsMarkdown"]} readsMarkdown
  * @property {() => void} write  moves the focus to the message box
  */
 
 const MAX_ANNOUNCED_CHARACTERS = 1_000;
+
+/** Loaded when a tree is first changed. */
+const branching = () => import("./branches.js");
 
 /** Events: `change` (of anything); `created`, `used` (detail: an id) and `moved` (of the server's state). */
 export class ConversationPane extends EventTarget {
@@ -63,16 +67,22 @@ export class ConversationPane extends EventTarget {
   /** What turns answer, beside those that are shown; null: not known (yet). @type {Map<string, string | null>} */
   #questions = new Map();
   #around;
+  /** @type {import("./transcript.js").Wishes} */
   #wishes = {
-    regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
-    edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => {
+    regenerate: (view) => void this.#branch(view, view.items),
+    edit: (view, text) => {
       this.#around.write();
-      void this.#branch(view, [userItem({ text, attachments: messageOf(asked(view)).attachments })]);
+      void this.#branch(view, [...view.items.slice(0, -1), userItem({ text, attachments: messageOf(asked(view)).attachments })]);
     },
-    switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
-    compare: (/** @type {TurnView} */ view) => void this.#compareBranches(view),
-    usage: (/** @type {TurnView} */ view) => this.#usageOf(view),
+    editAnswer: (view, text) => void this.#change(view, ({ replaceAnswer }, id) => replaceAnswer(this.#conversations, id, view.turnIds, text)),
+    remove: (view) => void this.#change(view, ({ deleteTurns }, id) => deleteTurns(this.#conversations, id, view.turnIds)),
+    removeAnswer: (view) => void this.#change(view, ({ deleteAnswer }, id) => deleteAnswer(this.#conversations, id, view.turnIds)),
+    switchBranch: (view, step) => void this.#switch(view, step),
+    compare: (view) => void this.#compareBranches(view),
+    usage: (view) => this.#usageOf(view),
     mayAsk: () => this.#around.mayAsk(),
+    sends: (event) => this.#around.sends(event),
+    readsMarkdown: () => this.#around.readsMarkdown(),
   };
 
   constructor(/** @type {Surroundings} */ around) {
@@ -80,7 +90,12 @@ export class ConversationPane extends EventTarget {
     this.#around = around;
   }
 
+  get #conversations() { return this.#around.client.conversations; }
+
   get isEmpty() { return this.views.length === 0; }
+
+  /** Whether the open conversation is on the page, as far as there is something of it. */
+  get isLoaded() { return this.#tree !== null; }
 
   // ---- opening -------------------------------------------------------------------------------
 
@@ -109,7 +124,7 @@ export class ConversationPane extends EventTarget {
     const { id } = this;
     const epoch = this.#epoch;
     if (!id || this.answer) return;
-    const tree = await this.#around.client.conversations.tree(id, { items: true });
+    const tree = await this.#conversations.tree(id, { items: true });
     if (epoch !== this.#epoch || this.answer) return;
     this.#tree = tree;
     const path = pathShown(tree);
@@ -139,21 +154,26 @@ export class ConversationPane extends EventTarget {
   }
 
   #viewOf(/** @type {Turn[]} */ group) {
-    const view = new TurnView(this.#around.transcript, group[0].items ?? [], this.#wishes);
+    const view = new TurnView(this.#around.transcript, partsOf(group[0]).items, this.#wishes);
     view.turnIds = group.map((turn) => turn.turn);
     for (const turn of group) {
-      for (const { call_id, output } of /** @type {any[]} */ (turn.items ?? [])) if (call_id) view.showResult(call_id, output);
-      for (const item of outputOf(turn)) {
+      const { items, output } = partsOf(turn);
+      for (const item of /** @type {any[]} */ ([...items.filter(isResult), ...output])) {
         const block = blockOf(item);
         if (block) view.showBlock(block);
+        else if (isResult(item)) view.showResult(item.call_id, item.output);
         else {
           view.show(messageText(item));
           view.keepTokens(tokensOf(item));
         }
       }
     }
-    const { status, incomplete_details: details } = group[group.length - 1];
-    this.#noteEnd(view, status, details?.reason ?? null);
+    const { status, response_id, incomplete_details: details } = group[group.length - 1];
+    const isLeft = response_id && view.items.length > 0 && !view.isAnswered && ["completed", "incomplete", "cancelled"].includes(status);
+    if (!isLeft) this.#noteEnd(view, status, details?.reason ?? null);
+    else {
+      view.addNote("There is no answer to this.", { isAnswer: false, actions: [{ label: "Answer it", run: () => this.#wishes.regenerate(view) }] });
+    }
     return view;
   }
 
@@ -299,7 +319,7 @@ export class ConversationPane extends EventTarget {
   }
 
   async #create(/** @type {string} */ text, /** @type {number} */ epoch) {
-    const { id } = await this.#around.client.conversations.create({
+    const { id } = await this.#conversations.create({
       metadata: { title: titleFrom(text), ...this.#around.metadata() },
     });
     if (epoch !== this.#epoch) return;
@@ -388,7 +408,7 @@ export class ConversationPane extends EventTarget {
   async #compare() {
     const { id } = this;
     if (!id || this.answer) return;
-    const tree = await this.#around.client.conversations.tree(id);
+    const tree = await this.#conversations.tree(id);
     if (id !== this.id || this.answer) return;
     this.#tree = tree;
     const shown = this.views.flatMap((view) => view.turnIds);
@@ -472,7 +492,7 @@ export class ConversationPane extends EventTarget {
 
   #moveHead(/** @type {string} */ id, /** @type {string | null} */ turn, /** @type {string | null} */ expected) {
     return quietly(async () => {
-      await this.#around.client.conversations.setHead(id, turn, expected);
+      await this.#conversations.setHead(id, turn, expected);
       this.#moved();
     });
   }
@@ -483,11 +503,31 @@ export class ConversationPane extends EventTarget {
     if (!id || this.answer || this.isBusy) return;
     if (view.turnIds.length === 0) return this.#sendInstead(view, items); // the server did not take it
     await this.#whileBusy(async () => {
-      const { head, parent } = await stepBefore(this.#around.client.conversations, id, view.turnIds[0]);
+      const { head, parent } = await (await branching()).stepBefore(this.#conversations, id, view.turnIds[0]);
       this.views.splice(this.views.indexOf(view)).forEach((later) => later.remove());
       void this.#send(items, (outcome) => {
         if (!wasKept(outcome)) return this.#moveHead(id, head, parent);
       });
+    });
+  }
+
+  /** Changes the tree at a view; one that the server does not have is taken off the page. */
+  async #change(
+    /** @type {TurnView} */ view, /** @type {(module: typeof import("./branches.js"), id: string) => Promise<void>} */ work,
+  ) {
+    const { id } = this;
+    if (!id || this.answer || this.isBusy) return;
+    if (view.turnIds.length === 0) {
+      this.#drop(view);
+      return this.#changed();
+    }
+    this.#around.write(); // the buttons go
+    await this.#whileBusy(async () => {
+      await work(await branching(), id);
+      this.numTokens = 0; // counted anew
+      this.views.splice(this.views.indexOf(view)).forEach((later) => later.remove());
+      await this.refresh();
+      this.#moved();
     });
   }
 
@@ -496,7 +536,7 @@ export class ConversationPane extends EventTarget {
     const { id } = this;
     if (!id || this.answer) return;
     await this.#whileBusy(async () => {
-      await stepBeside(this.#around.client.conversations, id, view, step);
+      await (await branching()).stepBeside(this.#conversations, id, view, step);
       await this.refresh();
       this.#moved();
     });
@@ -505,22 +545,26 @@ export class ConversationPane extends EventTarget {
   /** Shows the branches that begin where `view` does beside each other. */
   async #compareBranches(/** @type {TurnView} */ view) {
     const { client } = this.#around;
-    const { siblings, index } = placeOf(this.#tree, view);
-    const versions = await Promise.all(siblings.map(async ({ turn }, place) => {
-      const response = await responseOf(client, turn);
-      const isShown = place === index;
-      const question = await client.inputItems(turn, { limit: 1 }).then(({ data }) => (data[0]?.content ? messageText(data[0]) : ""), () => "");
-      const num = response?.usage?.output_tokens ?? null;
-      return {
-        question,
-        answer: isShown ? view.text : response ? textOf(response) : "",
-        figures: num === null ? "" : num === 1 ? "1 token" : `${num.toLocaleString()} tokens`,
-        isShown,
-        use: () => { if (this.#around.mayAsk()) void this.#switch(view, place - index); },
-      };
-    }));
-    const { showVersions } = await import("./branch-comparison.js");
-    showVersions(versions);
+    const { id } = this;
+    if (!id) return;
+    await this.#whileBusy(async () => {
+      const tree = await client.conversations.tree(id, { items: "all" });
+      const { siblings, index } = placeOf(tree, view);
+      const versions = await Promise.all(siblings.map(async (turn, place) => {
+        const { items, output } = partsOf(turn);
+        const num = (await responseOf(client, turn.turn))?.usage?.output_tokens ?? null;
+        const isMessage = (/** @type {import("./conversations.js").Item} */ { type }) => type === "message";
+        return {
+          question: items.filter(isMessage).slice(-1).map(messageText).join(""),
+          answer: place === index ? view.text : output.filter(isMessage).map(messageText).join(""),
+          figures: num === null ? "" : num === 1 ? "1 token" : `${num.toLocaleString()} tokens`,
+          isShown: place === index,
+          use: () => { if (this.#around.mayAsk()) void this.#switch(view, place - index); },
+        };
+      }));
+      const { showVersions } = await import("./branch-comparison.js");
+      showVersions(versions);
+    });
   }
 
   /** What a turn took, and why not more of its prompt was in the cache. */

@@ -110,6 +110,19 @@ export class Conversations {
     return this.#http.request("POST", path(id, "/items"), { body: { items } });
   }
 
+  /** Deletes an item on the path to the head: the model does not get it any more. */
+  deleteItem(/** @type {string} */ id, /** @type {string} */ itemId) {
+    return this.#http.request("DELETE", path(id, `/items/${encodeURIComponent(itemId)}`));
+  }
+
+  /**
+   * Deletes a turn; those after it then continue the one before it. While a turn runs: PenstockError
+   * `conversation_locked`.
+   */
+  deleteTurn(/** @type {string} */ id, /** @type {string} */ turn) {
+    return this.#http.request("DELETE", path(id, `/turns/${encodeURIComponent(turn)}`));
+  }
+
   /**
    * Its turns; `items`: with the texts on the path to the head, or to the turn that runs on it;
    * `"all"`: with those of all turns.

@@ -36,6 +36,8 @@ const REST_MS = 250;
 const UNDECIDED = /^\n[ \t>]*(?:-+|=+)[ \t]*$/;
 /** A label in brackets: more text may say what it refers to. */
 const LABEL = /\[((?:\\[^]|[^\\[\]]){1,999})\]/g;
+/** Languages of what can be shown as a page. */
+const SHOWN = /^(?:x?html?|svg)$/i;
 const LETTER = /\p{L}/u;
 const RIGHT_TO_LEFT = /[\u0590-\u08FF\uFB1D-\uFDFF\uFE70-\uFEFF\u{10800}-\u{10FFF}\u{1E800}-\u{1EFFF}]/u;
 
@@ -316,7 +318,9 @@ function code(/** @type {MarkdownDocument} */ document) {
   const [block, head, name, pre, inside] = [element("div"), element("div"), element("span"), element("pre"), element("code")];
   block.className = "code";
   head.className = "code-head";
-  head.append(name, codeButton("Wrap", "wraps", "Wrap lines"), codeButton("Save", "saves", "Save code as a file"), codeButton("Copy", "copies", "Copy code"));
+  const show = codeButton("Show", "shows", "Show as a page");
+  show.hidden = true;
+  head.append(name, show, codeButton("Wrap", "wraps", "Wrap lines"), codeButton("Save", "saves", "Save code as a file"), codeButton("Copy", "copies", "Copy code"));
   pre.tabIndex = 0; // a wide block scrolls; the keyboard must be able to
   pre.append(inside);
   block.append(head, pre);
@@ -356,6 +360,7 @@ function code(/** @type {MarkdownDocument} */ document) {
   const update = (/** @type {Code} */ token) => {
     const language = /^[\w+#.-]{0,40}/.exec(token.lang ?? "")?.[0] ?? "";
     if (name.textContent !== language) name.textContent = language;
+    show.hidden = !SHOWN.test(language);
     const given = withTabs(token.text);
     if (!given.startsWith(coloured)) restart([], "");
     put(given.slice(coloured.length));

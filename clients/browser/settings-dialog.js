@@ -75,7 +75,7 @@ function Form({ shown, settings, deeds }) {
         </div>
       </div>
       <label class="field-label" for="setting-further">Further parameters</label>
-      <textarea class="field" id="setting-further" name="further" rows="1" spellcheck="false" placeholder=${'JSON, as {"top_n_sigma": 1}'} value=${values.further ?? ""} onInput=${takeFurther}></textarea>
+      <textarea class="field" id="setting-further" name="further" rows="1" spellcheck="false" placeholder=${'JSON, as {"logit_bias": {"42": -5}}'} value=${values.further ?? ""} onInput=${takeFurther}></textarea>
       <fieldset class="choices">
         <legend>The model may</legend>
         ${SWITCHES.map(([name, label]) => html`<${Switch} key=${name} name=${name} label=${label} values=${values} settings=${settings} />`)}
@@ -83,6 +83,11 @@ function Form({ shown, settings, deeds }) {
       <fieldset class="choices">
         <legend>Answers show</legend>
         <${Switch} name="logprobs" label="how likely each token was, where you point at it" values=${values} settings=${settings} />
+      </fieldset>
+      <fieldset class="choices">
+        <legend>Your messages</legend>
+        <${Switch} name="ctrlEnter" label=${`are sent with ${keyName("Ctrl")}+Enter`} values=${values} settings=${settings} />
+        <${Switch} name="markdown" label="are shown as Markdown" values=${values} settings=${settings} />
       </fieldset>
       <fieldset class="choices">
         <legend>Appearance</legend>

@@ -1,6 +1,6 @@
 /**
- * The user's settings: model, system prompt, sampling, theme; and presets of them. Kept in this browser, and, but
- * for the theme, with each conversation, in its metadata.
+ * The user's settings: model, system prompt, sampling, and how the page looks; and presets of them. Kept in this
+ * browser, and, but for how the page looks, with each conversation, in its metadata.
  *
  * What it does not know: how they look (`settings-dialog.js`).
  */
@@ -19,11 +19,14 @@ export const NUMBERS = [
   { name: "top_p", label: "Top p", min: .01, max: 1, step: .01 },
   { name: "min_p", label: "Min p", min: 0, max: 1, step: .01 },
   { name: "top_k", label: "Top k", min: 0, max: 1_000_000, step: 1, hint: "all" },
+  { name: "top_n_sigma", label: "Top n sigma", min: 0, max: 100, step: .01, hint: "off" },
   { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: .01, hint: "0" },
   { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: .01, hint: "0" },
   { name: "repetition_penalty", label: "Repetition penalty", min: .01, max: 10, step: .01, hint: "1" },
   { name: "seed", label: "Seed", min: 0, max: MAX_INT, step: 1, hint: "random" },
   { name: "max_output_tokens", label: "Max tokens", min: 1, max: MAX_INT, step: 1, hint: "no limit" },
+  { name: "min_tokens", label: "Min tokens", min: 0, max: MAX_INT, step: 1, hint: "0" },
+  { name: "thinking_token_budget", label: "Tokens of thoughts", min: 0, max: MAX_INT, step: 1, hint: "no limit" },
 ];
 const SWITCHES = ["tools", "think", "logprobs"];
 const MAX_STOPS = 16;
@@ -31,6 +34,8 @@ const MAX_STOPS = 16;
 const NUM_LIKELY = 5;
 /** What a preset has. */
 const OF_PRESET = ["instructions", "stop", "further", ...NUMBERS.map(({ name }) => name)];
+/** Of the reader, whatever is open. */
+const OF_READER = ["theme", "ctrlEnter", "markdown"];
 /** What is kept with a conversation. */
 const OF_CONVERSATION = ["model", ...OF_PRESET, ...SWITCHES];
 /** Of requests, what the page itself says. */
@@ -143,11 +148,24 @@ export class Settings {
     this.#keep();
   }
 
-  /** All but the theme as at first. */
+  /** All but how the page looks as at first. */
   reset() {
-    const { theme = "auto" } = this.#values;
-    this.#values = { theme };
+    this.#values = this.#ofReader;
     this.#keep();
+  }
+
+  get #ofReader() {
+    return Object.fromEntries(OF_READER.flatMap((name) => (this.#values[name] ? [[name, this.#values[name]]] : [])));
+  }
+
+  /** Whether a message is sent with Ctrl+Enter, and Enter makes a new line. */
+  get sendsByCtrl() {
+    return Boolean(this.#values.ctrlEnter);
+  }
+
+  /** Whether messages of the user are shown as Markdown. */
+  get readsMarkdown() {
+    return Boolean(this.#values.markdown);
   }
 
   // ---- presets -------------------------------------------------------------------------------
@@ -193,8 +211,7 @@ export class Settings {
   /** Those of a conversation; null: what was chosen last. */
   adopt(/** @type {Record<string, string> | null} */ metadata) {
     const own = metadata && fromMetadata(metadata);
-    const { theme = "auto" } = this.#values;
-    this.#values = { ...valid(own ?? read()), theme };
+    this.#values = { ...valid(own ?? read()), ...this.#ofReader };
     if (this.#models.length > 0 && !this.#models.includes(this.#values.model)) delete this.#values.model;
     this.#show();
   }

@@ -10,7 +10,6 @@ import { attachmentElement } from "./attachments.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
 import { Colours, setFormula } from "./markdown-extras.js";
-import { TokenView } from "./token-view.js";
 import { attachmentsOf, messageText } from "./turns.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
@@ -21,11 +20,16 @@ import { attachmentsOf, messageText } from "./turns.js";
  * What a reader may want of a turn.
  * @typedef {object} Wishes
  * @property {(view: TurnView) => void} regenerate
- * @property {(view: TurnView, text: string) => void} edit
+ * @property {(view: TurnView, text: string) => void} edit  its message; it is answered anew
+ * @property {(view: TurnView, text: string) => void} editAnswer  what comes after the last call or thought
+ * @property {(view: TurnView) => void} remove  with its answer
+ * @property {(view: TurnView) => void} removeAnswer
  * @property {(view: TurnView, step: number) => void} switchBranch
  * @property {(view: TurnView) => void} compare  its branches, beside each other
  * @property {(view: TurnView) => Promise<{ usage: Usage, cache: string } | null>} usage  and why not more of it was cached
  * @property {() => boolean} mayAsk  whether a message can be sent; if not, the reader is told why
+ * @property {(event: KeyboardEvent) => boolean} sends  whether this key sends what is written
+ * @property {() => boolean} readsMarkdown  whether messages of the user are shown as Markdown
  */
 
 const NAMES = { user: "You", assistant: "Assistant", system: "System", developer: "System" };
@@ -60,10 +64,11 @@ export class TurnView {
   #status = make("div", "status");
   /** @type {import("./answer.js").Token[]} */ #tokens = [];
   /** @type {HTMLButtonElement} */ #tokensButton;
-  /** @type {TokenView | null} */ #tokenView = null;
+  /** @type {import("./token-view.js").TokenView | null} */ #tokenView = null;
   /** The text behind the newest blocks, and how much comes before it. */
   #markdown;
   #partStart = 0;
+  #prose = make("div", "prose");
   #pending = "";
   #frame = 0;
   #watching = new AbortController();
@@ -78,13 +83,12 @@ export class TurnView {
   constructor(parent, items, wishes) {
     this.items = items.filter((item) => item.content);
     this.#wishes = wishes;
-    this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#foot);
+    this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#status, this.#foot);
     this.#markdown = this.#newPart();
     this.#stats.hidden = this.#status.hidden = true;
-    this.#tokensButton = button({ label: "Tokens and their probabilities", picture: "tokens", run: () => this.#toggleTokens() });
+    this.#tokensButton = button({ label: "Tokens and their probabilities", picture: "tokens", run: () => void this.#toggleTokens() });
     this.#tokensButton.setAttribute("aria-pressed", "false");
     this.#tokensButton.hidden = true;
-    this.#article.prepend(this.#status);
     this.#foot.append(this.#notes, this.#tools, this.#stats);
     this.#section.append(...this.items.map((item) => this.#itemElement(item)));
     parent.append(this.#section);
@@ -149,7 +153,7 @@ export class TurnView {
     this.#foot.hidden = true; // it would move with every line
     this.#notes.replaceChildren();
     this.noteText = "";
-    if (this.#tokenView) this.#toggleTokens();
+    if (this.#tokenView) void this.#toggleTokens();
     let taken = 0;
     for (const block of answer.blocks) {
       this.#take(answer.text.slice(taken, block.textBefore));
@@ -174,11 +178,11 @@ export class TurnView {
     if (this.#times.length > 0) this.#showStats(this.#times);
   }
 
-  /** A line under the answer, with what can be done about it. */
-  addNote(/** @type {string} */ text, { isError = false, actions = /** @type {Action[]} */ ([]) } = {}) {
+  /** A line under the answer, with what can be done about it; `isAnswer`: there is one. */
+  addNote(/** @type {string} */ text, { isError = false, isAnswer = true, actions = /** @type {Action[]} */ ([]) } = {}) {
     this.#section.append(this.#article);
     this.noteText = text;
-    this.#tools.hidden = isError && this.turnIds.length === 0 && !this.text; // they are an answer's
+    this.#tools.hidden = !isAnswer || (isError && this.turnIds.length === 0 && !this.text); // they are an answer's
     const note = make("p", isError ? "note is-error" : "note");
     note.append(make("span", "", text));
     note.append(...actions.map((action) => button({ asks: true, ...action })));
@@ -226,37 +230,81 @@ export class TurnView {
 
   /** Lets the user edit the question in place. */
   startEditing() {
-    const bubble = (this.#question ?? this.#section).querySelector(".bubble");
-    if (!bubble || this.#section.querySelector(".editor")) return;
+    const bubble = /** @type {HTMLElement | null} */ ((this.#question ?? this.#section).querySelector(".bubble"));
+    const asked = this.items.at(-1);
+    if (bubble && asked) this.#openEditor({ node: bubble, text: messageText(asked), label: "Edit your message", verb: "Send", save: (text) => this.#wishes.edit(this, text) });
+  }
+
+  /** Lets the user edit the answer's text in place, as it is written: what comes after the last call or thought. */
+  #startEditingAnswer() {
+    if (this.#tokenView) void this.#toggleTokens();
+    const text = this.text.slice(this.#partStart);
+    this.#openEditor({ node: this.#prose, text, label: "Edit the answer", verb: "Save", isLong: true, save: (edited) => this.#wishes.editAnswer(this, edited) });
+  }
+
+  /**
+   * An editor in place of a part of the turn.
+   * @param {object} given
+   * @param {HTMLElement} given.node
+   * @param {string} given.text
+   * @param {string} given.label
+   * @param {string} given.verb  what its button says
+   * @param {boolean} [given.isLong]  Enter makes a new line, whatever it does elsewhere
+   * @param {(text: string) => void} given.save
+   */
+  #openEditor({ node, text, label, verb, isLong = false, save }) {
+    if (this.#section.querySelector(".editor")) return;
     const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const editor = /** @type {HTMLFormElement} */ (make("form", "editor"));
     const area = /** @type {HTMLTextAreaElement} */ (make("textarea"));
-    area.value = (bubble.querySelector(".bubble-text") ?? bubble).textContent ?? "";
+    area.value = text;
     area.dir = "auto";
-    area.rows = Math.min(8, area.value.split("\n").length + 1);
-    area.setAttribute("aria-label", "Edit your message");
-    const close = () => { editor.replaceWith(bubble); focused?.focus(); };
-    const save = button({ label: "Send", asks: true, run: () => editor.requestSubmit() });
-    save.classList.add("primary");
+    area.rows = Math.min(isLong ? 20 : 8, text.split("\n").length + 1);
+    area.setAttribute("aria-label", label);
+    const close = () => { editor.replaceWith(node); focused?.focus(); };
+    const submit = button({ label: verb, asks: true, run: () => editor.requestSubmit() });
+    submit.classList.add("primary");
     const buttons = make("div", "editor-buttons");
-    buttons.append(button({ label: "Cancel", run: close }), save);
+    buttons.append(button({ label: "Cancel", run: close }), submit);
     editor.append(area, buttons);
     editor.addEventListener("submit", (event) => {
       event.preventDefault();
-      const text = area.value.trim();
-      if (!text || !this.#wishes.mayAsk()) return;
+      const edited = isLong ? area.value : area.value.trim();
+      if (!edited.trim() || !this.#wishes.mayAsk()) return;
       close();
-      this.#wishes.edit(this, text);
+      if (!isLong || edited !== text) save(edited);
     });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { event.stopPropagation(); close(); }
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      const submits = isLong ? event.key === "Enter" && (event.ctrlKey || event.metaKey) : this.#wishes.sends(event);
+      if (!submits) return;
       event.preventDefault();
       editor.requestSubmit();
     });
-    bubble.replaceWith(editor);
+    node.replaceWith(editor);
     area.focus();
     area.setSelectionRange(area.value.length, area.value.length);
+  }
+
+  /** Asks below a part of the turn before something is done that cannot be taken back. */
+  #confirm(/** @type {string} */ question, /** @type {HTMLElement} */ place, /** @type {() => void} */ run) {
+    if (this.#section.querySelector(".confirm")) return;
+    const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+    const note = make("div", "note confirm");
+    const keep = () => { note.remove(); focused?.focus(); };
+    const remove = button({ label: "Delete", asks: true, run: () => { note.remove(); run(); } });
+    remove.classList.add("deletes");
+    note.setAttribute("role", "group");
+    note.setAttribute("aria-label", question);
+    note.append(make("span", "", question), remove, button({ label: "Keep", run: keep }));
+    note.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      event.stopPropagation();
+      keep();
+    });
+    place.after(note);
+    note.scrollIntoView({ block: "nearest" });
+    remove.focus();
   }
 
   copy() {
@@ -282,11 +330,11 @@ export class TurnView {
 
   /** Room for blocks, and for text behind them. */
   #newPart() {
-    const prose = make("div", "prose");
-    this.#foot.before(this.#blocks.newGroup(), prose);
+    this.#prose = make("div", "prose");
+    this.#status.before(this.#blocks.newGroup(), this.#prose); // below, where it moves no text when it goes
     if (this.text) this.text += "\n\n";
     this.#partStart = this.text.length;
-    return new MarkdownStream(prose, { Colours, setFormula });
+    return new MarkdownStream(this.#prose, { Colours, setFormula });
   }
 
   // ---- around it -----------------------------------------------------------------------------
@@ -295,11 +343,18 @@ export class TurnView {
     this.#branches.hidden = true;
     this.#tools.append(
       button({ label: "Copy answer", picture: "copy", run: () => this.copy() }),
+      button({ label: "Edit answer", picture: "edit", asks: true, run: () => this.#startEditingAnswer() }),
       button({ label: "Regenerate", picture: "again", asks: true, run: () => this.#wishes.regenerate(this) }),
+      button({ label: "Delete answer", picture: "delete", asks: true, run: () => this.#confirmRemoval() }),
       button({ label: "Figures", picture: "figures", run: () => void this.#toggleStats() }),
       this.#tokensButton,
       this.#branches,
     );
+  }
+
+  #confirmRemoval() {
+    const hasQuestion = this.items.length > 0;
+    this.#confirm("Delete this answer for good?", this.#tools, () => (hasQuestion ? this.#wishes.removeAnswer(this) : this.#wishes.remove(this)));
   }
 
   /** Everything that is known of the answer; a second time: nothing. */
@@ -316,12 +371,14 @@ export class TurnView {
   }
 
   /** Tokens in place of the text, and back. */
-  #toggleTokens() {
+  async #toggleTokens() {
     const isShown = this.#tokenView === null;
+    const made = isShown ? new (await import("./token-view.js")).TokenView(this.#tokens) : null;
+    if (isShown && this.#tokenView) return; // asked for twice
     this.#tokensButton.setAttribute("aria-pressed", String(isShown));
     this.#article.classList.toggle("shows-tokens", isShown);
     this.#tokenView?.node.remove();
-    this.#tokenView = isShown ? new TokenView(this.#tokens) : null;
+    this.#tokenView = made;
     if (this.#tokenView) this.#foot.before(this.#tokenView.node);
   }
 
@@ -341,8 +398,13 @@ export class TurnView {
     } else {
       const bubble = make("div", "bubble");
       bubble.dir = "auto";
-      if (text.length <= MAX_UNCUT_CHARACTERS && text.split("\n").length <= 12) bubble.textContent = text;
-      else bubble.append(...cutText(text));
+      const isShort = text.length <= MAX_UNCUT_CHARACTERS && text.split("\n").length <= 12;
+      if (item.role === "user" && this.#wishes.readsMarkdown()) {
+        const prose = make("div", "prose");
+        new MarkdownStream(prose, { Colours, setFormula }).append(text);
+        bubble.append(...(isShort ? [prose] : cutting(prose)));
+      } else if (isShort) bubble.textContent = text;
+      else bubble.append(...cutting(text));
       const said = make("div", "said-by");
       const pictures = make("div", "pictures");
       pictures.append(...attachmentsOf(item).map(attachmentElement));
@@ -353,17 +415,26 @@ export class TurnView {
     if (item.role === "user") {
       const tools = make("div", "tools");
       const copy = button({ label: "Copy message", picture: "copy", run: () => void copyText(text).then(() => confirmOn(copy)) });
-      tools.append(copy, button({ label: "Edit", picture: "edit", asks: true, run: () => this.startEditing() }));
+      tools.append(copy);
+      if (item === this.items.at(-1)) {
+        const asked = () => (this.isAnswered ? "Delete this message and its answer for good?" : "Delete this message for good?");
+        const remove = () => this.#confirm(asked(), message, () => this.#wishes.remove(this));
+        tools.append(
+          button({ label: "Edit", picture: "edit", asks: true, run: () => this.startEditing() }),
+          button({ label: "Delete", picture: "delete", asks: true, run: remove }),
+        );
+        this.#question = message;
+      }
       message.append(tools);
-      this.#question = message;
     }
     return message;
   }
 }
 
 /** A long text, of which the first lines are shown, and the button that shows all of it. */
-function cutText(/** @type {string} */ text) {
-  const shown = make("div", "bubble-text is-cut", text);
+function cutting(/** @type {string | HTMLElement} */ text) {
+  const shown = make("div", "bubble-text is-cut");
+  shown.append(text);
   const more = make("button", "bubble-more", "Show all");
   /** @type {HTMLButtonElement} */ (more).type = "button";
   more.hidden = true;

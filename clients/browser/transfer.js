@@ -3,7 +3,7 @@
  */
 
 import { titleOf } from "./page-state.js";
-import { messageText, outputOf, pathShown } from "./turns.js";
+import { addedOf, messageText, outputOf, pathShown } from "./turns.js";
 import { blockOf } from "./answer.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
@@ -75,9 +75,10 @@ function fenced(/** @type {string} */ text) {
  * Makes the conversations of a file again, with new ids. Throws NotConversations and PenstockError.
  * @param {Conversations} conversations
  * @param {string} text
+ * @param {boolean} takesImages  whether conversations of this server's model may have pictures
  * @returns {Promise<string[]>} their ids
  */
-export async function fromJson(conversations, text) {
+export async function fromJson(conversations, text, takesImages) {
   let file;
   try {
     file = JSON.parse(text);
@@ -90,44 +91,44 @@ export async function fromJson(conversations, text) {
   if (file.version !== VERSION) throw new NotConversations(`This file is of version ${file.version}, and not of ${VERSION}.`);
   const made = [];
   // The last used of them is to be used last here, too.
-  for (const one of file.conversations.toReversed()) made.push(await again(conversations, one));
+  for (const one of file.conversations.toReversed()) made.push(await again(conversations, one, takesImages));
   return made;
 }
 
-async function again(/** @type {Conversations} */ conversations, /** @type {Kept} */ { metadata, pinned, head, turns }) {
+/** Makes one again; turns without items are left out, and what is after them continues what is before. */
+async function again(
+  /** @type {Conversations} */ conversations, /** @type {Kept} */ { metadata, pinned, head, turns }, /** @type {boolean} */ takesImages,
+) {
   const { id } = await conversations.create({ metadata });
-  /** The new turns by the old ones' ids. @type {Map<string, string>} */ const names = new Map();
-  /** Old ids of those that have been made, and that are not in `names` yet. */
-  let end = /** @type {string | null} */ (null);
-  const named = async (/** @type {string | null} */ turn) => {
-    if (turn === null) return null;
-    if (!names.has(turn)) {
-      const { head: now } = await conversations.tree(id);
-      if (now && end) names.set(end, now);
-    }
-    return names.get(turn) ?? null;
+  const parents = new Map(turns.map(({ turn, parent }) => [turn, parent]));
+  const saidIn = new Map(turns.map(({ turn, items, output }) =>
+    [turn, [...(items ?? []), ...[output ?? []].flat()].map((item) => addedOf(item, takesImages))]));
+  const withItems = (/** @type {string | null} */ turn) => {
+    while (turn !== null && saidIn.get(turn)?.length === 0) turn = parents.get(turn) ?? null;
+    return turn;
   };
-  const branching = new Set(turns.map(({ parent }) => parent).filter((parent, index, all) => all.indexOf(parent) !== index));
-  for (const { turn, parent, items, output } of turns) {
-    const said = [...(items ?? []), ...[output ?? []].flat()].map(inputOf);
-    if (said.length === 0) continue;
-    if (parent !== end) await conversations.setHead(id, await named(parent), await named(end));
+  const made = turns.filter(({ turn }) => saidIn.get(turn)?.length).map(({ turn, parent }) => ({ turn, parent: withItems(parent) }));
+  /** Those that are gone back to. */
+  const wanted = new Set([withItems(head), ...made.filter(({ parent }, index) => parent !== (made[index - 1]?.turn ?? null)).map(({ parent }) => parent)]);
+  /** The new turns by the old ones' ids. @type {Map<string | null, string | null>} */ const names = new Map([[null, null]]);
+  /** The old id of what is the head now. */
+  let end = /** @type {string | null} */ (null);
+  const move = async (/** @type {string | null} */ turn) => {
+    if (turn === end) return;
+    const { head: last } = await conversations.tree(id);
+    await conversations.setHead(id, names.get(turn) ?? null, last);
+    end = turn;
+  };
+  for (const { turn, parent } of made) {
+    await move(parent);
+    const said = saidIn.get(turn) ?? [];
     for (let start = 0; start < said.length; start += MAX_ITEMS) await conversations.add(id, said.slice(start, start + MAX_ITEMS));
     end = turn;
-    if (branching.has(turn) || turn === head) await named(turn);
+    if (wanted.has(turn)) names.set(turn, (await conversations.tree(id)).head);
   }
-  if (head !== null && head !== end) await conversations.setHead(id, await named(head), await named(end));
+  await move(withItems(head));
   if (pinned) await conversations.pin(id, true);
   return id;
-}
-
-/** An item as it may be added; pictures are sent with messages alone. */
-function inputOf(/** @type {any} */ { id: _, status: __, ...item }) {
-  if (item.type !== "message") return item;
-  const content = item.content.map((/** @type {any} */ { type, text, image_url }) =>
-    ({ type, text: image_url === undefined ? text ?? "" : "(a picture)" }));
-  const kind = item.role === "assistant" ? "output_text" : "input_text";
-  return { ...item, content: content.map((/** @type {any} */ { text }) => ({ type: kind, text })) };
 }
 
 /** Has the browser save a text as a file. */

@@ -66,17 +66,39 @@ export function placeOf(/** @type {Tree | null} */ tree, /** @type {{ turnIds: s
 export function grouped(/** @type {Turn[]} */ path) {
   /** @type {Turn[][]} */ const groups = [];
   for (const turn of path) {
-    const isFollowUp = turn.items?.every((item) => item.type === "function_call_output");
-    const isContinuation = turn.response_id && isFollowUp && groups.at(-1)?.at(-1)?.output;
-    if (isContinuation) groups[groups.length - 1].push(turn);
+    const before = groups.at(-1)?.at(-1);
+    const { items } = partsOf(turn);
+    const isFollowUp = turn.response_id ? items.every(isResult) : items.length === 0 && turn.items?.slice(0, 1).some(isResult);
+    if (isFollowUp && before && partsOf(before).output.length > 0) groups[groups.length - 1].push(turn);
     else groups.push([turn]);
   }
   return groups;
 }
 
+/** Whether an item is what a call returned. */
+export function isResult(/** @type {Item} */ { type }) {
+  return type === "function_call_output";
+}
+
 /** The items of a turn's answer. @returns {Item[]} */
 export function outputOf(/** @type {Turn} */ { output }) {
   return [output ?? []].flat();
+}
+
+/**
+ * What came in with a turn, and what answers it: of items that were added without a response, the assistant's last
+ * message, with what it thought and called.
+ * @returns {{ items: Item[], output: Item[] }}
+ */
+export function partsOf(/** @type {Turn} */ turn) {
+  const items = turn.items ?? [];
+  if (turn.response_id) return { items, output: outputOf(turn) };
+  const isSaid = (/** @type {Item} */ { type, role }) => type === "message" && role === "assistant";
+  const asked = items.findLastIndex((item) => item.type === "message" && !isSaid(item)) + 1;
+  const numSaid = items.slice(asked).filter(isSaid).length;
+  // Of several messages, only the last one is the answer.
+  const start = numSaid < 2 ? asked : items.slice(0, items.findLastIndex(isSaid)).findLastIndex(isSaid) + 1;
+  return { items: items.slice(0, start), output: items.slice(start) };
 }
 
 /** The calls that the last of these turns waits for. */
@@ -110,6 +132,15 @@ export function inputOf(/** @type {Said} */ item) {
     (image_url ? { type, image_url } : { type, text: said }));
   if (parts.length === 0) return { role: item.role, content: text };
   return { role: item.role, content: text ? [...parts, { type: "input_text", text }] : parts };
+}
+
+/** A stored item as it may be added again; `takesImages`: with its pictures. */
+export function addedOf(/** @type {any} */ { id: _, status: __, ...item }, takesImages = true) {
+  if (item.type !== "message") return item;
+  const kind = item.role === "assistant" ? "output_text" : "input_text";
+  const content = item.content.map((/** @type {any} */ { image_url, text }) =>
+    (image_url && takesImages ? { type: "input_image", image_url } : { type: kind, text: image_url ? "(a picture)" : text ?? "" }));
+  return { ...item, content };
 }
 
 /** What a conversation is called by its first message. */

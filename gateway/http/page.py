@@ -24,8 +24,17 @@ _METHODS = ("GET", "HEAD")
 _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]+")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "font-src 'self'; connect-src 'self'{sockets}; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "font-src 'self'; connect-src 'self'{sockets}; frame-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
+)
+# Here the page shows what a model's HTML makes. It has an origin of its own, and no network; where
+# its frame may lead is in the page's policy.
+_PREVIEW = "preview.html"
+_PREVIEW_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; font-src data:; media-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
 _VERSIONED = re.compile(r"/v/(?P<version>[0-9a-f]{16})(?P<path>/.+)")
 _KEPT = "public, max-age=31536000, immutable"
@@ -48,8 +57,10 @@ class ChatPage:
             if not self._has(scope):
                 raise HTTPException(status_code=404)
             raise HTTPException(status_code=405, headers={"Allow": ", ".join(_METHODS)})
-        policy = _policy(Headers(scope=scope).get("host", ""))
-        versioned = _VERSIONED.fullmatch("/" + self._static.get_path(scope))
+        path = self._static.get_path(scope)
+        is_preview = PurePosixPath(path).name == _PREVIEW
+        policy = _PREVIEW_POLICY if is_preview else _policy(Headers(scope=scope).get("host", ""))
+        versioned = _VERSIONED.fullmatch("/" + path)
         cached = _REVALIDATED
         if versioned:
             # That of a page which was loaded before an upgrade gets the file as it is now.

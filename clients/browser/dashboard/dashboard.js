@@ -4,7 +4,7 @@
 
 import { byId } from "../dom.js";
 import { PenstockError } from "../http.js";
-import { askForKey, closeKeyDialog, listenForKey, storedKey } from "../key-dialog.js";
+import { KeyDialog, storedKey } from "../key-dialog.js";
 import { BlocksPicture } from "./blocks.js";
 import { faultsOf, showFaults } from "./errors.js";
 import { Feed } from "./feed.js";
@@ -33,6 +33,7 @@ const page = {
 
 // The page lies one folder below the server's address.
 const feed = new Feed({ baseUrl: new URL("../", document.baseURI).href, apiKey: storedKey() });
+const keyDialog = new KeyDialog((key) => feed.setApiKey(key));
 const history = new History();
 /** The engine; null: there is none. @type {import("./feed.js").Engine | null | undefined} */ let engine;
 /** @type {Tile[]} */ const tiles = [];
@@ -154,11 +155,11 @@ function showBanner(/** @type {string} */ shown) {
 
 function onStateChange() {
   if (feed.state === "open") {
-    closeKeyDialog();
+    keyDialog.close();
     void running.watch();
     void usage.watch();
     void loadHistory();
-  } else if (feed.state === "unauthorized") askForKey();
+  } else if (feed.state === "unauthorized") keyDialog.ask();
   else if (feed.state === "connecting") history.begin();
   showState();
 }
@@ -201,14 +202,13 @@ function listenForPointing() {
 applyTheme();
 addTiles();
 listenForPointing();
-listenForKey((key) => feed.setApiKey(key));
 page.window.addEventListener("change", recompute);
 page.span.addEventListener("change", () => {
   for (const tile of tiles) tile.maxSpanS = Number(page.span.value);
   drawSoon();
 });
 page.bannerAction.addEventListener("click", () => {
-  if (feed.state === "unauthorized") askForKey();
+  if (feed.state === "unauthorized") keyDialog.ask();
   else feed.connect();
 });
 window.addEventListener("online", () => feed.connect());

@@ -132,6 +132,11 @@ async def test_the_page_and_its_policy(served: Served) -> None:
     url = f"ws://127.0.0.1:{served.port}/elsewhere"
     with pytest.raises(websockets.InvalidStatus):
         await websockets.connect(url, open_timeout=PATIENCE_S)
+    # What a model's HTML makes has an origin of its own, wherever it is opened.
+    preview = await served.http.get("/preview.html")
+    policy = preview.headers["content-security-policy"]
+    assert policy.startswith("sandbox allow-scripts; default-src 'none'; ")
+    assert "frame-ancestors 'self'" in policy
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://", "null", "[", "http://a b"])

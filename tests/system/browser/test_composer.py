@@ -88,7 +88,8 @@ async def test_presets_and_all_of_sampling(page: Page, demo_server: Served) -> N
     await expect(preset).to_have_value("")  # the limit of this test is its own
     values = {
         "Top k": "40", "Frequency penalty": "0.5", "Presence penalty": "-0.25",
-        "Repetition penalty": "1.1", "Seed": "7", "Temperature": "0.7",
+        "Repetition penalty": "1.1", "Seed": "7", "Temperature": "0.7", "Top n sigma": "1.5",
+        "Min tokens": "2", "Tokens of thoughts": "9",
     }  # fmt: skip
     for label, value in values.items():
         await page.get_by_label(label).fill(value)
@@ -118,7 +119,7 @@ async def test_presets_and_all_of_sampling(page: Page, demo_server: Served) -> N
     wanted = {
         "top_k": 40, "frequency_penalty": 0.5, "presence_penalty": -0.25, "temperature": 0.7,
         "repetition_penalty": 1.1, "seed": 7, "stop": ["END", "STOP"], "instructions": "Be brief.",
-        "max_output_tokens": 5,
+        "max_output_tokens": 5, "top_n_sigma": 1.5, "min_tokens": 2, "thinking_token_budget": 9,
     }  # fmt: skip
     assert {name: asked.get(name) for name in wanted} == wanted
     await page.get_by_role("button", name="Settings").click()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,20 @@ async def test_images_are_sent_shown_and_kept(page: Page, server: Served, tmp_pa
     await page.wait_for_function(
         f"() => ({_SIDES})([...document.images]).every((side) => side > 0)"
     )
+    # An answer that is edited is a version of the same message, with its pictures.
+    await turn.get_by_role("button", name="Edit answer").click()
+    await page.get_by_role("textbox", name="Edit the answer").fill("Gradients.")
+    await page.keyboard.press("Control+Enter")
+    await expect(turn.locator(".assistant .prose")).to_have_text("Gradients.")
+    await expect(turn.locator(".place")).to_have_text("2/2")
+    await expect(kept).to_have_count(2)
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 4"><circle r="2" cx="4"/></svg>'
+    await page.locator("#files").set_input_files(
+        {"name": "a.svg", "mimeType": "image/svg+xml", "buffer": svg}
+    )
+    await expect(tray).to_have_count(1)
+    await expect(tray).to_have_attribute("src", re.compile("^data:image/jpeg"))
+    await finished(await say(page, "And now?"))
     await page.locator("#files").set_input_files(
         {"name": "x", "mimeType": "image/png", "buffer": b"x"}
     )
@@ -316,7 +331,7 @@ async def test_files_are_sent_as_text_and_shown_as_files(
     texts = [part["text"] for part in tree["data"][0]["items"][0]["content"]]
     assert texts == [f"[File: a.py]\n````\n{code}\n````", "What is it?"]
     await turn.hover()
-    await turn.get_by_role("button", name="Edit").click()
+    await turn.get_by_role("button", name="Edit", exact=True).click()
     await page.get_by_role("textbox", name="Edit your message").fill("And this?")
     await page.keyboard.press("Enter")
     await expect(turn.locator(".bubble")).to_have_text("And this?")

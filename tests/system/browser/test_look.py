@@ -110,7 +110,7 @@ async def test_fingers_find_every_button(
     await expect(turn.locator(".place")).to_have_text("2/2")
     await finished(turn)
     assert await page.evaluate(_TOO_SMALL) == []
-    await turn.get_by_role("button", name="Edit").click()
+    await turn.get_by_role("button", name="Edit", exact=True).click()
     assert await page.evaluate(_TOO_SMALL) == []
     await page.get_by_role("button", name="Conversations", exact=True).click()
     await page.locator("#conversations a").first.focus()
@@ -140,7 +140,7 @@ async def test_settings_stand_beside_what_they_are(page: Page, demo_server: Serv
           return [left - label.left, width, text.getBoundingClientRect().left - right];
         })"""
     )
-    assert len(places) == 6
+    assert len(places) == 8
     for indent, width, gap in places:
         assert (indent, width) == (0, 16)
         assert 0 < gap < 16
@@ -460,4 +460,6 @@ async def test_roles_weight_and_requests(page: Page, demo_server: Served) -> Non
         )
     )
     assert len(sizes) > 10
-    assert sum(size for _, size in sizes) < _MAX_PAGE_BYTES
+    # What the server has of conversations is as much as other tests have left there.
+    files = [size for name, size in sizes if "/v1/" not in name]
+    assert sum(files) < _MAX_PAGE_BYTES

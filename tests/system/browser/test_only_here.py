@@ -232,7 +232,7 @@ async def test_versions_beside_each_other(page: Page, demo_server: Served) -> No
     first = await ask(page, "My name is Ada.")
     turn = page.locator(".turn").first
     await turn.hover()
-    await turn.get_by_role("button", name="Edit").click()
+    await turn.get_by_role("button", name="Edit", exact=True).click()
     await turn.get_by_role("textbox").fill("My name is Orlan.")
     await page.keyboard.press("Enter")
     await expect(turn.locator(".place")).to_have_text("2/2")

@@ -85,7 +85,7 @@ async def test_regenerate_edit_and_branches(
     assert await finished(last) == first  # at temperature 0
     # To edit an earlier message is to begin a branch there.
     await page.locator(".turn").first.hover()
-    await page.locator(".turn").first.get_by_role("button", name="Edit").click()
+    await page.locator(".turn").first.get_by_role("button", name="Edit", exact=True).click()
     await page.get_by_role("textbox", name="Edit your message").fill("My name is Grace.")
     await page.keyboard.press("Enter")
     await expect(page.locator(".turn")).to_have_count(1)
@@ -122,7 +122,7 @@ async def test_versions_are_switched_where_they_differ(page: Page, demo_server: 
     await connected(page)
     await expect(again).to_have_text("2/2")
     await first.hover()
-    await first.get_by_role("button", name="Edit").click()
+    await first.get_by_role("button", name="Edit", exact=True).click()
     await page.get_by_role("textbox", name="Edit your message").fill("Good morning!")
     await page.keyboard.press("Enter")
     edited = first.locator(".user .place")
