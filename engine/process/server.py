@@ -1,6 +1,6 @@
 """The engine's process: one step loop without asyncio, connected to gateways by `transport`.
 
-Run by the supervisor as `python -m penstock.engine.process.server`.
+Run by the supervisor as `python -m penstock.engine.process`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import ssl
-import sys
 import time
 import zlib
 from collections import defaultdict
@@ -28,7 +27,7 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.models.registry import is_native
 from penstock.engine.process.launch import HEARTBEAT_FD, LISTEN_FD, Status, run_child
 from penstock.engine.process.logs import LogWriter, configure_logging
-from penstock.engine.process.template import decline_template, leave_template
+from penstock.engine.process.template import decline_template, has_gpu, leave_template
 from penstock.engine.process.watchdog import Watchdog, heartbeat
 from penstock.engine.protocol.messages import (
     SHORT_KEY_BYTES,
@@ -556,19 +555,13 @@ def prepare(config: Mapping[str, Any]) -> Mapping[str, Any]:
     start on their own."""
     config = parsed(config)
     engine: EngineConfig = config["engine"]
-    if engine.device.num_ranks > 1 or (engine.device.device != "cpu" and _has_gpu()):
+    if engine.device.num_ranks > 1 or (engine.device.device != "cpu" and has_gpu()):
         decline_template()
     else:
         leave_template(_TITLE)
     return config
 
 
-def _has_gpu() -> bool:
-    """Whether a driver of a GPU is there, without asking torch, which would start it."""
-    return any(
-        map(os.path.exists, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(run_child(_TITLE, serve, prepare=prepare))
+def main() -> int:
+    """Run as a child of the supervisor; the process's exit code."""
+    return run_child(_TITLE, serve, prepare=prepare)

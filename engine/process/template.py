@@ -40,6 +40,7 @@ TEMPLATE_TITLE = "penstock-template"
 _MAX_ORDER_BYTES, _MAX_DESCRIPTORS = 4096, 8
 _LOOK_S = 0.001
 _STDERR_FD = 2
+_GPUS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def leave_template(title: str) -> None:
@@ -70,6 +71,11 @@ def decline_template() -> None:
     supervisor = _supervisor()
     if supervisor is not None:
         supervisor.close()
+
+
+def has_gpu() -> bool:
+    """Whether a driver of a GPU is there, without asking torch, which would start it."""
+    return any(map(os.path.exists, _GPUS))
 
 
 def _supervisor() -> socket.socket | None:

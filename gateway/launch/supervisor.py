@@ -177,7 +177,7 @@ class Supervisor:
         step_timeout_s = self._settings["step_timeout_s"]
         return Child(
             label,
-            "penstock.engine.process.server",
+            "penstock.engine.process",
             {
                 "log_level": self._settings["log_level"],
                 "log_format": self._settings["log_format"],

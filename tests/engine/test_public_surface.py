@@ -33,7 +33,21 @@ def test_torch_is_loaded_when_it_is_asked_for_and_no_server() -> None:
         "assert 'torch' not in sys.modules\n"
         "from penstock.engine import LLM\n"
         "assert 'torch' in sys.modules and LLM.generate\n"
-        "import penstock.engine.executor.in_process, penstock.engine.process.server\n",
+        "import penstock.engine.executor.in_process\n",
+        without=("transformers", "triton", "starlette", "uvicorn", "pydantic"),
+    )
+
+
+def test_an_engines_process_imports_a_part_of_torch_with_what_needs_it_alone() -> None:
+    run(
+        "import importlib.util\n"
+        "from penstock.engine.process.__main__ import MetaRegistrationsLater\n"
+        "MetaRegistrationsLater().import_torch()\n"
+        "import torch, penstock.engine.process.server\n"
+        "assert 'torch._meta_registrations' not in sys.modules\n"
+        "import torch._refs.linalg\n"  # in an order that torch's own import never takes
+        "assert torch.empty(2, 2, device='meta').cholesky_inverse().shape == (2, 2)\n"
+        "assert importlib.util.find_spec('torch._refs').origin == torch._refs.__file__\n",
         without=("transformers", "triton", "starlette", "uvicorn", "pydantic"),
     )
 
