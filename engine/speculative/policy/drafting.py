@@ -29,6 +29,7 @@ _MAX_PAUSE = 32  # steps without drafts after wrong ones
 # Tokens that must match before others are drafted by the method `auto`: in a new sequence, in one
 # whose drafts were right, and at most.
 _FIRST_EVIDENCE, _LEAST_EVIDENCE, _MOST_EVIDENCE = 8, 3, 64
+_UNLOOKED = 3  # steps after one in which there was too little of it: a look takes microseconds
 # Of a draft model, whose guesses are right independently of each other, at some rate. A guess costs
 # a pass of that model, perhaps a tenth of a step, for all the tokens of the step: it must be right
 # that often together with those before it.
@@ -128,10 +129,8 @@ class Drafting:
             prediction=prediction,
             sibling=self._finished_outputs.find(sequence.request),
         )
-        most, evidence = self._config.num_speculative_tokens, 0
-        limit = min(_FIRST_LIMIT, most)
-        if self._needs_evidence:
-            limit, evidence = most, _FIRST_EVIDENCE
+        limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
+        evidence = _FIRST_EVIDENCE if self._needs_evidence else 0
         self.drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit, evidence=evidence)
         return True
 
@@ -208,10 +207,12 @@ class Drafting:
         Args:
             num_spared: blocks that must stay free: one for each sequence to grow into.
         """
-        sequence = drafted.sequence
-        num_tokens = len(sequence.token_ids)
         is_paused = drafted.pause > 0
         drafted.pause -= is_paused
+        if is_paused and not drafted.forced:
+            return 0
+        sequence = drafted.sequence
+        num_tokens = len(sequence.token_ids)
         if sequence.num_computed_tokens != num_tokens or sequence.num_in_flight_tokens != 1:
             return 0  # a token before the drafts is not known yet
         if sequence.num_output_tokens == 0:
@@ -226,6 +227,8 @@ class Drafting:
             if self._has_draft_model and not drafted.drafter.is_predicted:
                 drafts = ()
             num_drafts = len(drafts) or limit * self._has_draft_model
+            if self._needs_evidence and not drafts:
+                drafted.pause = _UNLOOKED
         if not num_drafts:
             return 0
         new_block_ids = self._blocks.grow_if_free(
