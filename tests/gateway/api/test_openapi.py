@@ -187,7 +187,7 @@ async def test_each_link_leads_to_an_answer(served: Served) -> None:
             # A new source for each, since one of them deletes it.
             in_path: dict[str, str] = {}
             if "{conversation_id}" in source:
-                conversation = await served.http.post("/v1/conversations", json={})
+                conversation = await served.http.post("/v1/conversations", json={"items": [_ITEM]})
                 in_path["conversation_id"] = conversation.json()["id"]
             answer = await _call(served, source, in_path, _BODIES.get(source))
             found = {
