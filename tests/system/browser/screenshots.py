@@ -56,8 +56,13 @@ class Backlog:
 
 
 async def _page(browser: Browser, size: ViewportSize, *, is_dark: bool = False) -> Page:
+    is_phone = size["width"] < 480
     context = await browser.new_context(
-        viewport=size, color_scheme="dark" if is_dark else "light", reduced_motion="reduce"
+        viewport=size,
+        color_scheme="dark" if is_dark else "light",
+        reduced_motion="reduce",
+        has_touch=is_phone,
+        is_mobile=is_phone,
     )
     return await context.new_page()
 
@@ -80,7 +85,8 @@ async def _take_all(browser: Browser, served: Served) -> None:
         for is_dark in (False, True):
             page = await _page(browser, ViewportSize(width=width, height=height), is_dark=is_dark)
             await open_page(page, f"{served.base_url}/#{code}")
-            await page.locator(".hl-keyword").first.wait_for()
+            # The last line has its colours when nothing more comes.
+            await page.locator(".hl-keyword", has_text="return").nth(1).wait_for()
             await _take(page, f"size-{width}-{'dark' if is_dark else 'light'}")
             await page.context.close()
     light = await _page(browser, _WIDE)
