@@ -180,13 +180,14 @@ async def test_all_chats_are_saved_and_loaded(
     title = "To be loaded again"
     conversation = await make_conversation(api, [("user", "A"), ("assistant", "B")], title=title)
     one = f"conversations/{conversation}"
-    root = (await api.get(f"{one}/tree")).json()["head"]
-    for question in ("left", "right", "below the right"):
-        if question == "right":
-            head = (await api.get(f"{one}/tree")).json()["head"]
-            await api.post(f"{one}/head", json={"turn": root, "expected": head})
+    made = [(await api.get(f"{one}/tree")).json()["head"]]
+    for question, parent in (("left", 0), ("right", 0), ("below right", 2), ("below left", 1)):
+        head = {"turn": made[parent], "expected": made[-1]}
+        (await api.post(f"{one}/head", json=head)).raise_for_status()
         body = {"model": "demo", "input": question, "conversation": conversation}
-        (await api.post("responses", json=body | {"max_output_tokens": 5})).raise_for_status()
+        made.append(
+            (await api.post("responses", json=body | {"max_output_tokens": 5})).json()["id"]
+        )
     tree = (await api.get(f"{one}/tree?items=all")).json()
     head = tree["data"][2]["turn"]
     await api.post(f"{one}/head", json={"turn": head, "expected": tree["head"]})
