@@ -159,10 +159,10 @@ class Seen:
     ("hang", "timeout_s"),
     [
         (stuck_engine.WAITS, 3),
-        # The supervisor notices that no sooner.
-        pytest.param(stuck_engine.HOLDS_LOCK, 5, marks=pytest.mark.exhaustive),
+        (stuck_engine.HOLDS_LOCK, 5),  # the supervisor notices that no sooner
     ],
 )
+@pytest.mark.exhaustive
 async def test_an_engine_whose_step_does_not_end_is_ended_and_streams_go_on(
     hang: str, timeout_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

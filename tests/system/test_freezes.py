@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.process_kills]
 # A lease runs out after 3 s: a worker that is frozen for 3.2 s may be taken for dead just when it
 # wakes up. Engine and gateways give each other up after 5 s, and Redis is waited for 2 s here.
 _FREEZE_S = 3.2
-_FREEZES_S = [_FREEZE_S, pytest.param(6.5, marks=pytest.mark.exhaustive)]
+_FREEZES_S = [_FREEZE_S, 6.5]
 _NUM_STREAMS = 16  # per transport
 _NUM_PLAIN = 1  # of each kind that cannot be resumed
 _NUM_HIT = 6  # streams at least that a worker runs when it is frozen
@@ -245,6 +245,7 @@ async def load(
 
 
 @pytest.mark.parametrize("freeze_s", _FREEZES_S)
+@pytest.mark.exhaustive
 async def test_processes_frozen_in_turn(stack: Stack, load: Load, freeze_s: float) -> None:
     """A worker, the engine, the supervisor."""
     num_gone, num_before = stack.num_gone, stack.num_taken_over

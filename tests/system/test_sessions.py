@@ -58,6 +58,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("by", ["post", "socket"])
 @pytest.mark.parametrize("where", ["same", "other"])
+@pytest.mark.exhaustive
 async def test_a_cancel_frees_the_blocks(
     by: str, where: str, first: httpx.AsyncClient, second: httpx.AsyncClient
 ) -> None:

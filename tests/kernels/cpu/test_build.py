@@ -83,6 +83,7 @@ def test_it_is_compiled_once(compilations, monkeypatch):
     assert other != first or select_isa().flags == ()
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_may_be_of_several_words(compilations, monkeypatch):
     (compiler,) = find_compiler()
     monkeypatch.setenv("CC", f"env 'NOTE=of several words' {compiler}")

@@ -69,6 +69,7 @@ async def test_with_redis_conversations_are_saved(
         await expect(page.locator("#sidebar")).to_contain_text("Saved in this server’s Redis.")
 
 
+@pytest.mark.exhaustive
 async def test_the_conversation_that_is_used_moves_up(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
