@@ -5,6 +5,7 @@
 import { button, make } from "./dom.js";
 import { MarkdownStream } from "./markdown.js";
 import { Colours, setFormula } from "./markdown-extras.js";
+import { showWideDialog } from "./wide-dialog.js";
 
 /**
  * @typedef {object} Version
@@ -17,15 +18,11 @@ import { Colours, setFormula } from "./markdown-extras.js";
 
 /** Shows them until the reader has had enough. */
 export function showVersions(/** @type {Version[]} */ versions) {
-  const dialog = /** @type {HTMLDialogElement} */ (make("dialog", "comparison"));
-  const title = make("h2", "", `${versions.length} versions`);
-  title.id = "comparison-title";
-  dialog.setAttribute("aria-labelledby", title.id);
   const isEdited = new Set(versions.map(({ question }) => question)).size > 1;
   const columns = make("div", "versions");
   columns.tabIndex = 0; // wider than the screen, it is scrolled
   columns.setAttribute("role", "group");
-  columns.setAttribute("aria-labelledby", title.id);
+  columns.setAttribute("aria-labelledby", "comparison-title");
   versions.forEach(({ question, answer, figures, isShown, use }, index) => {
     const column = make("section", isShown ? "version is-shown" : "version");
     const name = make("h3", "", `Version ${index + 1}`);
@@ -38,11 +35,5 @@ export function showVersions(/** @type {Version[]} */ versions) {
     column.append(name, ...(isEdited ? [make("p", "version-question", question)] : []), prose, foot);
     columns.append(column);
   });
-  const close = button({ label: "Close", picture: "close", run: () => dialog.close() });
-  const head = make("div", "comparison-head");
-  head.append(title, close);
-  dialog.append(head, columns);
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
+  const dialog = showWideDialog({ kind: "comparison", title: `${versions.length} versions`, body: columns });
 }
