@@ -11,7 +11,6 @@ stage may be in another step; a sequence is in one of them only (`Scheduler`).
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import signal
@@ -40,6 +39,7 @@ from penstock.engine.executor.rank_channel import (
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.models.registry import is_native
 from penstock.engine.pooling.settings import ModelPooling
+from penstock.engine.process import garbage
 from penstock.engine.process.launch import die_with_parent
 from penstock.engine.process.sandbox import give_way
 from penstock.engine.request import Adapter, StructuredOutputs
@@ -51,7 +51,6 @@ from penstock.kernels.cpu.cores import keep_on, pin_rank, usable_cpus
 # Kinds of messages.
 _BATCH, _LOAD, _DROP, _COMPILE, _DROP_GRAMMAR = b"b", b"l", b"d", b"c", b"g"
 _READ_VOCABULARY = b"v"
-_MANY_OBJECTS = 100_000  # new ones, of which some may be garbage
 
 
 class _Step(msgspec.Struct, array_like=True, frozen=True):
@@ -243,9 +242,7 @@ def main(status: int) -> int:
         return 1
     os.write(status, pickle.dumps("ready"))
     os.close(status)
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # garbage is collected between steps
+    garbage.keep_out_of_steps()
     life.num_parts_done = runner.progress.num_parts_done
     rank = _OtherRank(
         runner, max_steps_in_flight=1 + runner.info.async_scheduling, result_fd=start.result_fd
@@ -256,8 +253,7 @@ def main(status: int) -> int:
         except EOFError:
             return 0
         rank.do(message)
-        if gc.get_count()[0] > _MANY_OBJECTS:
-            gc.collect(1)
+        garbage.collect(garbage.MANY_OBJECTS)
 
 
 class _OtherRank:

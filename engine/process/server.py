@@ -6,7 +6,6 @@ Run by the supervisor as `python -m penstock.engine.process`.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from penstock.engine.config import SECTIONS, EngineConfig, TlsFiles
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.models.registry import is_native
+from penstock.engine.process import garbage
 from penstock.engine.process.launch import HEARTBEAT_FD, LISTEN_FD, Status, run_child
 from penstock.engine.process.logs import LogWriter, configure_logging
 from penstock.engine.process.template import decline_template, has_gpu, leave_template
@@ -64,9 +64,6 @@ _TITLE = "penstock-engine"
 _MAX_ANSWER_BYTES = 8 << 20  # of blocks, but one is always sent
 _STATS_INTERVAL_S = 0.1  # while no request starts or ends
 _LEAVE_S = 0.1  # for what gateways sent before they heard that the engine drains
-# How many objects may be new before garbage is collected: while there is no work, and beside work.
-_FEW_OBJECTS, _MANY_OBJECTS = 1_000, 100_000
-_FULL_EVERY = 100  # collections
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,7 @@ class EngineServer:
                 if not has_work:
                     self.transport.last_step_s = None
                     self._publish_keys()
-                    _collect_garbage(_FEW_OBJECTS)
+                    garbage.collect(garbage.FEW_OBJECTS)
                 if self._num_stops and self._has_drained():
                     break
                 for inbound in self.transport.receive(timeout_s=self._patience_s(has_work)):
@@ -168,8 +165,7 @@ class EngineServer:
                     self._stats_due_s = 0.0
                 self._send(self._core.step())
                 self.transport.last_step_s = time.monotonic()
-                if gc.get_count()[0] > _MANY_OBJECTS:
-                    _collect_garbage(_MANY_OBJECTS)
+                garbage.collect(garbage.MANY_OBJECTS)
         except BaseException as error:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             raise
@@ -423,7 +419,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     drain_s = config.get("drain_s", 0.0)
     server = EngineServer(core, info, config["address"], remote=remote, drain_s=drain_s)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    _keep_garbage_out_of_steps()
+    garbage.keep_out_of_steps()
     server.start()
     _watch(server, config["step_timeout_s"], log)
     status.ready(
@@ -436,21 +432,6 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
         is_native=is_native(engine.model, Path(info.model_path)),
     )
     server.run()
-
-
-def _keep_garbage_out_of_steps() -> None:
-    """Collect garbage only where `_collect_garbage` is called, and only of objects that are made
-    from now on: those made at start-up live as long as the process."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-
-
-def _collect_garbage(num_objects: int) -> None:
-    """Collect garbage, between two steps, if more objects than so many are new."""
-    num_new, _, num_before = gc.get_count()
-    if num_new > num_objects:
-        gc.collect(2 if num_before >= _FULL_EVERY else 1)
 
 
 def _take_share(index: int, num: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.process import server
+from penstock.engine.process import garbage, server
 from penstock.engine.protocol.messages import EngineInfo, EngineStats, Submit
 from penstock.engine.protocol.sockets import GatewayId, Inbound
 from penstock.engine.request import Request, RequestOutput, SamplingParams
@@ -131,11 +131,11 @@ def test_garbage_is_collected_between_steps(
         collections.extend([is_in_step] * (phase == "start"))
 
     monkeypatch.setattr(server, "Transport", lambda *_, **__: transport)
-    monkeypatch.setattr(server, "_MANY_OBJECTS", 2_000)
+    monkeypatch.setattr(garbage, "MANY_OBJECTS", 2_000)
     monkeypatch.setattr(core, "step", wasteful_step)
     engine = server.EngineServer(core, info, "")
     transport.stop = engine.stop
-    server._keep_garbage_out_of_steps()
+    garbage.keep_out_of_steps()
     gc.callbacks.append(note)
     try:
         engine.run()
