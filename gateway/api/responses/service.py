@@ -61,7 +61,11 @@ from penstock.gateway.storage.conversations.ids import (
     new_response_id,
     successor_id,
 )
-from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
+from penstock.gateway.storage.conversations.records import (
+    Conversation,
+    StoredTurn,
+    TurnSummary,
+)
 from penstock.gateway.storage.conversations.store import (
     ConversationStore,
     NotFoundError,
@@ -606,11 +610,12 @@ class ResponseService:
         """Delete an item of a turn, and what else tells of it: the KV, the token ids of this turn
         and of those after it, and their logs, which are only for resuming. Raises: NotFoundError.
         """
+        turns = await self._conversations.tree(caller.tenant, turn.conversation_id)
         self._drop_prefix_of(turn)
         await self._conversations.replace_items(without_ids(without_item(turn, item_id)))
         if turn.status != "in_progress":
             await self._logs.delete(caller.tenant, turn.turn_id)
-        await self._forget_prompts_after(caller, turn, is_left_out=False)
+        await self._forget_prompts_after(caller, turn, turns, is_left_out=False)
 
     async def delete_turn(self, caller: Caller, turn: StoredTurn) -> None:
         """Delete a turn, and what else tells of it, as `delete_item` does. Turns after it continue
@@ -624,21 +629,21 @@ class ResponseService:
         if any(each.status == "in_progress" for each in turns):
             raise head_locked(turn.conversation_id)
         self._drop_prefix_of(turn)
-        await self._forget_prompts_after(caller, turn, is_left_out=True)
+        await self._forget_prompts_after(caller, turn, turns, is_left_out=True)
         await self._conversations.delete_turn(caller.tenant, turn.turn_id, joins=True)
         await self._logs.delete(caller.tenant, turn.turn_id)
 
     async def _forget_prompts_after(
-        self, caller: Caller, turn: StoredTurn, *, is_left_out: bool
+        self, caller: Caller, turn: StoredTurn, turns: Sequence[TurnSummary], *, is_left_out: bool
     ) -> None:
         """Forget the token ids of the turns after one, and their logs.
 
         Args:
+            turns: of the conversation, parents before children.
             is_left_out: the turn is about to be deleted, so that no answer goes on with its own.
         """
         after = {turn.turn_id}
-        turns = await self._conversations.tree(caller.tenant, turn.conversation_id)
-        for each in turns:  # parents before children
+        for each in turns:
             if each.parent_id not in after:
                 continue
             after.add(each.turn_id)

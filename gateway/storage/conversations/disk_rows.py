@@ -214,23 +214,19 @@ def write(connection: sqlite3.Connection, row: Row, change: Change) -> None:
     )
     written, body = change.body or ("", b"")
     for turn_id, node in tree.changed_nodes(before, now).items():
-        values = (node.order, node.parent, node.status, node.created_at)
-        where = "WHERE conversation = ? AND name = ?"
+        values: tuple[object, ...] = (node.order, node.parent, node.status, node.created_at)
         if turn_id not in before.nodes:
             connection.execute(
                 "INSERT INTO turns (conversation, name, position, parent, status, created_at, "
                 "body) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (row.number, turn_id, *values, body if turn_id == written else b""),
             )
-        elif turn_id == written:
-            connection.execute(
-                "UPDATE turns SET position = ?, parent = ?, status = ?, created_at = ?, body = ? "
-                + where,
-                (*values, body, row.number, turn_id),
-            )
         else:
+            columns = "position = ?, parent = ?, status = ?, created_at = ?"
+            if turn_id == written:
+                columns, values = f"{columns}, body = ?", (*values, body)
             connection.execute(
-                f"UPDATE turns SET position = ?, parent = ?, status = ?, created_at = ? {where}",
+                f"UPDATE turns SET {columns} WHERE conversation = ? AND name = ?",
                 (*values, row.number, turn_id),
             )
     for turn_id in change.dropped:
