@@ -361,14 +361,15 @@ class MLPWriter:
 
     def write(self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None) -> None:
         """y = MLP(x) (+ residual)"""
+        size = self._down_proj.in_features  # other layers' may be larger, in the same buffers
         up = program.buffer("gate_up", self._up_proj.out_features)
-        active = program.buffer("gated", self._down_proj.in_features)
+        active = program.buffer("gated", size)
         self._up_proj.write(program, up, x)
         if self._is_gated and self._kind == 0:
-            program.add("silu_mul", y=active, x=up, size=active.size)
+            program.add("silu_mul", y=active, x=up, size=size)
         else:
             program.add(
-                "activate", y=active, x=up, size=active.size, kind=self._kind,
+                "activate", y=active, x=up, size=size, kind=self._kind,
                 is_gated=self._is_gated,
             )  # fmt: skip
         self._down_proj.write(program, y, active, residual=residual)

@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOssForCausalLM", GPT_OSS),
     "qwen2 shared": (QWEN2, SHARED),
-    "qwen2 normalized": (QWEN2, SHARED | {"norm_topk_prob": True}),
+    "qwen2 normalized": (QWEN2, SHARED | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3": (QWEN3, SMALL),
     "qwen3 some layers": (QWEN3, SMALL | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3 every second": (QWEN3, SMALL | {"decoder_sparse_step": 2, "num_hidden_layers": 3}),
