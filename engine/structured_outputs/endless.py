@@ -144,7 +144,7 @@ class _Endings:
         types = set(TYPES)
         for each in flat:
             kind = each.get("type")
-            listed = kind if isinstance(kind, list) else [kind] if isinstance(kind, str) else TYPES
+            listed = _strings(kind if isinstance(kind, list) else [kind]) or TYPES
             types &= {*listed, "integer"} if "number" in listed else set(listed)
         if types - {"object", "array"} or any("enum" in each or "const" in each for each in flat):
             yield []

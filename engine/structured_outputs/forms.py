@@ -152,7 +152,7 @@ def _names_all(schema: Mapping[str, Any]) -> bool:
     if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
         return False
     is_free = not any(each in schema for each in ("minProperties", "enum", "const"))
-    return is_free and all(name in properties for name in required)
+    return is_free and all(isinstance(name, str) and name in properties for name in required)
 
 
 def _with_options(schema: Any, options: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ MAX_INTEGER = 2**53  # llguidance rounds larger ones, as JSON's numbers of 64 bi
 _MAX_DIGITS = 15  # of a fraction, for the same reason
 # A class within a class, or a difference or an intersection of classes: in Rust, and nowhere else.
 _NESTED_CLASS = re.compile(r"(?<!\\)\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|--|~~)")
+_INDEX = re.compile(r"[0-9]{1,9}")  # in a list; more digits would take quadratic time
 _KNOWN_DRAFT = re.compile(r"https?://json-schema\.org/")
 _MAX_PROPERTIES = 5_000  # of a schema, all together
 _MAX_VALUES = 20_000  # of `enum`, all together
@@ -116,7 +117,7 @@ def target_of(root: Any, pointer: Any) -> tuple[str, Any] | None:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, Mapping) and name in target:
             path, target = f"{path}.{name}", target[name]
-        elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+        elif isinstance(target, list) and _INDEX.fullmatch(name) and int(name) < len(target):
             path, target = f"{path}[{name}]", target[int(name)]
         else:
             return None  # llguidance refuses it

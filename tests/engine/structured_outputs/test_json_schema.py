@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -40,6 +41,9 @@ for _ in range(20):
         ({"properties": []}, ".properties", ".properties must be an object"),
         ({"properties": {"a": 3}}, ".properties.a", ".properties.a must be an object or a boolean"),
         ({"required": "a"}, ".required", ".required must be a list of names"),
+        ({"properties": {}, "required": [["a"]]}, ".required", ".required must be a list of names"),
+        ({"type": [{}, "null"], "$ref": "#/type"}, ".type", ".type must be one or more"),
+        ({"not": [], "$ref": f"#/not/{'9' * 5000}"}, ".not", ".not uses 'not'"),
         ({"enum": []}, ".enum", ".enum must be a list of values"),
         ({"anyOf": {}}, ".anyOf", ".anyOf must be a list of schemas"),
         ({"minLength": -1}, ".minLength", ".minLength must be a whole number that is not negative"),
@@ -78,6 +82,8 @@ for _ in range(20):
 def test_what_is_refused_is_named(schema: Any, param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         check_schema(schema)
+    with contextlib.suppress(InvalidRequestError):
+        structured_outputs(json_schema=schema)  # whatever it is
     assert refusal.value.param == param
     assert str(refusal.value).startswith(message)
     assert len(str(refusal.value)) < 400
