@@ -23,7 +23,7 @@ from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.responses.schema import ResponsesRequest, SocketRequest
 from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.api.schema.parameters import ALIASES, UNREAD, Use
-from penstock.gateway.api.schema.parsing import parse_json, parse_request
+from penstock.gateway.api.schema.parsing import MAX_JSON_DEPTH, parse_json, parse_request
 from penstock.gateway.errors import RequestRefusedError
 
 _DOCUMENT = Path(gateway.__file__).with_name("API.md")
@@ -137,3 +137,15 @@ def test_any_json_is_read_or_refused(kind: Any, body: dict[str, Any]) -> None:
 def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
     with contextlib.suppress(RequestRefusedError):
         assert orjson.dumps(parse_json(data))
+
+
+@pytest.mark.parametrize(("begin", "end"), ["[]", ('{"a":', "}")])
+def test_what_could_not_be_written_again_is_refused(begin: str, end: str) -> None:
+    def nested(num: int) -> str:
+        return f'{{"metadata":{begin * (num - 1)}1{end * (num - 1)}}}'
+
+    deepest = nested(MAX_JSON_DEPTH)
+    assert parse_json(deepest) == parse_json(deepest.encode())
+    for data in (nested(MAX_JSON_DEPTH + 1), nested(1000).encode(), nested(100_000)):
+        with pytest.raises(RequestRefusedError, match=r"nested more than 200|not valid JSON"):
+            parse_json(data)
