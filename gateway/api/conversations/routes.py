@@ -240,8 +240,7 @@ class Conversations(_Endpoints):
             ends = {turn.turn_id for turn in turns if turn.turn_id not in parents}
         said: dict[str, StoredTurn] = {}
         for leaf in ends:
-            path = await self._store.path(conversation.tenant, leaf)
-            said |= {turn.turn_id: turn for turn in path}
+            said |= {turn.turn_id: turn for turn in await self._path_to(leaf, turns, conversation)}
         return json_response(
             {
                 "object": "conversation.tree",
@@ -251,6 +250,20 @@ class Conversations(_Endpoints):
                 "data": [_turn_object(turn, said.get(turn.turn_id)) for turn in turns],
             }
         )
+
+    async def _path_to(
+        self, leaf: str, turns: Sequence[TurnSummary], conversation: Conversation
+    ) -> Sequence[StoredTurn]:
+        """The turns up to one, from the root or from where a response was deleted."""
+        parents = {turn.turn_id: turn.parent_id for turn in turns}
+        path: list[str] = []
+        at: str | None = leaf
+        while at in parents:
+            path.append(at)
+            at = parents[at]
+        if at is None:
+            return await self._store.path(conversation.tenant, leaf)
+        return [await self._store.turn(conversation.tenant, each) for each in path]
 
     @operation(
         f"DELETE {_ONE}/turns/{{turn}}",

@@ -266,6 +266,11 @@ async def test_the_tree_with_what_was_said_on_the_way_to_its_head(served: Served
     assert last["output"] == answered["output"][0]
     whole = await served.http.get(f"{URL}/{made}/tree", params={"items": "all"})
     assert all(turn["items"] for turn in whole.json()["data"])  # off the way, too
+    await served.http.post("/v1/responses", json=body | {"input": "on"})
+    await served.http.delete(f"/v1/responses/{answered['id']}")
+    whole = await served.http.get(f"{URL}/{made}/tree", params={"items": "all"})
+    told = [turn["items"][0]["content"][0]["text"] for turn in whole.json()["data"]]
+    assert told == ["root", "left", "on"]  # behind what was deleted, too
     wrong = await served.http.get(f"{URL}/{made}/tree", params={"items": "some"})
     assert wrong.status_code == 400
     assert wrong.json()["error"]["param"] == "items"
