@@ -82,7 +82,10 @@ def read_wheel(path: Path) -> dict[str, bytes]:
 def _compile(folder: Path, machine: str) -> dict[str, bytes]:
     assert shipped_isas(machine), machine
     folder.mkdir()
-    paths = [compile_shipped(folder, machine, name, flags) for name, flags in _DTYPES.items()]
+    paths = []
+    for name, flags in _DTYPES.items():
+        print(f"compiling the kernels for {machine}, {name} ...", flush=True)
+        paths.append(compile_shipped(folder, machine, name, flags))
     return {f"{_LIBRARY_FOLDER}/{path.name}": path.read_bytes() for path in paths}
 
 

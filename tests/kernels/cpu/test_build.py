@@ -276,6 +276,20 @@ def test_an_error_of_the_compiler_is_told(monkeypatch, tmp_path):
         build_library(select_isa(), DEFINES)
 
 
+@pytest.mark.exhaustive
+def test_a_compiler_may_work_for_a_limited_time_and_wait_for_long(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        build, "_LIMITED", tuple(w.replace("-t 120", "-t 1") for w in build._LIMITED)
+    )
+    compiler = tmp_path / "cc"
+    for work, complaint in (("while :; do :; done", "SIGXCPU"), ("sleep 1.1; exit 3", "status 3")):
+        compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] || {{ {work}; }}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+        with pytest.raises(BuildError, match=complaint):
+            build_library(select_isa(), DEFINES)
+
+
 def test_an_isa_can_be_forced_and_an_unknown_cpu_runs_the_portable_one(monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "portable")
     assert select_isa() == Isa("portable", ())
