@@ -96,7 +96,10 @@ def missing_names(text: str, *, with_tests: bool = False) -> list[str]:
 
 
 def missing_options(text: str) -> list[str]:
-    """Options (`--option`) that no command of ours has."""
+    """Options (`--option`) that no command of ours has, but for those "there" in a table of theirs
+    and ours."""
+    if "\n| there | here |\n" in text:
+        text = re.sub(r"^\|[^|]*", "", text, flags=re.MULTILINE)
     return sorted(set(_OPTION.findall(text)) - options() - OTHER_OPTIONS)
 
 

@@ -313,6 +313,7 @@ def test_adapters_at_once_are_no_more_than_fit() -> None:
         ("--disable-log-request", "(did you mean --disable-log-requests?)"),
         ("--ssl-cert-reqs 2", "unknown option --ssl-cert-reqs"),  # it must not seem to be obeyed
         ("--middleware auth.check", "unknown option --middleware"),
+        ("-dpl 1", "-dpl (vLLM's; this server has nothing like it)"),
         ("""--lora-modules '{"name": "x"}'""", "--lora-modules must be NAME=PATH, or {"),
         ("--hf-overrides [1]", "--hf-overrides must be a JSON object"),
         ("--override-generation-config {", "--override-generation-config must be a JSON object"),
