@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import functools
+import gc
 import importlib.util
 import os
 import platform
 import shutil
 import signal
 import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +45,9 @@ if platform.machine() == "x86_64":
 # Threads of torch and numpy spin while they wait for each other: where others use the cores too,
 # small products take many times as long. A server that a test starts sets its own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-_BUILD = Path(__file__).parents[1] / "build"
-_SYSTEM = Path(__file__).with_name("system")
+_TESTS = Path(__file__).parent
+_BUILD = _TESTS.parent / "build"
+_SYSTEM = _TESTS / "system"
 # What tests of each marker need: a program, or the address sanitizer's library.
 _NEEDS = {
     "redis": "redis-server",
@@ -80,6 +83,9 @@ def _prepare_process() -> None:
     os.environ["PENSTOCK_DATA_DIR"] = "none"
     # A dumb one, as of a job without a terminal, is drawn upon in another way.
     os.environ["TERM"] = "xterm"
+    # Each process of each server would compile all modules anew, and so would each run of pytest.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Zig prepares the C library once, and not for each test that has a cache of its own.
     os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(_BUILD / "zig"))
     # A shell ignores SIGINT on behalf of what it runs in the background.
@@ -114,7 +120,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(tiers.Tiers(Path(__file__).parent))
+    config.pluginmanager.register(tiers.Tiers(_TESTS))
     config.pluginmanager.register(CpuSeconds())
 
 
@@ -148,13 +154,20 @@ def _missing() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs something that is not there; begin with whole servers, which take longest."""
-    items.sort(key=lambda item: _SYSTEM not in item.path.parents)
+    """Skip what needs something that is not there; begin with files that take long, so that none of
+    them is left for one worker when the other has nothing to do: whole servers, and this suite."""
+    items.sort(key=lambda item: (_SYSTEM not in item.path.parents, item.path.parent != _TESTS))
     missing = _missing()
     for item in items:
         for marker, needed in _NEEDS.items():
             if needed in missing and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"{needed} is not installed"))
+
+
+def pytest_collection_finish() -> None:
+    """A million objects that stay are not looked through again with each test's garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
