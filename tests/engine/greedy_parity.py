@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
+import pytest
 import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
@@ -97,6 +102,24 @@ def requests(params: SamplingParams) -> list[Request]:
         )
         for index, prompt in enumerate(prompts())
     ]
+
+
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """`transformers` reads a GGUF file several times for a tokenizer and a model, and makes an
+    array of each number and text of the vocabulary: slices of a memory map take most of the
+    time."""
+    read = gguf.GGUFReader
+
+    @functools.cache
+    def in_memory(path: Path) -> gguf.GGUFReader:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+            return read(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", in_memory)
+        yield
 
 
 def reference_tokens(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Any]:

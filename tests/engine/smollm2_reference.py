@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.real_models import smollm2_file
 
+from .greedy_parity import gguf_read_once
+
 FILE = Path(__file__).with_name("smollm2_greedy.json")
 NUM_NEW = 24
 CHATS = (
@@ -67,8 +69,9 @@ def computed(texts: Sequence[tuple[str, bool]]) -> Iterator[Answer]:
     """
     file = smollm2_file()
     source: dict[str, Any] = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+    with gguf_read_once():
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
     for text, is_chat in texts:
         prompt = tokenizer.encode(text, add_special_tokens=False)
         if is_chat:

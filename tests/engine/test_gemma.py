@@ -15,7 +15,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from tests.support.real_models import gemma_file
 
-from .greedy_parity import NEAR_TIE, excuse, expected_tokens, run
+from .greedy_parity import NEAR_TIE, excuse, expected_tokens, gguf_read_once, run
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.external]
 NUM_NEW = 16
@@ -41,7 +41,9 @@ def test_greedy_tokens_equal_transformers() -> None:
     )
     tokenizer = Tokenizer.from_directory(resolve_model(ModelConfig(model=str(file)), weights=False))
     source: dict[str, Any] = {"gguf_file": file.name}
-    reference = AutoTokenizer.from_pretrained(file.parent, **source)
+    with gguf_read_once():
+        reference = AutoTokenizer.from_pretrained(file.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     assert prompts == [reference.encode(text) for text in TEXTS]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -56,7 +58,6 @@ def test_greedy_tokens_equal_transformers() -> None:
         ],
     )  # fmt: skip
     core.close()
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
     for number, prompt in enumerate(prompts):
         expected = expected_tokens(model, prompt, NUM_NEW)
         got = found[f"r{number}"]

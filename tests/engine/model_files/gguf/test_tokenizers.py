@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files.gguf.pre_tokenizers import PRE_TOKENIZERS
+from penstock.engine.model_files.gguf.reader import read_gguf
 from penstock.engine.model_files.gguf.tokenizers import write_tokenizer
 from penstock.engine.model_files.gguf.vocabulary import MAX_TOKEN_CHARS
 from penstock.engine.model_files.resolve import read_generation_defaults
@@ -444,7 +445,7 @@ _WITHOUT = ("aquila", "baichuan", "gpt-neox", "nomic-bert-moe")
 def test_llama_cpps_vectors(name: str, read: Read):
     folder = source_folder(f"llama-cpp-python=={LLAMA_CPP_PYTHON}", "vendor/llama.cpp/models")
     file = folder / f"ggml-vocab-{name}.gguf"
-    tokenizer = read(vocabularies.keys_of_file(file))
+    tokenizer = read(read_gguf(file).keys)
     if name in _WITHOUT:
         assert tokenizer.decode(plain(tokenizer, "Hello world")).strip() == "Hello world"
         return

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import gguf
-
 from penstock.engine.text.tokenizer import byte_level_alphabet
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -70,15 +68,6 @@ def bert(*words: str) -> dict[str, Any]:
         "bert", [*special, *((each, NORMAL) for each in spelled)],
         cls=2, seperator=3, unknown=1, padding=0,
     )  # fmt: skip
-
-
-def keys_of_file(file: Path) -> dict[str, Any]:
-    fields = gguf.GGUFReader(file).fields
-    return {
-        name: field.contents()
-        for name, field in fields.items()
-        if name.startswith(("tokenizer.", "general."))
-    }
 
 
 def converted(name: str, folder: Path) -> dict[str, Any]:
