@@ -5,6 +5,7 @@
 import { button, make } from "./dom.js";
 import { MarkdownStream } from "./markdown.js";
 import { Colours, setFormula } from "./markdown-extras.js";
+import { messageText, partsOf, placeOf, responseOf } from "./turns.js";
 import { showWideDialog } from "./wide-dialog.js";
 
 /**
@@ -16,8 +17,31 @@ import { showWideDialog } from "./wide-dialog.js";
  * @property {() => void} use  shows it there
  */
 
-/** Shows them until the reader has had enough. */
-export function showVersions(/** @type {Version[]} */ versions) {
+/**
+ * Shows the branches that begin where a turn does, until the reader has had enough. Throws PenstockError.
+ * @param {import("./penstock-client.js").PenstockClient} client
+ * @param {string} id  of the conversation
+ * @param {{ turnIds: string[], text: string }} view  the turn, as the page shows it
+ * @param {(step: number) => void} switchBranch  shows the branch so many siblings away
+ */
+export async function compareBranches(client, id, view, switchBranch) {
+  const tree = await client.conversations.tree(id, { items: "all" });
+  const { siblings, index } = placeOf(tree, view);
+  showVersions(await Promise.all(siblings.map(async (turn, place) => {
+    const { items, output } = partsOf(turn);
+    const num = (await responseOf(client, turn.turn))?.usage?.output_tokens ?? null;
+    const isMessage = (/** @type {import("./conversations.js").Item} */ { type }) => type === "message";
+    return {
+      question: items.filter(isMessage).slice(-1).map(messageText).join(""),
+      answer: place === index ? view.text : output.filter(isMessage).map(messageText).join(""),
+      figures: num === null ? "" : num === 1 ? "1 token" : `${num.toLocaleString()} tokens`,
+      isShown: place === index,
+      use: () => switchBranch(place - index),
+    };
+  })));
+}
+
+function showVersions(/** @type {Version[]} */ versions) {
   const isEdited = new Set(versions.map(({ question }) => question)).size > 1;
   const columns = make("div", "versions");
   columns.tabIndex = 0; // wider than the screen, it is scrolled

@@ -8,6 +8,7 @@ import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText } from "./dom.js";
 import { keepDraft, NOTHING } from "./drafts.js";
+import { NOT_LOADED } from "./endings.js";
 import { liveText, prefillText, preparingText, QueueEstimate, queueText, restartText } from "./figures.js";
 import { mountFrame } from "./frame.js";
 import { KeyDialog, storedKey } from "./key-dialog.js";
@@ -110,19 +111,30 @@ async function openAddressed() {
   if (id === pane.id && (id || pane.isEmpty)) return;
   const opened = pane.open(id);
   void adoptSettings(id);
+  store.update({ isLoading: id !== null });
   try {
     await opened;
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
-    if (error.status === 404) {
-      composer.leaveToNew();
-      showNewChat("This conversation is not on the server any more.");
-    }
+    if (id === pane.id) notOpened(error);
   }
+  if (id !== pane.id) return; // another one was opened meanwhile
+  store.update({ isLoading: false });
   list.mark(pane.id);
   if (pane.id) scroll.follow();
   if (wanted) reveal(wanted);
   wanted = null;
+}
+
+/** Says why a conversation is not on the page. Without a connection, the banner does; it is loaded when there is one. */
+function notOpened(/** @type {PenstockError} */ error) {
+  if (error.status === 404) {
+    composer.leaveToNew();
+    showNewChat("This conversation is not on the server any more.");
+  } else if (client.state === "open") {
+    announce(`${NOT_LOADED} ${error.message}`);
+    note({ refusal: `${NOT_LOADED} ${error.message}` });
+  }
 }
 
 function reveal(/** @type {string} */ turn) {
@@ -134,6 +146,8 @@ function showNewChat(said = "New chat.") {
   history.pushState(null, "", location.pathname + location.search);
   void pane.open(null);
   void adoptSettings(null);
+  wanted = null;
+  store.update({ isLoading: false });
   list.mark(null);
   announce(said);
   sidebar.closeOverlay();
@@ -476,6 +490,13 @@ async function useCode(/** @type {HTMLElement} */ button, /** @type {Element} */
   } else button.setAttribute("aria-pressed", String(block.classList.toggle("is-wrapped")));
 }
 
+/** Loads what else there is, once somebody uses the page: it may be wanted when there is no connection. */
+function loadTheRest() {
+  void Promise.allSettled([
+    transfer(), import("./dialogs.js"), import("./token-view.js"), import("./code-preview.js"), import("./branch-comparison.js"), import("./branches.js"),
+  ]);
+}
+
 let hasDialogs = false;
 
 /** Those that are loaded when one of them is first opened. */
@@ -521,4 +542,5 @@ listenForShortcuts({
   write: () => composer.focus(),
 });
 client.addEventListener("state", onStateChange);
+for (const name of ["keydown", "pointerdown"]) document.addEventListener(name, loadTheRest, { once: true });
 client.connect();

@@ -102,7 +102,7 @@ function Controls({ choices, context, set }) {
     <select class="control" aria-label="Thinking" title="Thinking" value=${think} onChange=${(/** @type {any} */ { target }) => set("think", target.value)}>
       ${EFFORTS.map(([effort, label]) => html`<option key=${effort} value=${effort}>${label}</option>`)}
     </select>
-    <button type="button" class="control" aria-pressed=${String(Boolean(tools))} title="The model may call a calculator, a clock and a note keeper" onClick=${() => set("tools", tools ? "" : "on")}>${icon("tool")}Tools</button>
+    <button type="button" class="control" aria-pressed=${String(Boolean(tools))} title="The model may call a calculator, a clock and a note keeper" onClick=${() => set("tools", tools ? "" : "on")}>${icon("tool")}<span>Tools</span></button>
     ${context && html`<${Gauge} ...${context} />`}`;
 }
 

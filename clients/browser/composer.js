@@ -51,13 +51,16 @@ export class Composer extends EventTarget {
       chooser.value = "";
     });
     // Anywhere on the page; what is no file is dropped into the box as text.
+    const mark = (/** @type {boolean} */ isOver) => byId("composer").classList.toggle("is-over", isOver);
     for (const name of /** @type {const} */ (["dragover", "drop"])) {
       document.addEventListener(name, (event) => {
         if (!event.dataTransfer?.types.includes("Files")) return;
         event.preventDefault();
+        mark(name === "dragover");
         if (name === "drop") void this.add(filesOf(event.dataTransfer));
       });
     }
+    document.addEventListener("dragleave", (event) => { if (!event.relatedTarget) mark(false); });
   }
 
   get id() { return this.#place.id; }

@@ -7,14 +7,13 @@
  * interfering.
  */
 
-import { blockOf, tokensOf } from "./answer.js";
 import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept } from "./endings.js";
 import { cacheText } from "./figures.js";
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { grouped, hasSameStart, messageOf, messageText, openCalls, inputOf, isResult, numShown, partsOf, pathShown, placeOf, responseOf, runningOf, titleFrom, userItem } from "./turns.js";
+import { grouped, hasSameStart, messageOf, messageText, openCalls, inputOf, numShown, partsOf, pathShown, placeOf, responseOf, runningOf, titleFrom, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -156,18 +155,7 @@ export class ConversationPane extends EventTarget {
   #viewOf(/** @type {Turn[]} */ group) {
     const view = new TurnView(this.#around.transcript, partsOf(group[0]).items, this.#wishes);
     view.turnIds = group.map((turn) => turn.turn);
-    for (const turn of group) {
-      const { items, output } = partsOf(turn);
-      for (const item of /** @type {any[]} */ ([...items.filter(isResult), ...output])) {
-        const block = blockOf(item);
-        if (block) view.showBlock(block);
-        else if (isResult(item)) view.showResult(item.call_id, item.output);
-        else {
-          view.show(messageText(item));
-          view.keepTokens(tokensOf(item));
-        }
-      }
-    }
+    for (const turn of group) view.showTurn(turn);
     const { status, response_id, incomplete_details: details } = group[group.length - 1];
     const isLeft = response_id && view.items.length > 0 && !view.isAnswered && ["completed", "incomplete", "cancelled"].includes(status);
     if (!isLeft) this.#noteEnd(view, status, details?.reason ?? null);
@@ -544,26 +532,11 @@ export class ConversationPane extends EventTarget {
 
   /** Shows the branches that begin where `view` does beside each other. */
   async #compareBranches(/** @type {TurnView} */ view) {
-    const { client } = this.#around;
     const { id } = this;
     if (!id) return;
     await this.#whileBusy(async () => {
-      const tree = await client.conversations.tree(id, { items: "all" });
-      const { siblings, index } = placeOf(tree, view);
-      const versions = await Promise.all(siblings.map(async (turn, place) => {
-        const { items, output } = partsOf(turn);
-        const num = (await responseOf(client, turn.turn))?.usage?.output_tokens ?? null;
-        const isMessage = (/** @type {import("./conversations.js").Item} */ { type }) => type === "message";
-        return {
-          question: items.filter(isMessage).slice(-1).map(messageText).join(""),
-          answer: place === index ? view.text : output.filter(isMessage).map(messageText).join(""),
-          figures: num === null ? "" : num === 1 ? "1 token" : `${num.toLocaleString()} tokens`,
-          isShown: place === index,
-          use: () => { if (this.#around.mayAsk()) void this.#switch(view, place - index); },
-        };
-      }));
-      const { showVersions } = await import("./branch-comparison.js");
-      showVersions(versions);
+      const { compareBranches } = await import("./branch-comparison.js");
+      await compareBranches(this.#around.client, id, view, (step) => { if (this.#around.mayAsk()) void this.#switch(view, step); });
     });
   }
 
@@ -572,9 +545,10 @@ export class ConversationPane extends EventTarget {
     const { client } = this.#around;
     const response = await responseOf(client, view.turnIds.at(-1));
     if (!response?.usage) return null;
-    const before = await responseOf(client, response.previous_response_id ?? this.#parentOf(view.turnIds.at(-1)));
+    const parent = response.previous_response_id ?? this.#parentOf(view.turnIds.at(-1));
+    const before = await responseOf(client, parent);
     const known = before?.usage ? { usage: before.usage, isSame: hasSameStart(before, response) } : null;
-    return { usage: response.usage, cache: cacheText(response.usage, known) };
+    return { usage: response.usage, cache: cacheText(response.usage, known, parent === null), model: response.model };
   }
 
   #parentOf(/** @type {string | undefined} */ turnId) {

@@ -16,6 +16,8 @@ import { html, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js"
  */
 /** @typedef {RenameDeeds & import("./settings-dialog.js").Deeds} Deeds */
 
+const ASKING = "Asking the model…";
+
 /** Draws them, and opens and closes them. */
 export function mountDialogs(
   /** @type {ReturnType<typeof import("./page-state.js").newStore>} */ store,
@@ -38,7 +40,8 @@ function Rename({ conversation, deeds, close }) {
   const field = useRef(/** @type {HTMLInputElement | null} */ (null));
   const [title, setTitle] = useState(titleOf(conversation));
   const [numProposed, setNumProposed] = useState(0);
-  const [isAsking, setIsAsking] = useState(false);
+  const [said, setSaid] = useState("");
+  const isAsking = said === ASKING;
   useLayoutEffect(() => field.current?.select(), [numProposed]);
   const rename = (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -46,9 +49,9 @@ function Rename({ conversation, deeds, close }) {
     close();
   };
   const suggest = async () => {
-    setIsAsking(true);
+    setSaid(ASKING);
     const proposed = await deeds.suggest(conversation).catch(() => "");
-    setIsAsking(false);
+    setSaid(proposed ? "" : "The model has not given one.");
     if (proposed) setTitle(proposed);
     setNumProposed((before) => before + 1);
   };
@@ -57,6 +60,7 @@ function Rename({ conversation, deeds, close }) {
       <h2 id="rename-title">Rename this conversation</h2>
       <label class="field-label" for="rename-input">Title</label>
       <input class="field" id="rename-input" dir="auto" maxlength="200" required ref=${field} value=${title} onInput=${(/** @type {any} */ { target }) => setTitle(target.value)} />
+      <p role="status">${said}</p>
       <div class="dialog-buttons">
         <button type="button" class="quiet" id="rename-suggest" disabled=${isAsking} onClick=${suggest}>Ask the model for one</button>
         <button type="button" class="quiet" onClick=${close}>Cancel</button>

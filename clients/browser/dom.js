@@ -46,9 +46,11 @@ export function button({ label, run, picture = "", asks = false }) {
   return node;
 }
 
-/** Puts a text on the clipboard, also where the page was not loaded over TLS. */
+/** Puts a text on the clipboard, also where the page was not loaded over TLS or may not use it by script. */
 export async function copyText(/** @type {string} */ text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  try {
+    return await navigator.clipboard.writeText(text);
+  } catch {} // there is none, or it is not for us
   const area = /** @type {HTMLTextAreaElement} */ (make("textarea", "visually-hidden"));
   area.value = text;
   document.body.append(area);

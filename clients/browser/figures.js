@@ -105,15 +105,20 @@ export function restartText(/** @type {number | null} */ waitMs) {
  * Why not more of a prompt was in the cache, where it can be told; empty: all was, but for its end.
  * @param {Usage} usage
  * @param {{ usage: Usage, isSame: boolean } | null} before  the turn before, and whether model, system prompt and tools are the same
+ * @param {boolean} isFirst  there is none before it
  */
-export function cacheText({ input_tokens, input_tokens_details }, before) {
+export function cacheText({ input_tokens, input_tokens_details }, before, isFirst) {
   const cached = input_tokens_details?.cached_tokens ?? 0;
   if (before && !before.isSame) return "not more, as model, system prompt or tools differ from the turn before";
   const known = before ? Math.min(input_tokens, before.usage.input_tokens + before.usage.output_tokens) : 0;
-  if (!before) return cached === 0 ? "none, as this is the first message of the chat" : "";
+  if (!before) return cached === 0 && isFirst ? "none, as this is the first message of the chat" : "";
   // The end of a turn is in a block that was not full, and so is not kept.
-  if (cached >= known - CACHE_SLACK) return cached < input_tokens ? `the other ${(input_tokens - cached).toLocaleString()} are new` : "";
+  if (cached >= known - CACHE_SLACK) return cached < input_tokens ? newText(input_tokens - cached) : "";
   return "not more, as what was known of this chat has made room for others";
+}
+
+function newText(/** @type {number} */ num) {
+  return num === 1 ? "the last one is new" : `the other ${num.toLocaleString()} are new`;
 }
 
 /** A number with as many decimals as are of interest: fewer from `large` on. */

@@ -53,6 +53,9 @@ export function mountFrame(
       <div class="dialog-buttons"><button type="button" class="quiet" onClick=${closeNews}>Close</button></div>`,
     close: closeNews,
   });
+  store.watch(["isLoading"], ({ isLoading }) => {
+    byId("transcript").setAttribute("aria-busy", String(isLoading));
+  });
   store.watch(["link", "isNew"], ({ link: { state }, isNew }) => {
     connection.dataset.state = state;
     banner.hidden = state !== "waiting" && state !== "unauthorized";
@@ -82,7 +85,7 @@ function Welcome({ choices: { model }, sending: { canAsk }, ask }) {
   const isDemo = model === DEMO;
   const text = !model ? "\u00a0"
     : isDemo ? "The demo model is small, and knows little but penstock. Try one of these, or write your own."
-    : `${model} answers.`;
+    : `You are talking to ${model}.`;
   return html`
     <h2 id="welcome-title">What shall we talk about?</h2>
     <p id="welcome-text">${text}</p>

@@ -51,7 +51,7 @@ import { Store } from "./store.js";
  * @property {Search} search
  * @property {string | null} current  the id of the open conversation
  * @property {string | null} tabbable  the row of the list that Tab leads to
- * @property {{ id: string, right: number, top: number, bottom: number } | null} menu  of which row, and where its button is
+ * @property {{ id: string, top: number, bottom: number } | null} menu  of which row, and where its button is
  * @property {ReadonlySet<string>} hidden  ids of those that are about to be deleted
  * @property {{ models: readonly string[], model: string, think: string, tools: string }} choices  what is asked for next
  * @property {{ used: number, limit: number } | null} context  tokens of the open conversation, where known
@@ -64,6 +64,7 @@ import { Store } from "./store.js";
  * @property {Notes} notes
  * @property {import("./drafts.js").Message} message  that is being written
  * @property {boolean} isNew  the open conversation has nothing in it yet
+ * @property {boolean} isLoading  the open conversation is on its way
  */
 
 /** @type {Search} */ export const NO_SEARCH = { query: "", hits: null, hasMore: false, problem: "" };
@@ -87,6 +88,7 @@ export function newStore() {
     notes: { obstacle: "", refusal: "", progress: "" },
     message: NOTHING,
     isNew: true,
+    isLoading: false,
   }));
 }
 

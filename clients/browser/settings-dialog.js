@@ -23,6 +23,9 @@ const KEYS = [
   [["Esc"], "stop"],
 ];
 const MAX_NAME = 60;
+/** What many readers choose. */
+const FIRST = ["temperature", "top_p", "top_k", "max_output_tokens"];
+const MORE = NUMBERS.map(({ name }) => name).filter((name) => !FIRST.includes(name));
 
 /** Draws the dialog, and opens and closes it. */
 export function mountSettings(
@@ -49,8 +52,18 @@ function Form({ shown, settings, deeds }) {
   };
   const done = (/** @type {any} */ event) => {
     event.preventDefault();
-    if (event.currentTarget.form?.reportValidity() ?? true) settings.close();
+    const form = byId("settings-form");
+    for (const part of form.querySelectorAll("details")) part.open ||= part.querySelector(":invalid") !== null;
+    if (/** @type {HTMLFormElement} */ (form).reportValidity()) settings.close();
   };
+  const numMore = [...MORE, "stop", "further"].filter((name) => values[name]).length;
+  const [isMoreOpen] = useState(numMore > 0); // later it is the reader's choice
+  const numbers = (/** @type {readonly string[]} */ names) => NUMBERS.filter(({ name }) => names.includes(name)).map(({ name, label, min, max, step, hint }) => html`
+    <div key=${name}>
+      <label class="field-label" for=${`setting-${name}`}>${label}</label>
+      <input class="field" id=${`setting-${name}`} name=${name} type="number" min=${min} max=${max} step=${step}
+        placeholder=${String(usual[name] ?? hint ?? "default")} value=${values[name] ?? ""} onInput=${take} />
+    </div>`);
   return html`
     <form method="dialog" id="settings-form" autocomplete="off" onSubmit=${done}>
       <h2 id="settings-title">Settings</h2>
@@ -62,20 +75,15 @@ function Form({ shown, settings, deeds }) {
       <${Presets} shown=${shown} settings=${settings} />
       <label class="field-label" for="setting-instructions">System prompt</label>
       <textarea class="field" id="setting-instructions" dir="auto" name="instructions" rows="3" placeholder="None" value=${values.instructions ?? ""} onInput=${take}></textarea>
-      <div class="numbers">
-        ${NUMBERS.map(({ name, label, min, max, step, hint }) => html`
-          <div key=${name}>
-            <label class="field-label" for=${`setting-${name}`}>${label}</label>
-            <input class="field" id=${`setting-${name}`} name=${name} type="number" min=${min} max=${max} step=${step}
-              placeholder=${String(usual[name] ?? hint ?? "default")} value=${values[name] ?? ""} onInput=${take} />
-          </div>`)}
-        <div class="stops">
-          <label class="field-label" for="setting-stop">Stop at</label>
-          <textarea class="field" id="setting-stop" dir="auto" name="stop" rows="1" placeholder="texts, one per line" value=${values.stop ?? ""} onInput=${take}></textarea>
-        </div>
-      </div>
-      <label class="field-label" for="setting-further">Further parameters</label>
-      <textarea class="field" id="setting-further" name="further" rows="1" spellcheck="false" placeholder=${'JSON, as {"logit_bias": {"42": -5}}'} value=${values.further ?? ""} onInput=${takeFurther}></textarea>
+      <div class="numbers">${numbers(FIRST)}</div>
+      <details class="more" open=${isMoreOpen}>
+        <summary>More sampling${numMore > 0 && html` <span>· ${numMore} set</span>`}</summary>
+        <div class="numbers">${numbers(MORE)}</div>
+        <label class="field-label" for="setting-stop">Stop at</label>
+        <textarea class="field" id="setting-stop" dir="auto" name="stop" rows="1" placeholder="texts, one per line" value=${values.stop ?? ""} onInput=${take}></textarea>
+        <label class="field-label" for="setting-further">Further parameters</label>
+        <textarea class="field" id="setting-further" name="further" rows="1" spellcheck="false" placeholder=${'JSON, as {"logit_bias": {"42": -5}}'} value=${values.further ?? ""} onInput=${takeFurther}></textarea>
+      </details>
       <fieldset class="choices">
         <legend>The model may</legend>
         ${SWITCHES.map(([name, label]) => html`<${Switch} key=${name} name=${name} label=${label} values=${values} settings=${settings} />`)}
@@ -95,13 +103,16 @@ function Form({ shown, settings, deeds }) {
           <label key=${name} class="choice"><input type="radio" name="theme" value=${name} checked=${(values.theme ?? "auto") === name} onChange=${take} /><span>${label}</span></label>`)}
       </fieldset>
       <${Chats} deeds=${deeds} />
+      <fieldset class="choices">
+        <legend>This server</legend>
+        <button type="button" class="quiet" id="settings-key" onClick=${() => { settings.close(); deeds.enterKey(); }}>API key…</button>
+      </fieldset>
       <h3>Keyboard</h3>
       <dl class="keys">
         ${KEYS.map(([keys, text]) => html`
           <div key=${text}><dt>${/** @type {string[]} */ (keys).map((key, index) => html`${index > 0 && "+"}<kbd>${keyName(key)}</kbd>`)}</dt><dd>${text}</dd></div>`)}
       </dl>
       <div class="dialog-buttons">
-        <button type="button" class="quiet" id="settings-key" onClick=${() => { settings.close(); deeds.enterKey(); }}>API key…</button>
         <button type="button" class="quiet" id="settings-reset" onClick=${() => settings.reset()}>Reset to defaults</button>
         <button type="button" class="primary" id="settings-close" onClick=${done}>Done</button>
       </div>

@@ -6,6 +6,7 @@
 import { byId } from "./dom.js";
 import { icon } from "./elements.js";
 import { conversationOf, sectionsOf, titleOf } from "./page-state.js";
+import { keyName } from "./shortcuts.js";
 import { Component, html } from "./vendor/htm-preact.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
@@ -119,13 +120,15 @@ function Chats(/** @type {{ state: State, on: On }} */ { state, on }) {
       <button type="button" class="icon" id="close-list" aria-label="Hide conversations" title="Hide conversations (Alt+L)" onClick=${on.close}>${icon("close")}</button>
     </div>
     <div class="search" role="search">
+      ${icon("search")}
       <input type="search" id="search" dir="auto" autocomplete="off" spellcheck="false" maxlength="1000" placeholder="Search chats"
         aria-label="Search chats" title="Search chats (Control+K)" value=${search.query}
         onInput=${(/** @type {any} */ { target }) => on.find(target.value)} onKeyDown=${(/** @type {KeyboardEvent} */ event) => fromSearch(event, on)} />
+      <kbd aria-hidden="true">${keyName("Ctrl")} K</kbd>
     </div>
     ${search.query.trim() ? html`<${Found} state=${state} on=${on} />` : html`<${List} state=${state} on=${on} />`}
     <p class="kept" id="kept">${state.list.kept}</p>
-    <a class="sidebar-link" href="./dashboard/">Dashboard</a>
+    <a class="sidebar-link" href="./dashboard/">${icon("figures")}Dashboard</a>
     ${state.menu && html`<${Menu} state=${state} menu=${state.menu} on=${on} />`}`;
 }
 
@@ -223,8 +226,8 @@ class Row extends Component {
     const showMenu = (/** @type {Event} */ event) => {
       event.preventDefault();
       const row = /** @type {Element} */ (event.currentTarget).closest("li");
-      const { right, top, bottom } = /** @type {Element} */ (row).getBoundingClientRect();
-      on.showMenu(hasMenu ? null : { id, right, top, bottom });
+      const { top, bottom } = /** @type {Element} */ (row).getBoundingClientRect();
+      on.showMenu(hasMenu ? null : { id, top, bottom });
     };
     return html`
       <li data-row=${id} class=${hasMenu ? "has-menu" : ""} onContextMenu=${showMenu}>
@@ -304,12 +307,17 @@ function Found(/** @type {{ state: State, on: On }} */ { state, on }) {
           <a dir="auto" href=${`#${conversation.id}`} data-id=${conversation.id} aria-current=${conversation.id === state.current ? "page" : null}
             onClick=${() => on.open(conversation.id, turn)}>
             <b>${marked(titleOf(conversation), words)}</b>
-            ${turn && html`<span dir="auto">${marked(excerpt, words)}</span>`}
+            ${turn && html`<span dir="auto">${marked(unmarkedDown(excerpt), words)}</span>`}
           </a>
         </li>`)}
       </ul>
       ${hasMore && html`<button type="button" class="quiet" onClick=${on.findMore}>More</button>`}
     </nav>`;
+}
+
+/** A piece of Markdown as words: without fences, and without what is around words that stand out. */
+function unmarkedDown(/** @type {string} */ text) {
+  return text.replace(/```\w*|`|\*\*|(?<!\S)\*(?=\p{L})|(?<=\p{L})\*(?!\p{L})|(?<!\S)#{1,6}(?=\s)/gu, "").replace(/\s+/g, " ");
 }
 
 /** A text with the words marked that it was found by. */
@@ -323,7 +331,7 @@ function marked(/** @type {string} */ text, /** @type {string[]} */ words) {
 function Toast(/** @type {{ conversation: Conversation, on: On }} */ { conversation, on }) {
   return html`
     <div class="toast">
-      <p><bdi>“${titleOf(conversation)}”</bdi> is deleted.</p>
+      <p>Deleted <bdi>“${titleOf(conversation)}”</bdi></p>
       <button type="button" class="quiet" onClick=${on.undo}>Undo</button>
       <button type="button" class="icon" aria-label="Delete now" title="Delete now" onClick=${on.deleteNow}>${icon("close")}</button>
     </div>`;

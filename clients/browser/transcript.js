@@ -4,13 +4,14 @@
  * What it does not know: servers, and what comes next in the conversation.
  */
 
+import { blockOf, tokensOf } from "./answer.js";
 import { Blocks } from "./blocks.js";
 import { button, confirmOn, copyText, make } from "./dom.js";
 import { attachmentElement } from "./attachments.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
 import { Colours, setFormula } from "./markdown-extras.js";
-import { attachmentsOf, messageText } from "./turns.js";
+import { attachmentsOf, isResult, messageText, partsOf } from "./turns.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
 /** @typedef {import("./answer.js").Usage} Usage */
@@ -26,7 +27,7 @@ import { attachmentsOf, messageText } from "./turns.js";
  * @property {(view: TurnView) => void} removeAnswer
  * @property {(view: TurnView, step: number) => void} switchBranch
  * @property {(view: TurnView) => void} compare  its branches, beside each other
- * @property {(view: TurnView) => Promise<{ usage: Usage, cache: string } | null>} usage  and why not more of it was cached
+ * @property {(view: TurnView) => Promise<{ usage: Usage, cache: string, model: string } | null>} usage  why not more of it was cached, and whose it is
  * @property {() => boolean} mayAsk  whether a message can be sent; if not, the reader is told why
  * @property {(event: KeyboardEvent) => boolean} sends  whether this key sends what is written
  * @property {() => boolean} readsMarkdown  whether messages of the user are shown as Markdown
@@ -107,6 +108,20 @@ export class TurnView {
     this.#article.setAttribute("aria-busy", "false");
     this.#take(text);
     this.#flush();
+  }
+
+  /** Shows what a turn has answered, and what its calls returned. */
+  showTurn(/** @type {import("./conversations.js").Turn} */ turn) {
+    const { items, output } = partsOf(turn);
+    for (const item of /** @type {any[]} */ ([...items.filter(isResult), ...output])) {
+      const block = blockOf(item);
+      if (block) this.showBlock(block);
+      else if (isResult(item)) this.showResult(item.call_id, item.output);
+      else {
+        this.show(messageText(item));
+        this.keepTokens(tokensOf(item));
+      }
+    }
   }
 
   /** Shows a thought or a tool call as it is now. */
@@ -368,6 +383,7 @@ export class TurnView {
     this.#usage ??= found?.usage ?? null;
     this.#showStats([...this.#times, ...(this.#usage ? countsOf(this.#usage) : [])]);
     this.#stats.append(make("span", "counts", found?.cache));
+    if (found) this.#stats.append(...figureElements([["by ", found.model, ""]]));
   }
 
   /** Tokens in place of the text, and back. */

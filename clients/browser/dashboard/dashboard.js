@@ -89,7 +89,7 @@ function draw(/** @type {View} */ view, /** @type {number} */ now) {
       bytesPerBlock,
     });
   }
-  tenants.show(tenantsOf(view));
+  tenants.show(tenantsOf(view), (view.value("generation_tokens_total") ?? 0) > 0);
   showFaults(byId("errors"), byId("errors-note"), faultsOf(view));
 }
 

@@ -104,6 +104,7 @@ export const speedFigures = () => [
     ],
     text: percent,
     least: 1,
+    isUsed: (view) => (view.value("spec_decode_num_draft_tokens_total") ?? 0) > 0,
     note: (view) => `${amount(view.ratio("spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"))} a step · total: ${count(view.value("spec_decode_num_draft_tokens_total"))}, ${count(view.value("spec_decode_num_accepted_tokens_total"))} right`,
   },
   {

@@ -36,7 +36,8 @@ export class TenantTable {
     this.#more = more;
   }
 
-  show(/** @type {Tenant[]} */ tenants) {
+  /** `hasTokens`: somebody has had some, whoever it was: names are told to admins alone. */
+  show(/** @type {Tenant[]} */ tenants, /** @type {boolean} */ hasTokens) {
     const all = tenants.reduce((sum, { growth }) => sum + growth, 0);
     const shown = tenants.slice(0, MAX_ROWS);
     while (this.#body.children.length > shown.length) this.#body.lastElementChild?.remove();
@@ -45,7 +46,8 @@ export class TenantTable {
       fill(row, tenant, all > 0 ? tenant.growth / all : null);
     });
     const numMore = tenants.length - shown.length;
-    this.#more.textContent = tenants.length === 0 ? "No tokens for anybody yet." : numMore > 0 ? `and ${numMore} more` : "";
+    const nobody = hasTokens ? "An admin’s key shows them." : "No tokens for anybody yet.";
+    this.#more.textContent = tenants.length === 0 ? nobody : numMore > 0 ? `and ${numMore} more` : "";
   }
 }
 

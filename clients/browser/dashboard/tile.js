@@ -16,6 +16,7 @@ import { Sparkline } from "./sparkline.js";
  * @property {(value: number | null) => string} text
  * @property {number} [least]  what the chart reaches to at least
  * @property {(view: View) => string} [note]  one more thing worth knowing
+ * @property {(view: View) => boolean} [isUsed]  whether there is anything to show; always, if it does not say
  */
 
 /** How far back a chart goes: what there is, in steps. */
@@ -85,7 +86,8 @@ export class Tile {
   show(/** @type {View} */ view, /** @type {number} */ now) {
     this.#now = now;
     this.#values = this.#read(view);
-    const { text, title, least = 0, note } = this.#figure;
+    const { text, title, least = 0, note, isUsed } = this.#figure;
+    this.node.hidden = isUsed?.(view) === false;
     const known = [...this.#old, ...this.#points, { time: now, values: this.#values }];
     this.spanS = Math.min(this.maxSpanS, SPANS_S.find((span) => span >= now - known[0].time) ?? SPAN_S);
     const points = known.filter((point) => point.time >= now - this.spanS);

@@ -71,7 +71,9 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"
         keys.write_text(
-            "".join(f'[[keys]]\nkey = "{name}"\ntenant = "{name}"\n' for name in _CLIENTS)
+            "".join(
+                f'[[keys]]\nkey = "{name}"\ntenant = "{name}"\nadmin = true\n' for name in _CLIENTS
+            )
             + "".join(f"[tenants.{name}]\n" for name in _CLIENTS)
         )
         settings = (*_SMALL, "--api-keys-file", str(keys))

@@ -91,6 +91,9 @@ async def test_presets_and_all_of_sampling(page: Page, demo_server: Served) -> N
         "Repetition penalty": "1.1", "Seed": "7", "Temperature": "0.7", "Top n sigma": "1.5",
         "Min tokens": "2", "Tokens of thoughts": "9",
     }  # fmt: skip
+    more = page.get_by_text("More sampling")
+    await expect(page.get_by_label("Seed")).to_be_hidden()
+    await more.click()
     for label, value in values.items():
         await page.get_by_label(label).fill(value)
     await page.get_by_label("Stop at").fill("END\nSTOP\n")
@@ -111,6 +114,7 @@ async def test_presets_and_all_of_sampling(page: Page, demo_server: Served) -> N
     await page.get_by_role("button", name="Settings").click()
     await expect(preset).to_have_value("Exact")
     await preset.select_option("Mine")
+    await expect(more).to_have_text("More sampling · 8 set")
     for label, value in values.items():
         await expect(page.get_by_label(label)).to_have_value(value)
     await page.get_by_role("button", name="Done").click()

@@ -129,9 +129,14 @@ async def test_the_network_breaks_in_an_answer(
 
 @pytest.mark.exhaustive
 async def test_enter_without_a_server(page: Page, proxy: ToxicProxy) -> None:
-    """It says why it does nothing, and tries to connect at once."""
+    """It says why it does nothing, and tries to connect at once. What needs no server is there,
+    also what was not used before."""
     await open_page(page, f"http://127.0.0.1:{proxy.port}")
     await ask(page, "Hello!")
+    await page.wait_for_function(
+        """() => ["dialogs", "settings-dialog", "transfer", "token-view"].every((file) =>
+          performance.getEntriesByType("resource").some((one) => one.name.includes(`/${file}.`)))"""
+    )
     proxy.refuse()
     proxy.reset_all()
     await expect(page.get_by_role("alert")).to_be_visible()
@@ -147,6 +152,8 @@ async def test_enter_without_a_server(page: Page, proxy: ToxicProxy) -> None:
     await box.fill("")
     await box.press("ArrowUp")  # neither can a message be edited
     await expect(obstacle).to_be_visible()
+    await page.keyboard.press("Alt+s")
+    await page.get_by_role("button", name="Done").click()
     proxy.accept()
     await connected(page)
     await expect(obstacle).to_be_hidden()

@@ -265,6 +265,17 @@ async def test_a_file_that_is_neither_text_nor_image(
     if takes_images:
         await seeing(page)
     await open_page(page, demo_server.base_url)
+    for event, marks in (("dragover", 1), ("dragleave", 0)):
+        await page.evaluate(
+            """(name) => {
+              const dataTransfer = new DataTransfer();
+              dataTransfer.items.add(new File(["text"], "a.txt"));
+              document.body.dispatchEvent(
+                new DragEvent(name, { dataTransfer, bubbles: true, cancelable: true }));
+            }""",
+            event,
+        )
+        await expect(page.locator("#composer.is-over")).to_have_count(marks)
     for kind in ("drop", "paste"):
         given: list[Any] = [
             kind,

@@ -44,10 +44,13 @@ async def test_a_message_waits_for_what_was_said_before(
     await stories(page)
     may_load = await held_back(page)
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    log = page.get_by_role("log")
+    await expect(log).to_have_attribute("aria-busy", "true")
     await write(page, STORY)
     may_load.set()
     turn = page.locator(".turn").nth(1)
     await growing(turn)
+    await expect(log).to_have_attribute("aria-busy", "false")
     # All of it is there while the answer grows, and in its order.
     assert await page.locator(".bubble").all_inner_texts() == ["I am Ada.", STORY]
     await stopped(page, turn)
@@ -93,4 +96,8 @@ async def test_a_conversation_that_cannot_be_loaded_gives_the_message_back(
     may_load.set()
     box = page.get_by_role("textbox", name="Your message")
     await expect(box).to_have_value("What is my name?")
-    await expect(page.locator("#announcer")).to_have_text("This conversation could not be loaded.")
+    problem = page.locator("#refusal")
+    await expect(problem).to_contain_text("This conversation could not be loaded.")
+    await page.reload()  # nothing is sent
+    await expect(problem).to_contain_text("This conversation could not be loaded.")
+    await expect(page.get_by_role("log")).to_have_attribute("aria-busy", "false")

@@ -245,7 +245,7 @@ async def test_headings_toggles_and_the_editor(
     conversation = await make_conversation(api, [("user", "Hello"), ("assistant", "# Title")])
     levels = """() => [...document.querySelectorAll("h1, h2, h3, h4, h5, h6")]
       .filter((node) => node.checkVisibility()).map((node) => Number(node.localName[1]))"""
-    await open_page(page, demo_server.base_url)
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
     assert await page.evaluate(levels) == [1, 2]
     await page.evaluate(f"location.hash = '#{conversation}'")
     await expect(page.locator(".bubble")).to_be_visible()
@@ -256,10 +256,19 @@ async def test_headings_toggles_and_the_editor(
     await toggles.click()
     await expect(page.locator("#sidebar")).to_be_hidden()
     await expect(toggles).to_have_count(1)
+    # What can be done with an answer is in sight under the last one, and under one that is used.
+    await say(page, "Hello!")
+    tools = page.locator(".foot .tools")
+    await expect(tools).to_have_count(2)
+    await expect(tools.first).to_have_css("opacity", "0")
+    await expect(tools.last).to_have_css("opacity", "1")
+    await tools.first.get_by_role("button").first.focus()
+    await expect(tools.first).to_have_css("opacity", "1")
+    await finished(page.locator(".turn").last)
     # In place of a message being edited there is its editor alone.
-    edit = page.get_by_role("button", name="Edit", exact=True)
+    edit = page.get_by_role("button", name="Edit", exact=True).first
     await edit.press("Enter")
-    await expect(page.locator(".message.user .tools")).to_be_hidden()
+    await expect(page.locator(".message.user .tools").first).to_be_hidden()
     await page.keyboard.press("Escape")
     await expect(edit).to_be_focused()
 
@@ -437,7 +446,7 @@ async def test_the_face(page: Page, demo_server: Served, api: httpx.AsyncClient)
     assert 62 <= lines <= 78
     await page.route("**/v1/models", rename)
     await page.goto(demo_server.base_url)
-    await expect(page.locator("#welcome")).to_contain_text("another-model answers.")
+    await expect(page.locator("#welcome")).to_contain_text("to another-model.")
     await expect(page.locator("#suggestions")).to_be_hidden()
 
 

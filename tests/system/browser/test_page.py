@@ -239,7 +239,9 @@ async def test_settings_and_figures(
     await turn.get_by_role("button", name="Figures").click()
     usage = response["usage"]
     await expect(turn.locator(".stats")).to_have_text(
-        re.compile(rf"12 tokens\s*prompt {usage['input_tokens']} tokens\s*\d+ of them cached")
+        re.compile(
+            rf"12 tokens\s*prompt {usage['input_tokens']} tokens\s*\d+ of them cached[\s\S]*by demo"
+        )
     )
     await page.get_by_role("button", name="Settings").click()
     await expect(page.get_by_label("Temperature")).to_have_value("0")
@@ -280,10 +282,14 @@ async def test_sampling_is_shown_and_changed(page: Page, demo_server: Served) ->
     await page.get_by_role("button", name="Settings").click()
     for field, value in zip(fields, advice.values(), strict=True):
         await expect(field).to_have_attribute("placeholder", str(value))
+    more = page.get_by_text("More sampling")
+    await more.click()
     await page.get_by_label("Min p").fill("0.2")
     further = page.get_by_label("Further parameters")
     for wrong in ("[1]", '{"model": "other"}', "{"):
         await further.fill(wrong)
+        await more.click()
+        await expect(further).to_be_hidden()
         await page.get_by_role("button", name="Done").click()
         await expect(further).to_be_visible()
     await further.fill('{"top_n_sigma": 1.5, "top_p": 0.7}')

@@ -1,16 +1,19 @@
-"""Script time of the chat page while an answer comes.
+"""How fast the chat page is: its first load, a long answer as it comes, and what is long already.
 
-`python -m tests.system.browser.script_time` has a gateway with a fake engine say a long answer in
-Markdown to the page in the system's Chromium, and prints the processor time of the page's scripts
-(`ScriptDuration`, by its thread's clock, so that a busy machine changes little) from the message to
-the answer's end. A token has about four characters. `--page DIR` measures another version of
-`clients/browser/` in turns with this one.
+`python -m tests.system.browser.page_speed` has a gateway with a fake engine say a long answer in
+Markdown to the page in the system's Chromium. It prints the bytes of a first load and the time
+until the page is connected; of the answer, the processor time of the page's scripts
+(`ScriptDuration`, by its thread's clock, so that a busy machine changes little) and how many frames
+came late; and, unless `--rounds-only`, late frames and times with 1,000 conversations, an answer of
+50,000 characters and 200 turns. A token has about four characters. `--page DIR` measures another
+version of `clients/browser/` in turns with this one. Times and frames are those of a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import shutil
 import statistics
@@ -22,8 +25,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx
 import msgspec
-from playwright.async_api import Browser, async_playwright
+from playwright.async_api import Browser, Page, async_playwright
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.model_files.resolve import resolve_model
@@ -34,15 +38,29 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.http.page import PAGE_DIRECTORY
 from tests.gateway.conftest import listen
 from tests.gateway.fake_engine import INFO, FakeEngine
-from tests.system.browser.page_flow import CHROMIUM_ARGS, open_page, say
+from tests.system.browser.conftest import make_conversation
+from tests.system.browser.page_flow import CHROMIUM_ARGS, connected, finished, open_page, say
 
 _CHARS_PER_TOKEN = 4
+_LATE_MS = 34  # one of 60 frames a second was left out
+_NUM_LOADS = 5
+_NUM_CONVERSATIONS = 1_000
+_NUM_LONG_CHARS = 50_000
+_NUM_TURNS = 200
 # Looks only when the answer ends: what `expect` does in the page meanwhile would be counted too.
 _END = """(answer) => new Promise((resolve) => {
   const look = () => { if (answer.ariaBusy === "false") resolve(answer.textContent.length); };
   new MutationObserver(look).observe(answer, { attributes: true });
   look();
 })"""
+_BYTES = """[...performance.getEntriesByType("navigation"),
+  ...performance.getEntriesByType("resource")].reduce((sum, one) => sum + one.transferSize, 0)"""
+_COUNT_FRAMES = """() => {
+  window.frames_ms = [];
+  let last = performance.now();
+  const next = (now) => { frames_ms.push(now - last); last = now; requestAnimationFrame(next); };
+  requestAnimationFrame(next);
+}"""
 _SECTION = """## How a queue is bounded
 
 A queue bounded by *tokens*, not by requests, is **fair to short prompts**: a request is admitted
@@ -114,8 +132,39 @@ async def _gateway(page: Path, num_chars: int, tokens_per_s: float) -> AsyncIter
             yield f"http://127.0.0.1:{port}"
 
 
-async def _measure(browser: Browser, url: str) -> tuple[float, int, float]:
-    """Seconds of script, characters drawn, seconds from the message to the answer's end."""
+@dataclasses.dataclass(frozen=True)
+class _Frames:
+    """Those of a while: how many, how many of them late, and the longest in milliseconds."""
+
+    num: int
+    num_late: int
+    longest_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.num_late} of {self.num:,} frames late, the longest {self.longest_ms:.0f} ms"
+
+
+async def _frames(page: Page) -> _Frames:
+    """Those since the last call."""
+    times: list[float] = await page.evaluate("frames_ms.splice(0)")
+    return _Frames(len(times), sum(one > _LATE_MS for one in times), max(times, default=0))
+
+
+async def _first_loads(browser: Browser, url: str) -> str:
+    times = []
+    for _ in range(_NUM_LOADS):
+        page = await browser.new_page()
+        start_s = time.monotonic()
+        await page.goto(url)
+        await connected(page)
+        times.append(time.monotonic() - start_s)
+        num_bytes: int = await page.evaluate(_BYTES)
+        await page.close()
+    return f"first load {num_bytes:,} bytes, connected after {statistics.median(times):.2f} s"
+
+
+async def _measure(browser: Browser, url: str) -> tuple[float, int, float, _Frames]:
+    """Seconds of script, characters drawn, seconds from the message to the answer's end, frames."""
     page = await browser.new_page(viewport={"width": 1000, "height": 640})
     await open_page(page, url, max_output_tokens="")
     session = await page.context.new_cdp_session(page)
@@ -126,12 +175,50 @@ async def _measure(browser: Browser, url: str) -> tuple[float, int, float]:
         return float(next(one["value"] for one in figures if one["name"] == "ScriptDuration"))
 
     before, start_s = await script_s(), time.monotonic()
+    await page.evaluate(_COUNT_FRAMES)
     turn = await say(page, "Tell me about queues.")
     num_chars: int = await turn.locator("> .assistant").evaluate(_END)
     seconds = await script_s() - before
     lasted_s = time.monotonic() - start_s
+    frames = await _frames(page)
     await page.close()
-    return seconds, num_chars, lasted_s
+    return seconds, num_chars, lasted_s, frames
+
+
+async def _long_ones(browser: Browser, url: str) -> AsyncIterator[str]:
+    """A long list, a long answer, a long conversation: each made, shown and scrolled through."""
+    text = (_SECTION * (_NUM_LONG_CHARS // len(_SECTION) + 1))[:_NUM_LONG_CHARS]
+    said = [(role, f"{role} {n}") for n in range(_NUM_TURNS) for role in ("user", "assistant")]
+    async with httpx.AsyncClient(base_url=f"{url}/v1/", timeout=60) as api:
+        for number in range(_NUM_CONVERSATIONS):
+            await make_conversation(api, [], title=f"Conversation {number}")
+        long = await make_conversation(api, [("user", "?"), ("assistant", text)], title="Long")
+        many = await make_conversation(api, said, title="Many")
+    page = await browser.new_page(viewport={"width": 1280, "height": 800})
+    await open_page(page, url)
+    await page.evaluate(_COUNT_FRAMES)
+    rows = page.locator("#conversations li")
+    while await rows.count() < _NUM_CONVERSATIONS:
+        await rows.last.scroll_into_view_if_needed()
+        await page.wait_for_timeout(100)
+    yield f"{await rows.count():,} conversations: {await _frames(page)}"
+    for name, conversation in (("characters", long), ("messages", many)):
+        start_s = time.monotonic()
+        await page.evaluate(f"location.hash = '#{conversation}'")
+        await page.locator(".message").nth(1).wait_for()
+        shown_s = time.monotonic() - start_s
+        num_chars: int = await page.evaluate("transcript.textContent.length")
+        num = num_chars if name == "characters" else await page.locator(".message").count()
+        await page.wait_for_timeout(500)
+        await _frames(page)
+        await page.mouse.move(800, 400)
+        for _ in range(30):
+            await page.mouse.wheel(0, -900)
+            await page.wait_for_timeout(50)
+        yield f"{num:,} {name}: shown after {shown_s:.2f} s, then {await _frames(page)}"
+    await finished(await say(page, "Tell me about queues."))
+    yield f"an answer after them: {await _frames(page)}"
+    await page.close()
 
 
 async def _run(parsed: argparse.Namespace) -> None:
@@ -144,12 +231,19 @@ async def _run(parsed: argparse.Namespace) -> None:
         for _ in range(parsed.rounds):
             for page in pages:
                 async with _gateway(page, parsed.num_chars, parsed.tokens_per_s) as url:
-                    seconds, num_chars, lasted_s = await _measure(browser, url)
+                    if not found[page]:
+                        print(f"{await _first_loads(browser, url)}: {page}", flush=True)
+                    seconds, num_chars, lasted_s, frames = await _measure(browser, url)
                 found[page].append(seconds)
                 print(
-                    f"{seconds:.2f} s of {lasted_s:.1f} s, {num_chars:,} characters: {page}",
+                    f"{seconds:.2f} s of {lasted_s:.1f} s, {num_chars:,} characters, {frames}: "
+                    f"{page}",
                     flush=True,
                 )
+        if not parsed.rounds_only:
+            async with _gateway(PAGE_DIRECTORY, 1_000, parsed.tokens_per_s) as url:
+                async for line in _long_ones(browser, url):
+                    print(line, flush=True)
         await browser.close()
     for page, times in found.items():
         print(f"median {statistics.median(times):.2f} s of script: {page}")
@@ -161,6 +255,7 @@ def main() -> None:
     parser.add_argument("--num-chars", type=int, default=16_000)
     parser.add_argument("--tokens-per-s", type=float, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds-only", action="store_true", help="without what is long already")
     asyncio.run(_run(parser.parse_args()))
 
 
