@@ -81,7 +81,7 @@ async def test_code_is_coloured_wrapped_copied_and_saved(
     assert await block.locator("pre").evaluate("pre => pre.textContent") == code
     await block.get_by_role("button", name="Copy code").click()
     assert await page.evaluate("navigator.clipboard.readText()") == code
-    await page.evaluate("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+    await page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(1); }")
     await page.locator(".code").nth(1).get_by_role("button", name="Copy code").click()
     await page.wait_for_function(
         "async () => (await navigator.clipboard.readText()) === 'plain'"  # in another way
