@@ -1,12 +1,15 @@
 """The caller of a request: the tenant of its API key, and what the tenant may do.
 
-`guard` finds the caller and puts it into the ASGI scope; all other modules read it from there.
+`guard` finds the caller and puts it into the ASGI scope; all other modules read it from there. What
+one does as an admin leaves a line of the logger `penstock.audit` (`audited`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.tenant_shares import NO_QUOTA, StoreQuota
 from penstock.gateway.telemetry.request_record import CURRENT_REQUEST
 
+_AUDIT = logging.getLogger("penstock.audit")
 _SCOPE_KEY = "penstock.caller"
 _DEADLINE_HEADER = "x-request-deadline-ms"
 _MAX_DEADLINE_MS = 1e9
@@ -49,7 +53,7 @@ class Caller:
         cache_salt: separates its prefix cache from other tenants'; empty shares it.
         store_quota: what the tenant may store by the key file.
         adapters: names of the adapters that it may use; None: all.
-        is_admin: may see numbers of all tenants by name, and load adapters.
+        is_admin: may see numbers of all tenants by name, load adapters, and end any request.
     """
 
     tenant: str = "default"
@@ -95,6 +99,36 @@ def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
     record = CURRENT_REQUEST.get()
     if record is not None:
         record.tenant = caller.tenant
+
+
+@contextlib.contextmanager
+def audited(scope: MutableMapping[str, Any], action: str) -> Iterator[dict[str, str]]:
+    """Leave a line about an administrative call when it ends: who did what, and the outcome, which
+    is "done" or a failure's code. Into the dict goes what it is about.
+
+    Raises:
+        RequestRefusedError: the caller is no admin.
+    """
+    caller, what, outcome = caller_of(scope), dict[str, str](), "done"
+    try:
+        if not caller.is_admin:
+            raise RequestRefusedError(
+                "this needs the key of an admin", code="permission_denied", status=403
+            )
+        yield what
+    except BaseException as error:
+        outcome = getattr(error, "code", None) or type(error).__name__
+        raise
+    finally:
+        _AUDIT.info(
+            "%s by key %r of tenant %r: %s: %s",
+            action,
+            caller.key_id,
+            caller.tenant,
+            ", ".join(map(repr, what.values())) or "-",
+            outcome,
+            extra={"action": action, "key_id": caller.key_id, **what, "outcome": outcome},
+        )
 
 
 def deadline_of(scope: MutableMapping[str, Any]) -> float | None:

@@ -1,16 +1,12 @@
 """`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for admins.
 
-Each call leaves a line of the logger `penstock.audit`, refused ones too: who did what, and how it
-ended.
+Each call leaves a line in the audit log, refused ones too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import uuid
-from collections.abc import Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,13 +19,12 @@ from penstock.gateway.api.adapters.schema import LoadAdapter, UnloadAdapter
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.shared.json_api import read_json
 from penstock.gateway.api.shared.operations import operation
-from penstock.gateway.auth.callers import ANYBODY, caller_of
+from penstock.gateway.auth.callers import ANYBODY, audited
 from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.served_model import ServedModel
 
-_AUDIT = logging.getLogger("penstock.audit")
 _NUM_READING = 2  # adapters at once, of which each takes a thread
 _TRIAL_S = 30.0  # all places may be taken; then the adapter is read when it is first used
 
@@ -62,7 +57,7 @@ class Adapters:
     )
     async def load(self, request: Request) -> Response:
         """The engine has read it when this returns, so what is wrong with it is in the answer."""
-        with _audited(request, "load_lora_adapter") as what:
+        with audited(request.scope, "load_lora_adapter") as what:
             asked = parse_fields(
                 LoadAdapter, await read_json(request, max_bytes=self._max_body_bytes)
             )
@@ -83,7 +78,7 @@ class Adapters:
         statuses=(403, 404, 503),
     )
     async def unload(self, request: Request) -> Response:
-        with _audited(request, "unload_lora_adapter") as what:
+        with audited(request.scope, "unload_lora_adapter") as what:
             asked = parse_fields(
                 UnloadAdapter, await read_json(request, max_bytes=self._max_body_bytes)
             )
@@ -145,42 +140,6 @@ class Adapters:
             return
         finally:
             self._engine.abort(stream)
-
-
-@contextlib.contextmanager
-def _audited(request: Request, action: str) -> Iterator[dict[str, str]]:
-    """Leave a line about an administrative call when it ends; into the dict goes what it is about.
-
-    Raises:
-        RequestRefusedError: the caller is no admin.
-    """
-    what: dict[str, str] = {}
-    outcome = "done"
-    try:
-        _check_admin(request)
-        yield what
-    except BaseException as error:
-        outcome = getattr(error, "code", None) or type(error).__name__
-        raise
-    finally:
-        caller = caller_of(request.scope)
-        fields = {"action": action, "key_id": caller.key_id, **what, "outcome": outcome}
-        _AUDIT.info(
-            "%s by key %r of tenant %r: %s: %s",
-            action,
-            caller.key_id,
-            caller.tenant,
-            ", ".join(map(repr, what.values())) or "-",
-            outcome,
-            extra=fields,
-        )
-
-
-def _check_admin(request: Request) -> None:
-    if not caller_of(request.scope).is_admin:
-        raise RequestRefusedError(
-            "this needs the key of an admin", code="permission_denied", status=403
-        )
 
 
 def _refused(param: str, message: str) -> RequestRefusedError:

@@ -1,11 +1,13 @@
 """`/v1/requests`: what this gateway has in the engine now, and ending one of them.
 
-A caller is shown its own tenant's; an admin all.
+A caller is shown its own tenant's; an admin all, and ending another tenant's leaves a line in the
+audit log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +15,7 @@ from starlette.responses import Response
 
 from penstock.gateway.api.shared.json_api import json_response
 from penstock.gateway.api.shared.operations import operation
-from penstock.gateway.auth.callers import Caller, caller_of
+from penstock.gateway.auth.callers import Caller, audited, caller_of
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generation import Generation
 
@@ -44,11 +46,16 @@ class RunningRequests:
     async def cancel(self, request: Request) -> Response:
         """Its caller gets the output so far, as of one that it has ended itself."""
         request_id = request.path_params["request_id"]
-        for each in self._of(caller_of(request.scope)):
+        caller = caller_of(request.scope)
+        for each in self._of(caller):
             if each.request.request_id == request_id:
                 about = _about(each)
-                if not self._cancel(request_id):
-                    each.cancel()
+                with ExitStack() as stack:
+                    if about["tenant"] != caller.tenant:
+                        what = stack.enter_context(audited(request.scope, "cancel_request"))
+                        what.update(cancelled_id=request_id, cancelled_tenant=about["tenant"])
+                    if not self._cancel(request_id):
+                        each.cancel()
                 return json_response(about)
         raise RequestRefusedError(
             f"no request {request_id!r} runs here", code="request_not_found", status=404

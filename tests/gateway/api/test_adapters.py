@@ -224,6 +224,14 @@ async def test_each_administrative_call_is_in_the_audit_log(
         body = {"lora_name": "x", "lora_path": "/x\nforged"}
         await served.http.post("/v1/load_lora_adapter", json=body, headers=stranger)
         await served.http.post("/v1/load_lora_adapter", json=body)
+        served.engine.may_speak.clear()
+        earlier = len(served.engine.submitted)
+        asking = asyncio.create_task(complete(served, "tiny", Authorization="Bearer of-one"))
+        await until(lambda: len(served.engine.submitted) > earlier)
+        [running] = (await served.http.get("/v1/requests")).json()["data"]
+        await served.http.post(f"/v1/requests/{running['id']}/cancel")
+        served.engine.may_speak.set()
+        await asyncio.wait_for(asking, PATIENCE_S)
     lines = [vars(line) for line in caplog.records if line.name == "penstock.audit"]
     assert [(line["action"], line.get("lora_name"), line["outcome"]) for line in lines] == [
         ("load_lora_adapter", "mine", "done"),
@@ -231,7 +239,9 @@ async def test_each_administrative_call_is_in_the_audit_log(
         ("unload_lora_adapter", "mine", "done"),
         ("load_lora_adapter", None, "permission_denied"),
         ("load_lora_adapter", "x", "invalid_value"),
+        ("cancel_request", None, "done"),
     ]
+    assert (lines[-1]["cancelled_id"], lines[-1]["cancelled_tenant"]) == (running["id"], "one")
     assert lines[0]["lora_path"] == str(adapter_path)
     assert len({line["key_id"] for line in lines}) == 2
     assert all("\n" not in line["message"] and "of-admin" not in str(line) for line in lines)
