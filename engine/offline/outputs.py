@@ -49,7 +49,7 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     score: float | None
@@ -72,9 +72,9 @@ class PromptOutput:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: tuple[CompletionOutput, ...]
+    outputs: list[CompletionOutput]
     num_cached_tokens: int
     finished: bool = True
 
@@ -207,11 +207,11 @@ class OutputCollector:
         return PromptOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_token_ids=list(self.request.prompt_token_ids),
             prompt_logprobs=None
             if params.prompt_logprobs is None
             else [None, *map(self._by_token, self._prompt_logprobs)],
-            outputs=tuple(_likeliest(outputs, params.n)),
+            outputs=_likeliest(outputs, params.n),
             num_cached_tokens=self._num_cached_tokens,
         )
 
@@ -229,7 +229,7 @@ class OutputCollector:
         return CompletionOutput(
             index=index,
             text=text,
-            token_ids=tuple(branch.token_ids),
+            token_ids=list(branch.token_ids),
             logprobs=None
             if params.logprobs is None
             else [self._by_token(entry) for entry in branch.logprobs],
@@ -251,7 +251,7 @@ class OutputCollector:
         return found
 
 
-def _likeliest(outputs: Sequence[CompletionOutput], num: int) -> Sequence[CompletionOutput]:
+def _likeliest(outputs: list[CompletionOutput], num: int) -> list[CompletionOutput]:
     """The `num` of highest mean log-probability per token, as OpenAI defines `best_of`."""
     if len(outputs) <= num:
         return outputs

@@ -71,7 +71,7 @@ def test_beam_search_gives_hypotheses_best_first(llm: LLM) -> None:
         scores = [output.score for output in result.outputs]
         assert len(scores) == 4
         assert scores == sorted(scores, reverse=True)
-        assert len({output.token_ids for output in result.outputs}) == 4
+        assert len({tuple(output.token_ids) for output in result.outputs}) == 4
         best = result.outputs[0]
         params = SamplingParams(beam_search=search, max_tokens=12, logprobs=0)
         detailed = one(llm, prompt, params)

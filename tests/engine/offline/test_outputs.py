@@ -81,6 +81,8 @@ def test_logprobs_of_output_and_prompt(llm: LLM) -> None:
     assert plain.prompt_logprobs is None
     assert plain.outputs[0].logprobs is None
     assert plain.outputs[0].cumulative_logprob is None
+    for each in (plain.prompt_token_ids, plain.outputs, plain.outputs[0].token_ids):
+        assert type(each) is list  # as vLLM's, to be added to another one
 
 
 def test_an_output_ends_before_a_stop_string(llm: LLM) -> None:
