@@ -28,7 +28,7 @@ class SequenceEntry(msgspec.Struct, frozen=True, kw_only=True):
         num_logprobs: None, or how many of the likeliest tokens to report with each sampled one
             (beam search needs more than a user may ask for).
         num_prompt_logprobs: the same for each prompt token that is computed.
-        is_drafted: it may get drafts, so the tokens that its grammar forces are of use.
+        is_drafted: it may get drafts, so the tokens that its grammar forces may be of use.
         pooling: no token is drawn after it; its hidden states become a vector or a score.
         adapter: the digest of its adapter.
         images: those of the prompt, without their files.
@@ -105,12 +105,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         scheduled: sequences in the order of their rows.
         left_seq_ids: sequences that finished, were aborted or preempted since the last batch;
             the device forgets them before it reads `scheduled`.
+        wants_forced: the tokens that grammars force are of use: there is room to draft them.
     """
 
     step: int
     scheduled: tuple[ScheduledSequence, ...]
     left_seq_ids: tuple[int, ...] = ()
     moves: BlockMoves = BlockMoves()
+    wants_forced: bool = False
 
     @property
     def num_tokens(self) -> int:

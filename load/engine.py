@@ -30,7 +30,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.gateway.launch.cli import parse_engine_config
 from penstock.kernels.cpu.library import load_library
-from penstock.load.engine_runs import Run, greedy_request, run_requests
+from penstock.load.engine_runs import Run, make_request, run_requests
 from penstock.load.limits import Ceilings, ReadWeights
 from penstock.load.machine import commit, frozen_garbage
 from penstock.load.report.options import add_out, counts, positive, settings_of
@@ -42,7 +42,8 @@ _WARM_UP_SEED = 1 << 40
 _NOTES = """\
 tok/s: output tokens of a whole run; prefill: prompt tokens while not every sequence had its first
 token; decode: while all sequences decode. Medians of the repeats. times: to the first setting,
-medians of the ratios of neighbouring runs. tokens a step: of each sequence while decoding; more
+medians of the ratios of neighbouring runs; by CPU: the same of this thread's CPU time, and where
+95% of medians would be. tokens a step: of each sequence while decoding; more
 than one with drafts. Python, policy: median CPU time of a decode step beside the kernels in C, and
 beside the device. same: outputs that are the first setting's."""
 _LIMITS_NOTE = """\
@@ -92,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of concurrent sequences, comma-separated")  # fmt: skip
     add("--repeats", type=positive, default=3, help="rounds of all settings in turn")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
+    add("--temperature", type=float, default=0.0, help="of all requests; with 0 texts soon repeat")
     add("--limits", action="store_true", help="also measure this CPU's limits")
     add_dataset_arguments(parser)
     add_out(parser)
@@ -167,7 +169,7 @@ class Workload:
             text = turn.text
             prompt = self._tokenizer.encode(text) if isinstance(text, str) else text
             most = min(turn.max_tokens, max_tokens or turn.max_tokens)
-            requests.append(greedy_request(index, prompt, most))
+            requests.append(make_request(index, prompt, most, self._parsed.temperature))
         self._check(requests)
         return requests
 
@@ -260,6 +262,10 @@ def speeds(sides: Sequence[Side], count: int) -> Sequence[Row]:
                     each.output_tokens_per_s / other.output_tokens_per_s
                     for each, other in zip(runs, first, strict=True)
                 ),
+                "by_cpu": _with_interval(
+                    [other.cpu_s / (each.cpu_s or 1.0)
+                     for each, other in zip(runs, first, strict=True)]
+                ),
                 "tokens_per_step": sum(step.num_tokens for step in steps) / count
                 / max(len(steps), 1),
                 "step_ms": float(np.percentile(step_ms, 50)),
@@ -270,6 +276,13 @@ def speeds(sides: Sequence[Side], count: int) -> Sequence[Row]:
             }
         )  # fmt: skip
     return rows
+
+
+def _with_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Their median, and the 95% interval of it that their order gives."""
+    least = max(0, int(len(ratios) / 2 - 0.98 * len(ratios) ** 0.5))
+    ordered = sorted(ratios)
+    return statistics.median(ratios), ordered[least], ordered[-1 - least]
 
 
 def limit_rows(sides: Sequence[Side], count: int) -> Sequence[Row]:
@@ -303,6 +316,7 @@ def _speed_table(rows: Sequence[Row]) -> str:
         "tok/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
         "min–max": lambda row: f"{min(row['rates']):,.0f}–{max(row['rates']):,.0f}",
         "times": lambda row: f"{row['times']:.2f}",
+        "by CPU": lambda row: "{:.3f} ({:.3f}–{:.3f})".format(*row["by_cpu"]),
         "prefill tok/s": lambda row: f"{row['prefill_tokens_per_s']:,.0f}",
         "decode tok/s": lambda row: f"{row['decode_tokens_per_s']:,.0f}",
         "tokens a step": lambda row: f"{row['tokens_per_step']:.2f}",

@@ -27,11 +27,12 @@ Phase = Literal["prefill", "decode", "tail"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration, with its CPU time beside the kernels, and beside the device."""
+    """One iteration, with this thread's CPU time: in all, beside the kernels, beside the device."""
 
     phase: Phase
     step_s: float
     num_tokens: int
+    cpu_s: float = 0.0
     python_s: float = 0.0
     policy_s: float = 0.0
 
@@ -48,6 +49,10 @@ class Run:
         return [step for step in self.steps if step.phase == phase]
 
     @property
+    def cpu_s(self) -> float:
+        return sum(step.cpu_s for step in self.steps)
+
+    @property
     def output_tokens_per_s(self) -> float:
         return _rate(self.steps, sum(map(len, self.tokens)))
 
@@ -62,13 +67,15 @@ class Run:
         return _rate(steps, sum(step.num_tokens for step in steps))
 
 
-def greedy_request(index: int, prompt: Iterable[int], num_output_tokens: int) -> Request:
-    """A greedy request for exactly `num_output_tokens`; lower indices arrive first."""
+def make_request(
+    index: int, prompt: Iterable[int], num_output_tokens: int, temperature: float = 0.0
+) -> Request:
+    """A request for exactly `num_output_tokens`; lower indices arrive first."""
     return Request(
         request_id=str(index),
         prompt_token_ids=tuple(prompt),
         sampling_params=SamplingParams(
-            temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True
+            temperature=temperature, seed=index, max_tokens=num_output_tokens, ignore_eos=True
         ),
         arrival_s=float(index),
     )
@@ -79,7 +86,7 @@ def make_requests(
 ) -> list[Request]:
     """Greedy requests of random tokens: no two share a prefix, none ends early."""
     return [
-        greedy_request(index, rng.choices(range(vocab_size), k=prompt_tokens), output_tokens)
+        make_request(index, rng.choices(range(vocab_size), k=prompt_tokens), output_tokens)
         for index in range(num_seqs)
     ]
 
@@ -107,8 +114,8 @@ def run_requests(core: EngineCore, requests: Sequence[Request]) -> Run:
             for output in outputs:
                 tokens[output.request_id].extend(output.token_ids)
             num_tokens = sum(len(output.token_ids) for output in outputs)
-            beside = (cpu_s["step"] - cpu_s[each] for each in ("kernels", "device"))
-            steps.append(Step(phase, step_s, num_tokens, *beside))
+            cpu = (cpu_s["step"] - cpu_s[each] for each in ("nothing", "kernels", "device"))
+            steps.append(Step(phase, step_s, num_tokens, *cpu))
     if list(map(len, tokens.values())) != wanted:
         raise RuntimeError("a request got fewer or more tokens than it asked for")
     return Run(

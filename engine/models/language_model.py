@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -100,8 +100,9 @@ class DrawnTokens:
     def __init__(self, num_rows: int) -> None:
         self.token_ids = torch.empty(num_rows, dtype=torch.int64)
         self.is_valid = torch.empty(num_rows, dtype=torch.bool)
-        # NumPy views for reading: in a small model's step, torch's calls would be noticeable.
-        self._token_ids, self._validity = self.token_ids.numpy(), self.is_valid.numpy()
+        # Views for reading: in a small model's step, torch's calls would be noticeable.
+        self._token_ids: Any = self.token_ids.numpy().data
+        self._validity: Any = self.is_valid.numpy().data
 
     def read(self) -> tuple[list[int], list[bool]]:
         return self._token_ids.tolist(), self._validity.tolist()

@@ -125,6 +125,7 @@ class InputBatch:
 
     Attributes:
         extensions: what its sequences may need; complete before the first of them enters.
+        run: the steps that the newest one belongs to, if it may be the first of several alike.
     """
 
     def __init__(
@@ -153,14 +154,14 @@ class InputBatch:
         # While a run lasts, it counts the values above for its rows instead. Only where tokens are
         # known when their step ends.
         self._may_run = draws_tokens and staging is None
-        self._run: SteadyDecode | None = None
+        self.run: SteadyDecode | None = None
         self._sampling = SamplingTable(max_num_seqs, device)
         self._block_size = block_size
         self._staging = staging
 
     def update(self, batch: Batch) -> None:
         """Remove sequences that left, add those that entered, extend block tables."""
-        run = self._run
+        run = self.run
         if run is not None and (batch.left_seq_ids or not run.goes_on(batch.scheduled)):
             self._end_run(run)
         left: dict[int, dict[SequenceExtension, Any]] = {}
@@ -176,13 +177,13 @@ class InputBatch:
                 self._enter(item.seq_id, item.entry, left)
             if item.new_block_ids:
                 first = self._extend_table(item)
-                if self._run is not None:
-                    self._run.extend_table(number, first, item.new_block_ids)
+                if self.run is not None:
+                    self.run.extend_table(number, first, item.new_block_ids)
 
     def prepare(self, batch: Batch, kv_pool: Tensor, *, needs_prompt_lens: bool) -> StepInputs:
         """The tensors of a step, valid until the next; counts the step's tokens as computed."""
-        if self._run is not None:
-            return self._run.advance(batch.scheduled)
+        if self.run is not None:
+            return self.run.advance(batch.scheduled)
         scheduled = batch.scheduled
         sequences = [self._sequences[item.seq_id] for item in scheduled]
         rows = np.array([sequence.row for sequence in sequences])
@@ -234,8 +235,8 @@ class InputBatch:
         if goes_on and not any(item.num_wanted_drafts for item in scheduled):
             kind = SteadyVerify if drafts_of_rows else SteadyDecode
             histories = [sequence.token_ids for sequence in sequences]
-            self._run = kind(inputs, scheduled, rows, histories, self._block_size, step.interrupts)
-            return self._run.inputs
+            self.run = kind(inputs, scheduled, rows, histories, self._block_size, step.interrupts)
+            return self.run.inputs
         return inputs
 
     def inputs_of(
@@ -297,8 +298,8 @@ class InputBatch:
         """Append a step's tokens to their sequences, as inputs of the next step; those that were
         sampled after right drafts. A token that is invalid is appended too, unless after others: a
         step already planned may expect it."""
-        if self._run is not None:
-            return self._run.append(inputs, sampled)
+        if self.run is not None:
+            return self.run.append(inputs, sampled)
         plain, token_ids = inputs.plain_rows, sampled.token_ids
         sequences = [self._sequences[inputs.sampled_seq_ids[row]] for row in plain]
         new = [token_ids[row] for row in plain]
@@ -358,7 +359,7 @@ class InputBatch:
 
     def _end_run(self, run: SteadyDecode) -> None:
         """Copy a run's counts back to the columns."""
-        self._run = None
+        self.run = None
         num_tokens = np.array([len(history) for history in run.histories])
         self._num_computed[run.rows] = num_tokens - run.is_due
         self._num_tokens[run.rows] = num_tokens
@@ -560,6 +561,7 @@ def _from_zero(ends: Integers) -> npt.NDArray[np.int32]:
 
 
 _MARGIN_TOKENS = 256  # growth of the lengths before the inputs are rebuilt
+_FEW_ROWS = 32
 
 
 class SteadyDecode:
@@ -574,6 +576,7 @@ class SteadyDecode:
 
     Attributes:
         inputs: of the newest step.
+        is_plain: no feature takes part in its steps.
     """
 
     def __init__(
@@ -589,6 +592,10 @@ class SteadyDecode:
         self.rows, self.histories, self._interrupts = rows, histories, interrupts
         self.seq_ids = [item.seq_id for item in scheduled]
         self.is_due = False  # whether the tokens of the next step are known
+        sampling = inputs.sampling
+        is_special = inputs.drafts or inputs.readers or interrupts or sampling.num_tops
+        self.is_plain = not is_special and sampling.masks is None
+        self._scheduled: Sequence[ScheduledSequence] = ()  # the newest step
         self._query_lens = [item.num_new_tokens for item in scheduled]
         self._input_ids = inputs.input_ids.numpy()
         self._seq_lens = layout.seq_lens.numpy()
@@ -597,6 +604,13 @@ class SteadyDecode:
         self._block_tables = layout.block_tables.numpy()
         self._num_tokens = inputs.sampling.num_tokens
         self._block_size = block_size
+        # What grows by one in each step, slots last: of few rows as views, since after a step's
+        # weights all of NumPy's code has left the caches.
+        self._many = [self._positions, self._seq_lens, self._num_tokens, self._slots]
+        self._few: list[Any] = []
+        if len(rows) <= _FEW_ROWS:
+            self._few, self._many = [each.data for each in self._many], []
+        self._ids: Any = self._input_ids.data
         self._numbers = np.arange(len(rows)).repeat(self._query_lens)  # of each token's sequence
         self._num_steps_in_blocks = self._num_steps_left = 0
         self.inputs = self._with_margin(inputs)
@@ -610,7 +624,13 @@ class SteadyDecode:
             if not is_same or item.entry is not None or item.num_wanted_drafts:
                 return False
         interrupts = self._interrupts
+        self._scheduled = scheduled
         return not (interrupts and any(ends(scheduled[number]) for number, ends in interrupts))
+
+    def is_repeated(self, batch: Batch) -> bool:
+        """Whether a step is the newest one again, and only numbers change in its inputs."""
+        is_same = batch.scheduled is self._scheduled and self.is_due and self._num_steps_left > 0
+        return is_same and self.is_plain and not (batch.left_seq_ids or batch.moves)
 
     def extend_table(self, number: int, first: int, block_ids: tuple[int, ...]) -> None:
         """Store new blocks, from index `first` on, of the run's sequence `number`."""
@@ -619,11 +639,14 @@ class SteadyDecode:
     def advance(self, _: Sequence[ScheduledSequence]) -> StepInputs:
         """The inputs of the next step; the same object, unless the lengths have outgrown it."""
         self.is_due = False
-        self._positions += 1
-        self._seq_lens += 1
-        self._num_tokens += 1
-        if self._num_steps_in_blocks > 0:  # no sequence enters a new block
-            self._slots += 1
+        is_in_blocks = self._num_steps_in_blocks > 0  # no sequence enters a new one
+        num_grown = 4 if is_in_blocks else 3
+        for few in self._few[:num_grown]:
+            for row in range(len(few)):
+                few[row] += 1
+        for many in self._many[:num_grown]:
+            many += 1
+        if is_in_blocks:
             self._num_steps_in_blocks -= 1
         else:
             self._find_slots()
@@ -634,11 +657,15 @@ class SteadyDecode:
 
     def append(self, _: StepInputs, sampled: Sampled) -> Sampled:
         """Store the last step's tokens; those that are kept."""
-        self._input_ids[:] = sampled.token_ids
-        for history, token_id in zip(self.histories, sampled.token_ids, strict=True):
-            history.append(token_id)
-        self.is_due = True
+        self.store(sampled.token_ids)
         return sampled
+
+    def store(self, token_ids: Sequence[int]) -> None:
+        """Append a token to each sequence, as inputs of the next step."""
+        for row, token_id in enumerate(token_ids):
+            self._ids[row] = token_id
+            self.histories[row].append(token_id)
+        self.is_due = True
 
     def _find_slots(self) -> None:
         blocks, offsets = np.divmod(self._positions, self._block_size)

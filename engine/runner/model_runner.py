@@ -8,6 +8,7 @@ What a feature adds to a step is in `step_extensions`, and nothing where no sequ
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ from penstock.engine.runner.device import (
     select_device,
     use_kv_dtype,
 )
-from penstock.engine.runner.input_batch import StepInputs
+from penstock.engine.runner.input_batch import SteadyDecode, StepInputs
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes, NoHostTier
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
@@ -296,6 +297,8 @@ class ModelRunner:
             vocab_size=vocab_size,
         )
         self._planners: list[StepPlanner] = [] if drafter is None else [drafter]
+        in_c = isinstance(self._model, CpuModel) and not self._model.needs_prompt_lens
+        self._can_repeat = in_c and not sends_on and drafter is None
         extensions: list[SequenceExtension | None] = [
             PooledRows(None if sends_on else loaded.pooler),
             GrammarRows(self.grammars, config.scheduler.max_num_seqs, device),
@@ -339,7 +342,35 @@ class ModelRunner:
 
     def execute(self, batch: Batch) -> BatchResult:
         """Run one step. Sequences whose last known token it computes get a new token."""
+        run = self._batch.run
+        if run is not None and self._can_repeat and run.is_repeated(batch):
+            return self._repeat(batch, run)
         return self.launch(batch).result()
+
+    def _repeat(self, batch: Batch, run: SteadyDecode) -> BatchResult:
+        """As `launch` and `result`, of a step that makes no tensors: nearly all of a small model's,
+        where what is left out here takes as long as some of its layers."""
+        started_s = time.perf_counter()
+        inputs = run.advance(batch.scheduled)
+        seq_ids, sampling = inputs.sampled_seq_ids, inputs.sampling
+        output = self._model.step(
+            inputs.input_ids, inputs.context, None, sampling.parameters, sampling.draws
+        )
+        assert output.drawn is not None
+        token_ids, is_valid = output.drawn.read()
+        run.store(token_ids)
+        compute_s = time.perf_counter() - started_s
+        tokens = zip(seq_ids, token_ids, is_valid, strict=True)
+        found = {seq_id: (token_id,) for seq_id, token_id, is_good in tokens if is_good}
+        if len(found) == len(seq_ids):
+            return BatchResult(step=batch.step, token_ids=found, compute_s=compute_s)
+        sampled = Sampled(token_ids=token_ids, is_valid=is_valid, logprobs={})
+        return BatchResult(
+            step=batch.step,
+            token_ids=found,
+            ended_seq_ids=_ended(seq_ids, sampled, None),
+            compute_s=compute_s,
+        )
 
     def launch(self, batch: Batch) -> StepInFlight:
         """Begin a step without waiting for a GPU, so that the next one may be launched at once."""
@@ -362,7 +393,15 @@ class ModelRunner:
                 part = read(inputs, output)
                 parts += () if part is None else (part,)
             tokens = None if chosen is None else self._tokens.append(inputs, chosen)
-            return StepInFlight(batch.step, stopwatch, self._host_tier, inputs, tokens, parts)
+            return StepInFlight(
+                batch.step,
+                stopwatch,
+                self._host_tier,
+                inputs,
+                tokens,
+                parts,
+                wants_forced=batch.wants_forced,
+            )
 
     def _forward(self, inputs: StepInputs) -> StepOutput:
         """Compute a step; the last stage draws tokens where C can."""
@@ -416,9 +455,10 @@ class StepInFlight:
         inputs: None if nothing was computed.
         tokens: None if nothing was, or a later stage draws them.
         parts: what extensions add to the result.
+        wants_forced: as in `Batch`.
     """
 
-    __slots__ = ("_inputs", "_parts", "_step", "_stopwatch", "_swaps", "_tokens")
+    __slots__ = ("_inputs", "_parts", "_step", "_stopwatch", "_swaps", "_tokens", "_wants_forced")
 
     def __init__(
         self,
@@ -428,10 +468,13 @@ class StepInFlight:
         inputs: StepInputs | None = None,
         tokens: Tokens | None = None,
         parts: Sequence[ResultPart] = (),
+        *,
+        wants_forced: bool = False,
     ) -> None:
         stopwatch.mark_end()
         self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
         self._inputs, self._tokens, self._parts = inputs, tokens, parts
+        self._wants_forced = wants_forced
 
     def result(self) -> BatchResult:
         """Wait for the end of this step, not for steps launched after it."""
@@ -459,7 +502,9 @@ class StepInFlight:
             token_ids=token_ids,
             logprobs=_by_sequence(seq_ids, sampled.logprobs, is_valid) if sampled.logprobs else {},
             ended_seq_ids={} if all(is_valid) else _ended(seq_ids, sampled, masks),
-            forced_token_ids={} if masks is None else _forced(inputs.sampled_seq_ids, masks),
+            forced_token_ids=_forced(inputs.sampled_seq_ids, masks)
+            if self._wants_forced and masks is not None
+            else {},
             compute_s=compute_s,
             masks_s=0.0 if masks is None else masks.seconds,
             num_masks=0 if masks is None else len(masks),

@@ -121,6 +121,8 @@ class Scheduler:
         )
         self._heavy_tenants = HeavyTenants()
         self._notices: list[RequestOutput] = []
+        self._planned: dict[int, ScheduledSequence] = {}  # the last step, by seq_id
+        self._items: tuple[ScheduledSequence, ...] = ()  # the same
         self._queue_stats = QueueStats(self._running_set.waiting, clock)
 
     # -- requests ---------------------------------------------------------------------------
@@ -200,6 +202,67 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Plan the next step and count its tokens as computed. The plan may be empty."""
+        if self._is_repeated():
+            for sequence in self._running_set.running.values():
+                self._advance(sequence, 1)
+        else:
+            self._planned = self._plan()
+            self._items = tuple(self._planned.values())
+        has_room = bool(self.drafting.drafted) and self.drafting.has_room(len(self._items))
+        if has_room and self.drafting.add_drafts(self._planned):
+            self._items = tuple(self._planned.values())
+        self.counters.num_steps += bool(self._items)
+        return Batch(
+            step=self.counters.num_steps,
+            scheduled=self._items,
+            left_seq_ids=self._running_set.take_left(),
+            moves=self.blocks.take_moves(),
+            wants_forced=has_room,
+        )
+
+    def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
+        """Process a step's result; the outputs for clients."""
+        self._costs.observe(batch, result)
+        if self.drafting.drafted:
+            self.drafting.observe(batch, result)
+        outputs: list[RequestOutput] = []
+        if self._notices:
+            outputs = [each for each in self._notices if each.request_id in self._requests]
+            self._notices = []
+        outputs += self._queue_stats.update()
+        outputs += self._output_processor.process(batch, result)
+        return outputs
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def _is_repeated(self) -> bool:
+        """Whether the next step is the last one again, as most are: one token for each of the same
+        sequences, while nobody waits and nobody shares."""
+        running_set = self._running_set
+        running = running_set.running
+        if (
+            len(self._items) != len(running)
+            or len(running_set.waiting)
+            or self._num_microbatches > 1
+            or running_set.tenant_slots.are_several
+        ):
+            return False
+        for item, sequence in zip(self._items, running.values(), strict=True):
+            num_computed = sequence.num_computed_tokens
+            is_same = item.seq_id == sequence.seq_id and item.num_new_tokens == 1
+            if (
+                not is_same
+                or item.entry is not None
+                or item.new_block_ids
+                or len(sequence.token_ids) - num_computed != 1
+                or sequence.num_in_flight_tokens
+                or num_computed >= sequence.num_slots
+                or not sequence.is_on_device
+            ):
+                return False
+        return True
+
+    def _plan(self) -> dict[int, ScheduledSequence]:
         scheduled: dict[int, ScheduledSequence] = {}
         decoding, in_prompt = self._by_phase()
         if self._num_microbatches > 1:
@@ -225,30 +288,7 @@ class Scheduler:
             self._fill(scheduled, decoding, in_prompt, budget, {})
         if not scheduled:
             self._make_way(scheduled)
-        if self.drafting.drafted:
-            self.drafting.add_drafts(scheduled)
-        self.counters.num_steps += bool(scheduled)
-        return Batch(
-            step=self.counters.num_steps,
-            scheduled=tuple(scheduled.values()),
-            left_seq_ids=self._running_set.take_left(),
-            moves=self.blocks.take_moves(),
-        )
-
-    def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
-        """Process a step's result; the outputs for clients."""
-        self._costs.observe(batch, result)
-        if self.drafting.drafted:
-            self.drafting.observe(batch, result)
-        outputs: list[RequestOutput] = []
-        if self._notices:
-            outputs = [each for each in self._notices if each.request_id in self._requests]
-            self._notices = []
-        outputs += self._queue_stats.update()
-        outputs += self._output_processor.process(batch, result)
-        return outputs
-
-    # -- planning ---------------------------------------------------------------------------
+        return scheduled
 
     def _by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences that decode, and those inside a prompt. They are scheduled in this

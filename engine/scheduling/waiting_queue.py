@@ -392,12 +392,16 @@ class QueueStats:
 
     def add(self, request: Request) -> None:
         """Add a new request to the statistics."""
+        if not self._had_waiting:
+            self._last_s, self._num_served = self._clock(), self._queue.num_served_tokens
         self._had_waiting = True
         if request.wants_queue_position:
             self._told[request.request_id] = -1
 
     def update(self) -> list[RequestOutput]:
         """Changed positions, for requests that asked; at most every `POSITIONS_INTERVAL_S`."""
+        if not (self._had_waiting or self._told or len(self._queue)):
+            return []
         now_s, num_served = self._clock(), self._queue.num_served_tokens
         if self._had_waiting:
             self._measure(now_s - self._last_s, num_served - self._num_served)

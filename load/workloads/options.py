@@ -37,24 +37,13 @@ def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--model", help="model name in requests; default: the first that a server lists")
     add("--transport", choices=("sse", "websocket"), default="sse", help="transport")
-    add(
-        "--endpoint",
-        choices=("completions", "chat", "responses"),
-        help="default: completions for sse, responses for websocket",
-    )
-    add(
-        "--history",
-        choices=("full", "previous_response_id"),
-        default="full",
-        help="how later turns of a dialogue refer to earlier ones",
-    )
+    add("--endpoint", choices=("completions", "chat", "responses"),
+        help="default: completions for sse, responses for websocket")  # fmt: skip
+    add("--history", choices=("full", "previous_response_id"), default="full",
+        help="how later turns of a dialogue refer to earlier ones")  # fmt: skip
     add("--api-key", help="default: the first in PENSTOCK_API_KEY")
-    add(
-        "--extra-body",
-        type=json_object,
-        default='{"temperature": 0}',
-        help="JSON object with more fields of every request",
-    )
+    add("--extra-body", type=json_object, default='{"temperature": 0}',
+        help="JSON object with more fields of every request")  # fmt: skip
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
         help="generate exactly max_tokens")  # fmt: skip
     add("--stall-s", type=float, default=60.0, help="seconds of silence that are a fault")
@@ -88,12 +77,8 @@ def add_dataset_arguments(
     add = group.add_argument
     add("--dataset", choices=tuple(_DATASETS), default="random", help="dataset to send")
     if num_prompts is not None:
-        add(
-            "--num-prompts",
-            type=int,
-            default=num_prompts,
-            help="number of dialogues; the maximum from a file",
-        )
+        add("--num-prompts", type=int, default=num_prompts,
+            help="number of dialogues; the maximum from a file")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of everything random")
     add("--vocab-size", type=positive,
         help="token ids drawn for --endpoint completions, which else are "
@@ -103,12 +88,8 @@ def add_dataset_arguments(
     fixed = Lengths.fixed(128)
     add = group.add_argument
     add("--input-len", type=lengths, default=fixed, help=f"{_LENGTHS}; of one user's turn")
-    add(
-        "--output-len",
-        type=lengths,
-        default=fixed,
-        help=f"{_LENGTHS}; the upper is also jsonl's where a line says none",
-    )
+    add("--output-len", type=lengths, default=fixed,
+        help=f"{_LENGTHS}; the upper is also jsonl's where a line says none")  # fmt: skip
     add("--prefix-len", type=positive, default=512, help="tokens of a shared system prompt")
     add("--turns", type=positive, default=4, help="conversations: turns per dialogue")
 

@@ -26,7 +26,7 @@ from penstock.engine.protocol.sockets import GatewayId, Inbound
 from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
 
-MAX_CALLS = 67
+MAX_CALLS = 48
 NUM_STEPS = 200  # of which some enter a new block
 NUM_FIRST_STEPS = 10  # which are not counted
 

@@ -73,7 +73,7 @@ def made_run(factor: float, *tokens: int) -> Run:
     ]
     return Run(
         num_prompt_tokens=200,
-        steps=[Step(phase=name, step_s=at_s * factor, num_tokens=n) for name, at_s, n in steps],
+        steps=[Step(name, at_s * factor, n, cpu_s=at_s * factor) for name, at_s, n in steps],
         tokens=[list(tokens) * 4, [1] * 4],
     )
 
@@ -86,6 +86,7 @@ def test_figures_of_known_steps() -> None:
     first, other = speeds([side_of(slow, fast), side_of(fast, fast)], 2)
     assert (first["times"], first["same"]) == (1.0, 1.0)
     assert other["times"] == pytest.approx(1.5)  # of 2 and 1, neighbours
+    assert other["by_cpu"] == pytest.approx((1.5, 1.0, 2.0))
     assert other["same"] == 0.75  # in the first run one of two
     assert other["tokens_per_step"] == 1.0
 
@@ -128,7 +129,7 @@ def test_settings_are_options_of_serve() -> None:
 @pytest.mark.exhaustive
 def test_two_settings_take_turns_with_the_same_requests(penstock: Penstock, tmp_path: Path) -> None:
     arguments = ("--num-seqs", "1,3", "--input-len", "16", "--output-len", "8", "--repeats", "2",
-                 "--limits", "--out", str(tmp_path))  # fmt: skip
+                 "--temperature", "1", "--limits", "--out", str(tmp_path))  # fmt: skip
     speculating = "--speculative-config.method ngram"
     done = penstock("bench", "engine", *arguments, "--compare", "", speculating, "int8")
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ _MAX_PAUSE = 32  # steps without drafts after wrong ones
 # Tokens that must match before others are drafted by the method `auto`: in a new sequence, in one
 # whose drafts were right, and at most.
 _FIRST_EVIDENCE, _LEAST_EVIDENCE, _MOST_EVIDENCE = 8, 3, 64
-_UNLOOKED = 3  # steps after one in which there was too little of it: a look takes microseconds
+_LOOK_EVERY = 4  # steps, where there was too little of it: a look takes microseconds
 # Of a draft model, whose guesses are right independently of each other, at some rate. A guess costs
 # a pass of that model, perhaps a tenth of a step, for all the tokens of the step: it must be right
 # that often together with those before it.
@@ -61,21 +61,22 @@ class _Drafted:
 
     Attributes:
         limit: on the drafts of its next step.
+        evidence: tokens that must match before drafts are copied.
+        drafter: made when it is first looked for drafts: many sequences at once leave no room.
         num_misses: steps in a row in which the first draft was wrong.
         rate: a moving mean of the draft model's guesses that were right, of those checked.
-        pause: steps to go without drafts.
-        evidence: tokens that must match before drafts are copied.
+        resumes_at: the step before which it has no drafts but forced ones.
         forced: tokens that must come next, as the device says.
         is_forced: its latest drafts were such.
     """
 
     sequence: Sequence
-    drafter: NgramDrafter
     limit: int
+    evidence: int = 0
+    drafter: NgramDrafter | None = None
     num_misses: int = 0
     rate: float = 0.7
-    pause: int = 0
-    evidence: int = 0
+    resumes_at: int = 0
     forced: tuple[int, ...] = ()
     is_forced: bool = False
 
@@ -112,27 +113,31 @@ class Drafting:
         self.drafted: dict[int, _Drafted] = {}
         self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
         self._has_forced = False  # whether some next tokens are forced
+        # Steps in which sequences might have had drafts, the first that may have some, and the one
+        # in which those look for evidence that had too little.
+        self._step = self._next_step = self._next_look = 0
 
     def enter(self, sequence: Sequence) -> bool:
         """A sequence enters the device; whether it may get drafts."""
         if sequence.seq_id in self.drafted:
             return True
-        prediction = sequence.request.prediction_token_ids
-        if not (sequence.params.speculation and (self._is_for_all or prediction)):
+        params, has_prediction = sequence.params, bool(sequence.request.prediction_token_ids)
+        if not (params.speculation and (self._is_for_all or has_prediction)):
             return False
-        if sequence.params.beam_search is not None:  # beams fork at every step
+        # One token or none leaves no room, and beams fork at every step.
+        if params.max_tokens < 2 or params.beam_search is not None:
             return False
-        drafter = NgramDrafter(
-            sequence.token_ids,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            sizes=self._config.lookup_sizes,
-            prediction=prediction,
-            sibling=self._finished_outputs.find(sequence.request),
-        )
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
         evidence = _FIRST_EVIDENCE if self._needs_evidence else 0
-        self.drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit, evidence=evidence)
+        if not self.drafted:
+            self._next_look = 0
+        self.drafted[sequence.seq_id] = _Drafted(sequence, limit, evidence)
+        self._next_step = 0
         return True
+
+    def has_room(self, num_scheduled: int) -> bool:
+        """Whether there is room for drafts beside one token each of so many sequences."""
+        return num_scheduled < min(self.num_verify_rows, self._max_num_tokens)
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a sequence should get its next tokens only when those in flight are known, since
@@ -140,11 +145,9 @@ class Drafting:
         drafted = self.drafted.get(sequence.seq_id)
         if drafted is None or len(self.drafted) >= self.num_verify_rows:
             return False
-        if drafted.forced or drafted.pause > 0:
+        if drafted.forced or drafted.resumes_at > self._step + 1:
             return bool(drafted.forced)
-        return self._has_draft_model or bool(
-            drafted.drafter.propose(1, num_matched=drafted.evidence)
-        )
+        return self._has_draft_model or bool(self._copied(drafted, 1))
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended; its output is kept for its siblings."""
@@ -156,18 +159,29 @@ class Drafting:
         """Forget the outputs to prompts that begin like these tokens."""
         self._finished_outputs.drop(token_ids, cache_salt=cache_salt)
 
-    def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> None:
-        """Add drafts to a planned step whose tokens are counted as computed."""
+    def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> bool:
+        """Add drafts to a planned step whose tokens are counted as computed; whether any were."""
+        self._step += 1
+        if self._step < self._next_step:  # where nothing repeats, nearly every step
+            return False
         number = len(scheduled)
         num_rows = min(self.num_verify_rows, self._max_num_tokens) - number
         if num_rows <= 0 or any(item.num_new_tokens > 1 for item in scheduled.values()):
-            return
+            return False
+        has_drafts = False
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
             number -= 1
             drafted = self.drafted.get(seq_id)
             if drafted is not None and share > 0:
-                num_rows -= self._add(drafted, item, share, num_spared=len(scheduled))
+                drafting = self._with_drafts(drafted, item, share, num_spared=len(scheduled))
+                if drafting is not None:
+                    scheduled[seq_id], has_drafts = drafting, True
+                    num_rows -= drafting.num_drafts
+        self._next_step = 0
+        if len(self.drafted) == len(scheduled) and not self._has_forced:
+            self._next_step = min(each.resumes_at for each in self.drafted.values())
+        return has_drafts
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Note which drafts of a step were right."""
@@ -198,57 +212,77 @@ class Drafting:
             else:
                 self._adapt(drafted, num_drafts, num_right)
         self._has_forced = any(each.forced for each in self.drafted.values())
+        if self._has_forced:
+            self._next_step = 0
 
-    def _add(
+    def _with_drafts(
         self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
-    ) -> int:
-        """Drafts of one sequence, at most `num_rows`; how many.
+    ) -> ScheduledSequence | None:
+        """A sequence's share of a step with drafts, at most `num_rows`; None: it gets none.
 
         Args:
             num_spared: blocks that must stay free: one for each sequence to grow into.
         """
-        is_paused = drafted.pause > 0
-        drafted.pause -= is_paused
+        is_paused = drafted.resumes_at > self._step
         if is_paused and not drafted.forced:
-            return 0
+            return None
         sequence = drafted.sequence
         num_tokens = len(sequence.token_ids)
         if sequence.num_computed_tokens != num_tokens or sequence.num_in_flight_tokens != 1:
-            return 0  # a token before the drafts is not known yet
+            return None  # a token before the drafts is not known yet
         if sequence.num_output_tokens == 0:
-            return 0  # samples fork at their first token
+            return None  # samples fork at their first token
         room = max(0, min(num_rows, self._num_tokens_left(sequence) - 1))
         drafts = drafted.forced[: min(self._config.num_speculative_tokens, room)]
         drafted.is_forced = bool(drafts)
         num_drafts = len(drafts)
         if not (drafts or is_paused):
             limit = min(drafted.limit, room)
-            drafts = drafted.drafter.propose(limit, num_matched=drafted.evidence)
-            if self._has_draft_model and not drafted.drafter.is_predicted:
-                drafts = ()
+            drafts = self._copied(drafted, limit)
             num_drafts = len(drafts) or limit * self._has_draft_model
-            if self._needs_evidence and not drafts:
-                drafted.pause = _UNLOOKED
         if not num_drafts:
-            return 0
+            return None
         new_block_ids = self._blocks.grow_if_free(
             sequence, num_tokens + num_drafts, num_spared=num_spared
         )
         if new_block_ids is None:
-            return 0
-        item.new_block_ids += new_block_ids
-        item.num_new_tokens += num_drafts
-        item.draft_token_ids = drafts
-        item.num_wanted_drafts = 0 if drafts else num_drafts
+            return None
         sequence.num_draft_tokens = num_drafts
         sequence.num_computed_tokens += num_drafts
-        return num_drafts
+        return ScheduledSequence(
+            seq_id=item.seq_id,
+            num_new_tokens=item.num_new_tokens + num_drafts,
+            new_block_ids=item.new_block_ids + new_block_ids,
+            entry=item.entry,
+            draft_token_ids=drafts,
+            num_wanted_drafts=0 if drafts else num_drafts,
+        )
+
+    def _copied(self, drafted: _Drafted, limit: int) -> tuple[int, ...]:
+        """Drafts that are copied from text; where there are none, later steps do not look."""
+        sequence, drafter = drafted.sequence, drafted.drafter
+        if drafter is None:
+            drafter = drafted.drafter = NgramDrafter(
+                sequence.token_ids,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sizes=self._config.lookup_sizes,
+                prediction=sequence.request.prediction_token_ids,
+                sibling=self._finished_outputs.find(sequence.request),
+            )
+        drafts = drafter.propose(limit, num_matched=drafted.evidence)
+        if self._has_draft_model and not drafter.is_predicted:
+            return ()
+        if self._needs_evidence and not drafts:
+            if self._next_look <= self._step:
+                self._next_look = self._step + _LOOK_EVERY
+            drafted.resumes_at = self._next_look  # for all in the same step
+        return drafts
 
     def _adapt_to_rate(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
         for is_right in [1.0] * num_right + [0.0] * (num_right < num_drafts):
             drafted.rate += _RATE_WEIGHT * (is_right - drafted.rate)
         if drafted.rate < _LEAST_RATE:
-            drafted.rate, drafted.pause = _LEAST_RATE, _MAX_PAUSE
+            drafted.rate, drafted.resumes_at = _LEAST_RATE, self._step + 1 + _MAX_PAUSE
         num_likely = int(math.log(_LEAST_CHANCE) / math.log(min(drafted.rate, 0.99)))
         drafted.limit = max(1, min(num_likely, self._config.num_speculative_tokens))
 
@@ -264,4 +298,5 @@ class Drafting:
         drafted.num_misses += 1
         drafted.evidence = min(2 * drafted.evidence, _MOST_EVIDENCE)
         drafted.limit = 1
-        drafted.pause = min(1 << (drafted.num_misses - 1), _MAX_PAUSE)
+        pause = min(1 << (drafted.num_misses - 1), _MAX_PAUSE)
+        drafted.resumes_at = self._step + 1 + pause

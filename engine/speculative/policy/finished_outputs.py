@@ -58,12 +58,11 @@ class FinishedOutputs:
             return ()
         wanted = _key_of(request)
         best, longest = None, -(-len(request.prompt_token_ids) // 2)
-        half = wanted.prompt[: 4 * longest]
+        beginning = wanted.prompt[: 4 * longest]
         for key in self._outputs:
-            if key.prompt.startswith(half) and key[:2] == wanted[:2]:
-                num_shared = _num_shared(key.prompt, wanted.prompt)
-                if num_shared >= longest:
-                    best, longest = key, num_shared
+            if key.prompt.startswith(beginning) and key[:2] == wanted[:2]:
+                best, longest = key, _num_shared(key.prompt, wanted.prompt, longest)
+                beginning = wanted.prompt[: 4 * longest]
         if best is None:
             return ()
         self._outputs.move_to_end(best)
@@ -88,9 +87,12 @@ def _key_of(request: Request) -> _Key:
     return _Key(request.tenant, request.cache_salt, prompt)
 
 
-def _num_shared(left: bytes, right: bytes) -> int:
-    """Tokens of the common beginning, by bisection: Python compares slices fast, tokens slowly."""
-    low, high = 0, min(len(left), len(right))
+def _num_shared(left: bytes, right: bytes, least: int) -> int:
+    """Tokens of the common beginning, `least` or more, by bisection: Python compares slices fast,
+    tokens slowly."""
+    low, high = 4 * least, min(len(left), len(right))
+    if left[low : low + 4] != right[low : low + 4]:  # often it is no longer
+        return least
     while low < high:
         middle = (low + high + 1) // 2
         if left[low:middle] == right[low:middle]:

@@ -6,11 +6,12 @@ Sources: Saxena, "Prompt Lookup Decoding", 2023; OpenAI's "Predicted Outputs".
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 
 from penstock.engine.speculative.ngrams import positions_after
 
-_MAX_NEW = 4096  # tokens of a long prompt that are indexed at once, some milliseconds
+_MAX_NEW = 4096  # tokens of a long prompt that are indexed at once, about a millisecond
 _MAX_COMPARED = 32  # tokens before the place that is followed
 
 
@@ -41,10 +42,9 @@ class NgramDrafter:
     ) -> None:
         self._token_ids = token_ids
         self._sizes = sizes
-        self._latest: dict[tuple[int, ...], int] = {}  # n-gram → the position after it
-        self._num_indexed = sizes[-1] - 1  # n-grams that end before this position are in `_latest`
+        self._ngrams = [_LatestNgrams(token_ids, size) for size in sizes]
         self._prediction = prediction
-        self._guides = [_Guide(text, sizes) for text in (prediction, sibling) if len(text)]
+        self._guides = [_Guide(text) for text in (prediction, sibling) if len(text)]
         # The text that is followed (None: the sequence itself), and the position in it of the next
         # token; −1: nothing is followed.
         self._guide = self._guides[0] if self._guides else None
@@ -75,9 +75,10 @@ class NgramDrafter:
             num_matched: so many must be, of a text that is no prediction.
         """
         self._follow()
-        self._index()
         if self._next < 0:
-            self._find()
+            # Longer ones where more must match: nothing is indexed that cannot be enough.
+            enough = [each for each in self._sizes if each >= num_matched] or self._sizes[:1]
+            self._find(enough)
         if self._next < 0 or limit <= 0:
             return ()
         if self.num_matched < num_matched and not self.is_predicted:
@@ -101,28 +102,18 @@ class NgramDrafter:
             self._next += 1
         self._num_followed = len(self._token_ids)
 
-    def _index(self) -> None:
-        """Note the n-grams that end before the newest token."""
-        end = min(len(self._token_ids), self._num_indexed + _MAX_NEW // len(self._sizes))
-        for position in range(self._num_indexed + 1, end):
-            for size in self._sizes:
-                if size <= position:
-                    ngram = tuple(self._token_ids[position - size : position])
-                    self._latest[ngram] = position
-        self._num_indexed = max(self._num_indexed, end - 1)
-
-    def _find(self) -> None:
-        """Look the newest tokens up."""
-        ngrams = [tuple(self._token_ids[-size:]) for size in self._sizes]
+    def _find(self, sizes: Sequence[int]) -> None:
+        """Look the newest tokens up, in a prediction as many as may be."""
         for guide in self._guides:
-            for newest in ngrams:
-                place = guide.find(newest)
+            for size in self._sizes if guide.text is self._prediction else sizes:
+                place = guide.find(tuple(self._token_ids[-size:]), size)
                 if place is not None:
-                    self._follow_from(guide, place, len(newest))
+                    self._follow_from(guide, place, size)
                     return
-        for newest in ngrams:
-            if newest in self._latest:
-                self._follow_from(None, self._latest[newest], len(newest))
+        for ngrams in self._ngrams[: len(sizes)]:
+            place = ngrams.find_newest()
+            if place is not None:
+                self._follow_from(None, place, ngrams.size)
                 return
 
     def _follow_from(self, guide: _Guide | None, place: int, num_matched: int) -> None:
@@ -135,6 +126,40 @@ class NgramDrafter:
         self._num_before = num_matched
 
 
+class _LatestNgrams:
+    """Where in a text its newest tokens occurred last.
+
+    Args:
+        token_ids: the text, which grows at its end.
+        size: how many are looked up.
+    """
+
+    def __init__(self, token_ids: Sequence[int], size: int) -> None:
+        self.size = size
+        self._token_ids = token_ids
+        # N-gram, as bytes, which are made and hashed fast → the position after it; of those that
+        # end at `_num_indexed` or before.
+        self._latest: dict[bytes, int] = {}
+        self._num_indexed = size - 1
+
+    def find_newest(self) -> int | None:
+        """The position after the latest occurrence before the end."""
+        token_ids, size, latest = self._token_ids, self.size, self._latest
+        num_tokens, position = len(token_ids), self._num_indexed
+        if num_tokens <= position:
+            return None
+        end = min(num_tokens, position + _MAX_NEW)
+        packed = array("I", token_ids[position + 1 - size : end]).tobytes()
+        num_bytes = 4 * size
+        for first in range(0, 4 * (end - 1 - position), 4):
+            position += 1
+            latest[packed[first : first + num_bytes]] = position
+        self._num_indexed = position
+        if end < num_tokens:
+            packed = array("I", token_ids[-size:]).tobytes()
+        return latest.get(packed[-num_bytes:])
+
+
 class _Guide:
     """A text that the output may follow.
 
@@ -142,20 +167,18 @@ class _Guide:
         left_at: the position at which the output was last another.
     """
 
-    def __init__(self, text: Sequence[int], sizes: Iterable[int]) -> None:
+    def __init__(self, text: Sequence[int]) -> None:
         self.text = text
         self.left_at = 0
-        self._sizes = sizes
-        self._places: dict[tuple[int, ...], list[int]] | None = None  # until it is first wanted
+        # By size, as they are first wanted.
+        self._places: dict[int, dict[tuple[int, ...], list[int]]] = {}
 
-    def find(self, newest: tuple[int, ...]) -> int | None:
-        """The position after these tokens, from where the text was left on if they are there."""
-        if self._places is None:
-            self._places = {}
-            for size in self._sizes:
-                # Nothing follows the last token.
-                self._places |= positions_after(self.text[:-1], size)
-        places = self._places.get(newest)
+    def find(self, newest: tuple[int, ...], size: int) -> int | None:
+        """The position after these tokens, as many as `size` or too few, from where the text was
+        left on if they are there."""
+        if size not in self._places:
+            self._places[size] = positions_after(self.text[:-1], size)  # nothing follows the last
+        places = self._places[size].get(newest)
         if places is None:
             return None
         number = bisect.bisect_left(places, self.left_at)

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.config import CacheConfig, EngineConfig
+from penstock.engine.models.language_model import DrawnTokens
+from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.engine.runner.input_batch import SteadyDecode, SteadyVerify
+from penstock.engine.startup import build_core
 from tests.engine.runner.test_model_runner import prompt
 
 WAYS: dict[int, dict[str, Any]] = {
@@ -142,3 +146,40 @@ def test_penalties_are_of_the_tokens_so_far(tiny_checkpoint, driver):
     for _ in range(12):
         penalised.step({2: 1})
     assert both.output(2) == penalised.output(2)
+
+
+def test_a_step_again_gives_what_a_prepared_one_gives(monkeypatch):
+    """Of sequences that end one after another, the last of them for an error of its own."""
+    read = DrawnTokens.read
+    results = []
+    for can_repeat in (False, True):
+        core, _ = build_core(EngineConfig(cache=CacheConfig(num_blocks=200)))
+        runner = core._executor._runner
+        runner._can_repeat &= can_repeat
+        repeats: list[int] = []  # how many sequences each such step had
+        repeat = runner._repeat
+        monkeypatch.setattr(
+            runner,
+            "_repeat",
+            lambda batch, run, repeat=repeat, repeats=repeats: (
+                repeats.append(len(batch.scheduled)) or repeat(batch, run)
+            ),
+        )
+        for seq_id, length in {0: 20, 1: 30, 2: 5, 3: 50}.items():  # 2 has log-probabilities
+            params = SamplingParams(max_tokens=length, ignore_eos=True, **WAYS[seq_id])
+            request = Request(
+                request_id=f"{seq_id}", prompt_token_ids=prompt(9, seq_id), sampling_params=params
+            )
+            core.add(request)
+        found: dict[str, list[int]] = {each: [] for each in "0123"}
+        while core.has_work():
+            if len(found["3"]) == 45:
+                monkeypatch.setattr(DrawnTokens, "read", lambda self: (read(self)[0], [False]))
+            for output in core.step():
+                found[output.request_id] += output.token_ids
+                assert (output.finish_reason is FinishReason.ERROR) is (not output.token_ids)
+        monkeypatch.setattr(DrawnTokens, "read", read)
+        results.append(found)
+        assert (set(repeats) == {1, 2, 3} and len(repeats) > 20) is can_repeat
+    assert results[0] == results[1]
+    assert [len(found[each]) for each in "0123"] == [20, 30, 5, 45]

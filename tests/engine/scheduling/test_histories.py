@@ -93,6 +93,7 @@ class History:
                             None,
                             {"prompt_lookup_min": 1, "prompt_lookup_max": 4},
                             {"num_speculative_tokens": 2},
+                            {"method": "auto"},
                         ]
                     )
                 ),

@@ -24,6 +24,7 @@ from penstock.engine import (
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request
+from penstock.engine.sampling.grammars import StepMasks
 from penstock.engine.startup import build_core
 from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 
@@ -267,6 +268,19 @@ def test_what_a_grammar_forces_is_drafted(most: int):
     assert len(counters.accepted_by_position) == most
     num_saved = plain.scheduler.counters.num_steps - drafted.scheduler.counters.num_steps
     assert num_saved == counters.num_accepted_tokens
+
+
+def test_what_a_grammar_forces_is_asked_for_where_there_is_room(monkeypatch):
+    """Not in a step that has as many sequences as rows."""
+    asked = requests(structured_outputs=structured_outputs(regex="[ab]{14}"))[:3]
+    core, expected = core_with(speculative_config=AUTO), run(core_with(), asked)
+    sizes, forced = [], StepMasks.forced
+    monkeypatch.setattr(StepMasks, "forced", lambda self: sizes.append(len(self)) or forced(self))
+    core.scheduler.drafting.num_verify_rows = 3
+    assert run(core, asked) == expected
+    assert not sizes
+    assert run(core, asked[:2]).items() <= expected.items()
+    assert sizes
 
 
 def test_an_answer_is_drafted_from_its_siblings():
