@@ -31,9 +31,16 @@ _MAX_CHARS = 1000
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `penstock` command; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in COMMANDS and given[0] != "chat":
-        return _run_of_the_server(given)
-    return _chat(_parser().parse_args(given))
+    try:
+        try:
+            if given and given[0] in COMMANDS and given[0] != "chat":
+                return _run_of_the_server(given)
+            return _chat(_parser().parse_args(given))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _run_of_the_server(given: list[str]) -> int:

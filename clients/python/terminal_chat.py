@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -102,9 +101,6 @@ def run(
     except KeyboardInterrupt:
         print()
         return 130
-    except BrokenPipeError:  # the reader of our output has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def choose_model(offered: list[str], wanted: str | None) -> str:

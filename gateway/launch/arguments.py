@@ -86,6 +86,8 @@ class OneLineParser(argparse.ArgumentParser):
             where = objects.setdefault(option, {})
             for key in keys[:-1]:
                 where = where.setdefault(key, {})
+                if not isinstance(where, dict):
+                    self.error(f"{option}.{key} is {where!r}, so {name} has no place")
             where[keys[-1]] = _value(value if equals else next(left, ""))
         for option, values in objects.items():
             rest += [option, json.dumps(values)]

@@ -239,10 +239,13 @@ def _import(parsed: argparse.Namespace) -> int:
 async def _import_into_disk(folder: Path, file: IO[bytes]) -> int:
     from penstock.gateway.shared_state import migrations
     from penstock.gateway.storage.conversations.disk_store import DiskConversationStore
-    from penstock.gateway.storage.disk import Disk
+    from penstock.gateway.storage.disk import Disk, DiskError, NewerSchemaError
 
     disk = Disk(folder, migrations())
-    disk.open()
+    try:
+        disk.open()
+    except (DiskError, NewerSchemaError) as error:
+        raise ConfigError(f"{folder}: {error}") from error
     disk.start()
     store = DiskConversationStore(disk)
     await store.start()
@@ -275,13 +278,17 @@ async def _stored(store: ConversationStore, file: IO[bytes]) -> int:
 
 @contextlib.asynccontextmanager
 async def _redis(url: str) -> AsyncIterator[RedisConversationStore]:
+    """The conversations in Redis. Raises: ConfigError: they cannot be read."""
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
+    from penstock.gateway.storage.conversations.store import StoreUnavailableError
     from penstock.gateway.storage.redis.link import RedisLink
     from penstock.gateway.storage.redis.url import RedisAddress
 
     link = RedisLink(RedisAddress.parse(url))
     try:
         yield RedisConversationStore(link)
+    except StoreUnavailableError as error:
+        raise ConfigError(f"--redis-url: {error}") from error
     finally:
         await link.aclose()
 

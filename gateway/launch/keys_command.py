@@ -163,7 +163,8 @@ def _read_limit(option: str, text: str) -> Any:
     try:
         return read(text)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{option} must be a number, or {_NONE}") from None
+        kind = "whole number" if read is int else "number"
+        raise ConfigError(f"{option} must be a {kind}, or {_NONE}") from None
 
 
 def _tenant(values: _Values, name: str) -> _Values:

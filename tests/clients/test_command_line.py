@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +66,16 @@ def test_help_lists_the_commands_of_both(capsys: pytest.CaptureFixture[str]) -> 
     code, text, _ = told(("--help",), capsys)
     assert code == 0
     assert [word for word in COMMANDS if f"\n    {word} " in text] == list(COMMANDS)
+
+
+def test_who_reads_the_output_may_stop() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "from penstock.clients.command_line import main; exit(main(['--version']))"
+    with os.fdopen(writing, "wb") as output:
+        command = (sys.executable, "-c", code)
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_options_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,8 @@ def test_files_and_folders_that_are_not_there(
     assert "there are no chats" in failed(["export", "--data-dir", str(tmp_path)], capsys)
     missing = ["import", "--data-dir", str(tmp_path), str(tmp_path / "none")]
     assert "No such file" in failed(missing, capsys)
+    nowhere = ["--redis-url", f"unix://{tmp_path}/none"]
+    assert "--redis-url: " in failed(["export", *nowhere], capsys)
 
 
 @pytest.mark.redis

@@ -110,6 +110,7 @@ def test_limits_are_set_and_taken_away(file: Path, capsys: pytest.CaptureFixture
         (["limits", "nobody"], "there is no tenant 'nobody' in the file"),
         (["limits", "acme", "--weight", "0"], "weight must be between 0.001 and 1000"),
         (["limits", "acme", "--weight", "much"], "--weight must be a number, or none"),
+        (["limits", "acme", "--store-bytes", "1.5"], "--store-bytes must be a whole number, or"),
         (["limits", "acme", "--min-priority", "2"], "must be set together"),
         (["limits", "acme", "--requests-per-minute", "nan"], "requests_per_minute must be"),
     ],

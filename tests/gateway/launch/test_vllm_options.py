@@ -316,6 +316,7 @@ def test_adapters_at_once_are_no_more_than_fit() -> None:
         ("-dpl 1", "-dpl (vLLM's; this server has nothing like it)"),
         ("""--lora-modules '{"name": "x"}'""", "--lora-modules must be NAME=PATH, or {"),
         ("--hf-overrides [1]", "--hf-overrides must be a JSON object"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a is 1, so --hf-overrides.a.b"),
         ("--override-generation-config {", "--override-generation-config must be a JSON object"),
         ("--max-model-len 2.5K", "--max-model-len must be a number of tokens such as 4096"),
         ("--root-path llm", "--root-path must be a path that begins with /"),
