@@ -224,7 +224,7 @@ class DiskLogStore(InMemory):
         each = _Running(ResponseLog(header, storage=self), next(self._keys), self._journal.number)
         self._opening.add(response_id)
         try:
-            await self._disk.run(run(running_row(each.key, self._pool(), each.log)))
+            await self._disk.run(run(self._row_of(each)))
         except DiskError as error:
             raise store_unavailable(str(error)) from error
         except BaseException:  # it may be stored nevertheless
@@ -450,7 +450,12 @@ class DiskLogStore(InMemory):
             write.ended.append((header.response_id, header.tenant, self._clock(), last, data))
             write.left.append((each.key,))
         else:
-            write.running.append(running_row(each.key, self._pool(), log))
+            write.running.append(self._row_of(each))
+
+    def _row_of(self, each: _Running) -> tuple[int, int, bytes, bytes]:
+        """With the engines that compute it, or, while none is known, those that did."""
+        before = b"" if each.log.outage is None else each.log.outage.pool
+        return running_row(each.key, self._pool() or before, each.log)
 
     def _on_stored(
         self,

@@ -49,15 +49,19 @@ async def begin(started: Process, num_deltas: int = 0, **words: Any) -> Response
 # -- the next process ---------------------------------------------------------------------------
 
 
-async def test_what_ran_goes_on_and_what_had_ended_is_there(tmp_path: Path) -> None:
-    """A process that is killed, twice in a row, leaves all that anybody has seen."""
+async def test_what_ran_goes_on_and_what_had_ended_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed, twice in a row, leaves all that anybody has seen; also if no engine
+    was there the second time."""
+    monkeypatch.setattr(disk_store, "_NUM_DEAD", -100)  # a log is stored whole at a start
     async with process(tmp_path) as first:
         ended, running, begun = [await begin(first, num) for num in (3, 5, 0)]
         add_end(ended)
         whole = await read_to_end(ended)
         folder = first.killed("first")
-    for epoch in (2, 3):
-        async with process(folder) as one:
+    for epoch, pool in ((2, b""), (3, POOL)):
+        async with process(folder, pool=pool) as one:
             ids = {running.header.response_id, begun.header.response_id}
             assert one.carried_on.keys() == ids
             log = one.carried_on[running.header.response_id]
