@@ -164,7 +164,7 @@ class RunningSet:
         contents = self.blocks.release(sequence, retention=retention, has_invalid_kv=has_invalid_kv)
         if sequence.request.session:
             self._sessions.end(sequence.request, contents)
-            self._sessions.num_live -= 1
+        self._sessions.leave(sequence.request)
         sequence.move_to(SequenceStatus.FINISHED)
         del self.live[sequence.seq_id]
         self.tenant_slots.remove_sequence(sequence.request.tenant)
@@ -193,7 +193,7 @@ class RunningSet:
 
     def _add_live(self, sequence: Sequence) -> None:
         self.live[sequence.seq_id] = sequence
-        self._sessions.num_live += bool(sequence.request.session)
+        self._sessions.enter(sequence.request)
         self.tenant_slots.add_sequence(sequence.request.tenant, sequence.request.weight)
 
     def _start_running(self, sequence: Sequence) -> None:

@@ -265,6 +265,7 @@ class Scheduler:
     def _plan(self) -> dict[int, ScheduledSequence]:
         scheduled: dict[int, ScheduledSequence] = {}
         decoding, in_prompt = self._by_phase()
+        self._sessions.begin_step()
         if self._num_microbatches > 1:
             # What others in flight leave, but no more than their share: so they become alike.
             share = -(-len(decoding) // self._num_microbatches)
@@ -367,10 +368,14 @@ class Scheduler:
                 num_new = min(num_new, tenant_limits.get(sequence.request.tenant, num_new))
             if self._has_bidirectional_images and num_new > 0:
                 num_new = self._uncut(sequence, num_new, room=budget + spare)
+            if num_new > 1 and self._sessions.leaves_out(sequence, num_new):
+                continue
             if num_new > 0:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
                 has_preempted |= num_preempted > 0
                 budget -= num_new * is_kept
+                if is_kept and num_new > 1:
+                    self._sessions.note_prompt(sequence, num_new)
                 if tenant_limits and num_new > 1 and sequence.request.tenant in tenant_limits:
                     tenant_limits[sequence.request.tenant] -= num_new
         # Only now, since a sequence scheduled above may have been preempted by a later one. Before
@@ -480,10 +485,11 @@ class Scheduler:
             num_new = min(self._num_uncomputed(sequence), budget)
             num_new = min(num_new, limits.get(sequence.seq_id, num_new))
             num_tokens = sequence.num_computed_tokens + num_new
-            if num_new <= 0:
+            if num_new <= 0 or self._sessions.leaves_out(sequence, num_new):
                 continue
             new_block_ids = self.blocks.grow_if_free(sequence, num_tokens, num_spared=0)
             if new_block_ids is not None:
+                self._sessions.note_prompt(sequence, num_new)
                 self._schedule(sequence, num_new, new_block_ids, scheduled)
                 self._advance(sequence, num_new)
                 budget -= num_new
@@ -553,6 +559,8 @@ class Scheduler:
             if self._sessions.has_lost_blocks(sequence):
                 self._running_set.waiting.push(sequence)
                 continue
+            if self._sessions.leaves_out(sequence, budget):
+                break
             was_parked = sequence.status is SequenceStatus.PREEMPTED or live.is_parked
             if not self._running_set.admit(sequence, num_forks=live.num_forks):
                 if not self._sessions.gives_way(sequence):
@@ -568,6 +576,7 @@ class Scheduler:
                 num_new = self._uncut(sequence, num_new, room=budget + spare)
             if not num_new:
                 break  # it runs, and its image is computed in one of the next steps
+            self._sessions.note_prompt(sequence, num_new)
             scheduled[sequence.seq_id] = self._enter(sequence, num_new)
             self._advance(sequence, num_new)
             budget -= num_new

@@ -6,14 +6,16 @@ times the chance that its session comes back, which falls exponentially. A hold 
 product is a twentieth of a block's cheapest computation; the hold that ends first is the first to
 be evicted (`EvictionOrder`). Long prefixes cost more, and blocks that the host tier has too only
 have to be loaded. Beside agents, a tenant's persons are kept as well: they come back more slowly,
-and their blocks are evicted last.
+and their blocks are evicted last. What an agent leaves with its answer is not kept.
 
 **Order.** Holds alone help little where sessions do not fit: each would take the blocks of the next
 one. So within a tenant persons go first, then agents whose blocks are there, then those whose
-blocks are gone. An agent leaves persons' blocks alone, and one whose blocks are gone those of other
-agents, except once in a while: taking them may use one part in `_SPACING + 1` of the time. Nothing
-is pinned: whoever has waited for its patience, or finds nothing running, takes what it needs, and
-a running sequence always does.
+blocks are gone. Beside agents, persons who were here before also pass sessions that begin, up to
+`_PERSON_LEAD_S`: these may be agents' too. A step in which a person's prompt ends computes nothing
+of agents' prompts, which would make it longer. An agent leaves persons' blocks alone, and one whose
+blocks are gone those of other agents, except once in a while: taking them may use one part in
+`_SPACING + 1` of the time. Nothing is pinned: whoever has waited for its patience, or finds nothing
+running, takes what it needs, and a running sequence always does.
 
 Source: of the trade, InferCept (Abhyankar et al., ICML 2024) and Continuum (Li et al., 2025), which
 keep the KV of agents for limited times.
@@ -22,7 +24,7 @@ keep the KV of agents for limited times.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
@@ -38,14 +40,23 @@ _PART_LEFT = 0.05  # of sessions, that are not back after the time in which they
 _LEAST_WORTH = 0.05  # of computing a block of a prompt's start; less is not worth a hold
 _ATTENTION_TOKENS = 8192  # about where a token costs twice as much as at the start
 _PERSON_RETURN_S = 60.0  # in which a person is expected, while agents of its tenant are active
+_AGENTS_S = 60.0  # for which a tenant's agents count as active after a turn
 _MAX_RETURN_S = 60.0  # learned from a session's own returns
 # A sequence goes before those of its tenant that came earlier by less than the difference.
 _WARM_PATIENCE_S, _COLD_PATIENCE_S = 60.0, 600.0
+_PERSON_LEAD_S = 120.0  # of persons who were here before, beside agents
 _NEW_PATIENCE = 5.0  # times what a session's first prompt takes to compute
 _WAITING_S = 30.0  # how much longer a hold lasts at least once its session waits
 _SPACING = 2.0  # times what an agent's prompt cost that took others' blocks, until the next may
 _ONE_SPARED_OF = 16  # blocks; left by agents to what runs and to persons
 _MAX_ENDED, _MAX_SESSIONS, _MAX_TENANTS = 256, 4096, 1024
+
+
+@dataclass(slots=True)
+class _Session:
+    ended_s: float = 0.0  # its last turn
+    gap_s: float | None = None  # how soon the next ones came
+    is_persons: bool = False  # it came back after an answer
 
 
 @dataclass(slots=True)
@@ -76,22 +87,46 @@ class Sessions:
         self._ended: OrderedDict[str, tuple[Request, list[CachedBlock], Hold | None]] = (
             OrderedDict()
         )
-        # When a session's last turn ended, and how soon the next ones came.
-        self._returns: OrderedDict[str, tuple[float, float | None]] = OrderedDict()
+        self._known: OrderedDict[str, _Session] = OrderedDict()
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._num_agents = Counter[str]()  # live ones, by tenant
+        # Tenants with a person's prompt that ends in this step, and whether there may be any.
+        self._hurried: set[str] = set()
+        self._may_leave_out = self._has_left_out = False
+
+    def enter(self, request: Request) -> None:
+        """Count a sequence that lives from now on."""
+        self.num_live += bool(request.session)
+        if request.is_agent:
+            self._num_agents[request.tenant] += 1
+
+    def leave(self, request: Request) -> None:
+        """Count one that does not any more."""
+        self.num_live -= bool(request.session)
+        if request.is_agent:
+            self._num_agents[request.tenant] -= 1
+            if not self._num_agents[request.tenant]:
+                del self._num_agents[request.tenant]
+
+    def _has_agents(self, tenant: str) -> bool:
+        """Whether agents of a tenant are active."""
+        if self._num_agents[tenant]:
+            return True
+        known = self._tenants.get(tenant)
+        return known is not None and self._clock() < known.agents_s + _AGENTS_S
 
     # -- holds ------------------------------------------------------------------------------
 
     def end(self, request: Request, contents: list[CachedBlock]) -> None:
         """A turn has ended and left these contents. Whether in a tool call, `hold` says later."""
-        now_s = self._clock()
-        tenant = self._tenants.get(request.tenant)
+        known = self._known.get(request.session) or _Session()
+        known.ended_s = self._clock()
+        _put(self._known, request.session, known, _MAX_SESSIONS)
         hold = None
-        if tenant is not None and now_s < tenant.agents_s + _PERSON_RETURN_S:
+        # Nobody waits for what an agent answered at its end, until somebody has come back to it.
+        if (known.is_persons or not request.is_agent) and self._has_agents(request.tenant):
             hold = self._hold(request, contents, return_s=_PERSON_RETURN_S, is_persons=True)
         _put(self._ended, request.request_id, (request, contents, hold), _MAX_ENDED)
-        _, gap_s = self._returns.get(request.session, (0.0, None))
-        _put(self._returns, request.session, (now_s, gap_s), _MAX_SESSIONS)
 
     def hold(self, request_id: str, return_s: float) -> None:
         """A turn ended in a tool call; nothing happens if that was too long ago, or it had no
@@ -104,13 +139,13 @@ class Sessions:
         ended = self._ended.pop(request_id, None)
         if ended is None:
             return
-        request, contents, persons_hold = ended
-        if persons_hold is not None:
-            self._blocks.end_hold(persons_hold)
+        request, contents, hold = ended
+        if hold is not None:
+            self._blocks.end_hold(hold)
         self._tenant(request.tenant).agents_s = self._clock()
-        _, gap_s = self._returns.get(request.session, (0.0, None))
-        if gap_s is not None:
-            return_s = max(return_s, min(gap_s * -math.log(_PART_LEFT), _MAX_RETURN_S))
+        known = self._known.get(request.session)
+        if known is not None and known.gap_s is not None:
+            return_s = max(return_s, min(known.gap_s * -math.log(_PART_LEFT), _MAX_RETURN_S))
         self._hold(request, contents, return_s=return_s, is_persons=False)
 
     def _hold(
@@ -143,11 +178,11 @@ class Sessions:
     def add(self, sequence: Sequence) -> None:
         """A session's turn begins to wait."""
         request = sequence.request
-        ended_s, gap_s = self._returns.get(request.session, (None, None))
-        if ended_s is not None:
-            new_s = max(0.0, request.arrival_s - ended_s)
-            gap_s = new_s if gap_s is None else (gap_s + new_s) / 2
-            self._returns[request.session] = (ended_s, gap_s)
+        known = self._known.get(request.session)
+        if known is not None:
+            gap_s = max(0.0, request.arrival_s - known.ended_s)
+            known.gap_s = gap_s if known.gap_s is None else (known.gap_s + gap_s) / 2
+            known.is_persons |= not request.is_agent
         sequence.patience_s = self._patience_s(sequence)
 
     def has_lost_blocks(self, sequence: Sequence) -> bool:
@@ -169,8 +204,38 @@ class Sessions:
             return _WARM_PATIENCE_S if num_cached >= num_missing else _COLD_PATIENCE_S
         # A short prompt goes before a long one that would delay it. Of a session's first turn
         # nobody knows who asks: it yields to persons who were here before.
-        is_known = sequence.request.session in self._returns
-        return min((1.0 if is_known else _NEW_PATIENCE) * num_missing / rate, _WARM_PATIENCE_S)
+        if sequence.request.session not in self._known:
+            return min(_NEW_PATIENCE * num_missing / rate, _WARM_PATIENCE_S)
+        lead_s = _PERSON_LEAD_S if self._has_agents(sequence.request.tenant) else 0.0
+        return min(num_missing / rate, _WARM_PATIENCE_S) - lead_s
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A step is planned from here on."""
+        self._may_leave_out, self._has_left_out = not self._has_left_out, False
+        self._hurried.clear()
+
+    def note_prompt(self, sequence: Sequence, num_new: int) -> None:
+        """The step computes so many tokens of a prompt; so a person's may end in it."""
+        request = sequence.request
+        if not self._may_leave_out or request.is_agent or not request.session:
+            return
+        if len(sequence.token_ids) - sequence.num_computed_tokens <= num_new:
+            self._hurried.add(request.tenant)
+
+    def leaves_out(self, sequence: Sequence, num_new: int) -> bool:
+        """Whether the step should not compute so many tokens of a prompt, as a person's prompt ends
+        in it, whose tenant's others would only make it longer. Those that end in it as well come
+        along, except agents'. Of two steps, at most one leaves something out."""
+        request = sequence.request
+        if not request.session or request.tenant not in self._hurried:
+            return False
+        num_missing = len(sequence.token_ids) - sequence.num_computed_tokens
+        if num_missing <= num_new and not request.is_agent:
+            return False
+        self._has_left_out = True
+        return True
 
     # -- admission --------------------------------------------------------------------------
 

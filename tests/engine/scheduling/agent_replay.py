@@ -1,7 +1,11 @@
 """Replays a trace of agents and a person in virtual time: the real scheduler and block manager, and
-a device that only says how long its steps take.
+a device that only says how long its steps take, or a real one.
 
     python -m tests.engine.scheduling.agent_replay TRACE [--part 0.25]
+    python -m tests.engine.scheduling.agent_replay TRACE --model DIR --num-turns 4
+
+With a model, a step takes the processor time that one thread took for it, so that what else the
+machine does hardly counts.
 
 A line of a trace is one turn: session, new_prompt_tokens, output_tokens, ends_in_tool_call,
 pause_after_s, and, of a session's first turn, start_s. A turn's prompt is all that came before it,
@@ -15,16 +19,21 @@ import heapq
 import json
 import math
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.request import Request, SamplingParams
+from penstock.engine.request import Request, SamplingParams, Sequence
 from penstock.engine.scheduling import Scheduler
+from penstock.engine.startup import build_core
+from penstock.load.engine import Setting
 
 BLOCK_SIZE = 16
 POOL_PART = 0.25
@@ -74,17 +83,69 @@ class Outcome:
         return max(times) / statistics.median(times)
 
 
-def read_trace(path: Path) -> dict[str, list[Turn]]:
+def read_trace(path: Path, *, num_turns: int | None = None) -> dict[str, list[Turn]]:
+    """The turns by session, the first `num_turns` of each."""
     sessions: dict[str, list[Turn]] = {}
     for line in path.read_text().splitlines():
         turn = Turn(**json.loads(line))
         sessions.setdefault(turn.session, []).append(turn)
-    return sessions
+    return {name: turns[:num_turns] for name, turns in sessions.items()}
 
 
 def num_needed(trace: dict[str, list[Turn]]) -> int:
     """Tokens of all sessions at their ends."""
     return sum(t.new_prompt_tokens + t.output_tokens for turns in trace.values() for t in turns)
+
+
+class Device(Protocol):
+    vocab_size: int
+
+    def run(self, batch: Batch, live: Mapping[int, Sequence]) -> BatchResult:
+        """The step's result, and how long it took.
+
+        Args:
+            live: the sequences, as they are after the step.
+        """
+        ...
+
+
+class CostModel:
+    """Says how long a step takes, and draws tokens that have not been drawn before."""
+
+    vocab_size = 1 << 31
+
+    def __init__(self) -> None:
+        self._next_token = 1 << 30
+
+    def run(self, batch: Batch, live: Mapping[int, Sequence]) -> BatchResult:
+        token_ids: dict[int, tuple[int, ...]] = {}
+        compute_s = STEP_S if batch.scheduled else 0.0
+        for item in batch.scheduled:
+            sequence = live[item.seq_id]
+            compute_s += ROW_S
+            if item.num_new_tokens > 1:
+                middle = sequence.num_computed_tokens - item.num_new_tokens / 2
+                cost_s = PROMPT_TOKEN_S * (1 + middle / ATTENTION_TOKENS)
+                compute_s += item.num_new_tokens * cost_s
+            if sequence.num_in_flight_tokens:
+                token_ids[item.seq_id] = (self._next_token,)
+                self._next_token += 1
+        return BatchResult(step=batch.step, token_ids=token_ids, compute_s=compute_s)
+
+
+class RealDevice:
+    """A model on one thread; a step takes its processor time."""
+
+    def __init__(self, model: str, options: str, *, num_blocks: int) -> None:
+        pool = f"--num-blocks {num_blocks} --max-model-len {num_blocks * BLOCK_SIZE}"
+        words = f"{options} {pool} --num-host-blocks 0 --block-size {BLOCK_SIZE}"
+        self._core, info = build_core(Setting.parse(words).config(model, num_threads=1))
+        self.vocab_size = info.vocab_size
+
+    def run(self, batch: Batch, live: Mapping[int, Sequence]) -> BatchResult:
+        began_s = time.process_time()
+        result = self._core._executor.submit(batch).result()
+        return msgspec.structs.replace(result, compute_s=time.process_time() - began_s)
 
 
 class Replay:
@@ -93,6 +154,7 @@ class Replay:
     Args:
         knows_sessions: requests say their session and whether it is an agent's, and turns that end
             in a tool call are kept.
+        device: default: a cost model.
     """
 
     def __init__(
@@ -101,8 +163,10 @@ class Replay:
         *,
         pool_tokens: int,
         knows_sessions: bool = True,
+        device: Device | None = None,
     ) -> None:
         self.now_s = 0.0
+        self._device = device or CostModel()
         self.blocks = BlockManager(
             num_blocks=pool_tokens // BLOCK_SIZE, block_size=BLOCK_SIZE, clock=lambda: self.now_s
         )
@@ -129,7 +193,7 @@ class Replay:
             while self._due and self._due[0][0] <= self.now_s:
                 self._ask(*heapq.heappop(self._due))
             batch = self.scheduler.schedule()
-            if batch.scheduled:
+            if batch.scheduled or batch.left_seq_ids:
                 self._step(batch)
             elif self._due:
                 self.now_s = max(self._due[0][0], self.now_s)
@@ -147,18 +211,16 @@ class Replay:
         params = SamplingParams(max_tokens=1)
         prompt = tuple(self._fresh(256))
         self.scheduler.add(
-            Request(request_id="first", prompt_token_ids=prompt, sampling_params=params)
+            Request(
+                request_id="first", prompt_token_ids=prompt, sampling_params=params, tenant=TENANT
+            )
         )
-        batch = self.scheduler.schedule()
-        token_ids = {batch.scheduled[0].seq_id: (0,)}
-        compute_s = STEP_S + ROW_S + 256 * PROMPT_TOKEN_S
-        self.scheduler.update(
-            batch, BatchResult(step=batch.step, token_ids=token_ids, compute_s=compute_s)
-        )
+        self._step(self.scheduler.schedule())
+        self.now_s, self.num_computed = 0.0, 0
 
     def _fresh(self, count: int) -> list[int]:
         first, self._next_token = self._next_token, self._next_token + count
-        return list(range(first, first + count))
+        return [each % self._device.vocab_size for each in range(first, first + count)]
 
     def _ask(self, due_s: float, name: str) -> None:
         session = self._sessions[name]
@@ -183,24 +245,15 @@ class Replay:
         )
 
     def _step(self, batch: Batch) -> None:
-        live = self.scheduler._running_set.live
-        token_ids: dict[int, tuple[int, ...]] = {}
-        compute_s = STEP_S
-        for item in batch.scheduled:
-            sequence = live[item.seq_id]
-            compute_s += ROW_S
-            if item.num_new_tokens > 1:
-                middle = sequence.num_computed_tokens - item.num_new_tokens / 2
-                cost_s = PROMPT_TOKEN_S * (1 + middle / ATTENTION_TOKENS)
-                compute_s += item.num_new_tokens * cost_s
-                self.num_computed += item.num_new_tokens
-            if sequence.num_in_flight_tokens:
-                token_ids[item.seq_id] = tuple(self._fresh(1))
-        self.now_s += compute_s
-        result = BatchResult(step=batch.step, token_ids=token_ids, compute_s=compute_s)
+        result = self._device.run(batch, self.scheduler._running_set.live)
+        self.now_s += result.compute_s
+        prompts = [each.num_new_tokens for each in batch.scheduled if each.num_new_tokens > 1]
+        self.num_computed += sum(prompts)
         for output in self.scheduler.update(batch, result):
             name, _, _ = output.request_id.partition("/")
-            session = self._sessions[name]
+            session = self._sessions.get(name)
+            if session is None:
+                continue
             turn = session.turns[session.num_done]
             if output.token_ids:
                 if len(session.ttfts) == session.num_done:
@@ -215,9 +268,12 @@ class Replay:
                     heapq.heappush(self._due, (self.now_s + turn.pause_after_s, name))
 
 
-def report(trace: dict[str, list[Turn]], *, part: float, knows_sessions: bool) -> str:
-    need = num_needed(trace)
-    settings: Any = {"pool_tokens": int(need * part), "knows_sessions": knows_sessions}
+def report(
+    trace: dict[str, list[Turn]], *, pool_tokens: int, knows_sessions: bool, device: Device
+) -> str:
+    settings: Any = {
+        "pool_tokens": pool_tokens, "knows_sessions": knows_sessions, "device": device
+    }  # fmt: skip
     outcome = Replay(trace, **settings).run()
     agents = [name for name in trace if name != PERSON]
     alone_s = Replay({PERSON: trace[PERSON]}, **settings).run().p99_ttft_s(PERSON)
@@ -231,15 +287,25 @@ def report(trace: dict[str, list[Turn]], *, part: float, knows_sessions: bool) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--part", type=float, default=POOL_PART, help="of the need, the pool")
+    add = parser.add_argument
+    add("trace", type=Path)
+    add("--part", type=float, default=POOL_PART, help="of the need, the pool")
+    add("--num-turns", type=int, help="of each session, from its start; default: all")
+    add("--model", help="a real device's; default: a cost model")
+    add("--options", default="", help="of penstock serve, for the model")
+    add("--sessions", choices=["with", "without"], nargs="+", default=["without", "with"])
     args = parser.parse_args()
-    trace = read_trace(args.trace)
-    for knows_sessions in (False, True):
-        print(
-            f"{'with' if knows_sessions else 'without'} sessions:",
-            report(trace, part=args.part, knows_sessions=knows_sessions),
+    trace = read_trace(args.trace, num_turns=args.num_turns)
+    pool_tokens = int(num_needed(trace) * args.part)
+    device: Device = CostModel()
+    if args.model:
+        num_blocks = pool_tokens // BLOCK_SIZE
+        device = RealDevice(args.model, args.options, num_blocks=num_blocks)
+    for sessions in args.sessions:
+        told = report(
+            trace, pool_tokens=pool_tokens, knows_sessions=sessions == "with", device=device
         )
+        print(f"{sessions} sessions: {told}", flush=True)
 
 
 if __name__ == "__main__":

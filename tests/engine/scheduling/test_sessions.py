@@ -149,6 +149,59 @@ def test_a_person_goes_before_agents_and_these_before_persons_of_a_minute_later(
     stack.run()
 
 
+def test_beside_agents_a_person_who_was_here_before_passes_sessions_that_begin() -> None:
+    stack = stack_of(64)
+    finish(stack, "first", [1] * 20)  # since then the engine knows how fast it is
+    finish(stack, "hello", [5] * 8, session="person")
+    stack.add("runs", [2] * 40, max_tokens=8, arrival=90.0)
+    for _ in range(2):
+        stack.step()
+    stack.clock.now_s = 100.0
+    stack.add("begins", [4] * 40, max_tokens=1, arrival=10.0, session="new")
+    waiting = stack.scheduler._running_set.waiting
+    stack.add("before", [5, 6], max_tokens=1, arrival=100.0, session="person")
+    assert [each.request.request_id for each in waiting.in_order()] == ["begins", "before"]
+    stack.add("agent", [3] * 8, max_tokens=1, arrival=100.0, session="agent", is_agent=True)
+    stack.add("beside", [5, 7], max_tokens=1, arrival=100.0, session="person")
+    assert next(waiting.in_order()).request.request_id == "beside"
+    stack.run()
+
+
+def test_a_persons_blocks_outlive_what_agents_leave_with_their_answers() -> None:
+    stack = stack_of(48)
+    finish(stack, "calls", list(range(20)), session="calls")
+    stack.scheduler.hold("calls", RETURN_S)
+    person = finish(stack, "person", list(range(30, 50)), session="person")
+    for number in range(2):
+        finish(stack, f"answer{number}", [number] * 40, session=f"{number}", is_agent=True)
+    for number in range(2):  # at once, and for more blocks than are empty
+        stack.add(f"other{number}", [7 + number] * 56, max_tokens=4)
+    stack.run()
+    finish(stack, "again", [*person, 1], session="person")
+    assert stack.num_cached("again") >= len(person) - 4
+
+
+def test_a_step_in_which_a_persons_prompt_ends_has_no_agents_prompt_every_second_time() -> None:
+    stack = stack_of(64)
+    finish(stack, "first", [1] * 20)  # since then the engine knows how fast it is
+    stack.device.tokens_per_s = 1e6
+    finish(stack, "fast", [1] * 20)
+    stack.add("agent", [2] * 50, max_tokens=1, session="agent", is_agent=True)
+    stack.step()
+    agents = stack.scheduler._running_set
+    computed = []
+    for number in range(3):
+        before = agents.live[max(agents.live)].num_computed_tokens if number == 0 else computed[-1]
+        stack.add(f"person{number}", [3, number], max_tokens=1, session=f"person{number}")
+        stack.step()
+        (left,) = agents.live.values()
+        computed.append(left.num_computed_tokens)
+        assert stack.tokens(f"person{number}"), "its prompt ended in this step"
+        assert (computed[-1] == before) == (number % 2 == 0)
+    stack.run()
+    assert stack.tokens("agent") == expected_output([2] * 50, 1)
+
+
 def test_an_agent_that_was_preempted_waits_for_blocks_like_anybody() -> None:
     stack = stack_of(18)
     finish(stack, "first", [1] * 20)  # since then the engine knows how fast it is
