@@ -26,10 +26,14 @@ class Reservation:
     has ended. Only the first call of each counts.
 
     Attributes:
-        expected_s: until the first token, from rates; 0: nothing has been measured.
+        expected_wait_s: until the engine begins it, from rates.
+        num_new: tokens of its prompt that probably have to be computed.
     """
 
-    __slots__ = ("_caller", "_cost", "_hold", "_queue", "_waiting", "expected_s", "is_released")
+    __slots__ = (
+        "_caller", "_cost", "_hold", "_queue", "_waiting", "expected_wait_s", "is_released",
+        "num_new",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -39,9 +43,11 @@ class Reservation:
         cost: ExpectedCost | None = None,
         queue: EngineQueue | None = None,
         waiting: Waiting | None = None,
-        expected_s: float = 0.0,
+        expected_wait_s: float = 0.0,
+        num_new: float = 0.0,
     ) -> None:
-        self.expected_s = expected_s
+        self.expected_wait_s = expected_wait_s
+        self.num_new = num_new
         self._caller = caller
         self._hold = hold
         self._cost = cost
@@ -134,15 +140,15 @@ class Admission:
         except BaseException:
             hold.cancel()
             raise
-        num_new = self._cost.prompt_tokens(tenant, num_prompt)
-        expected_s = self._queue.ttft_s(caller, num_prompt, num_new=num_new)
+        expected_wait_s = self._queue.wait_s(caller, num_prompt)
         return Reservation(
             caller,
             hold=hold,
             cost=self._cost,
             queue=self._queue,
             waiting=self._queue.enter(caller, num_prompt),
-            expected_s=expected_s,
+            expected_wait_s=expected_wait_s,
+            num_new=self._cost.prompt_tokens(tenant, num_prompt),
         )
 
     async def count(self, caller: Caller) -> None:

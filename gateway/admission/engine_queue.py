@@ -141,16 +141,6 @@ class EngineQueue:
         fair = own / self._share(caller) - num_tokens
         return self.drain_s(min(fair, max(self._num_tokens, seen)))
 
-    def ttft_s(self, caller: Caller, num_tokens: int, *, num_new: float) -> float:
-        """Predicted seconds to the first token of a request of this caller; 0 if unknown.
-
-        Args:
-            num_tokens: of its prompt.
-            num_new: of those, what has to be computed.
-        """
-        own_s = self._prefill_s(num_new)
-        return self.wait_s(caller, num_tokens) + own_s if own_s else 0.0
-
     def drain_s(self, num_tokens: float) -> float:
         """Predicted seconds until this many tokens have left the queue; 0 if no rate is known."""
         return self._engine.stats.drain_s(num_tokens)

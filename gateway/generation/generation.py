@@ -220,7 +220,12 @@ class Generation:
         if self._estimates is None:
             return
         num_tokens, reserved = self._num_prompt_tokens, self._reservation
-        expected = Expectation(self._estimates, reserved.expected_s, num_tokens)
+        expected = Expectation(
+            self._estimates,
+            wait_s=reserved.expected_wait_s,
+            num_tokens=num_tokens,
+            num_new=reserved.num_new,
+        )
         self._expectation = expected
         if self.request.wants_queue_position and not self.request.output_token_ids:
             self._progress = Progress(num_tokens, self._estimates, expected, reserved)

@@ -4,9 +4,10 @@ An engine tells when a request's position, what is prepared for it, or the numbe
 tokens changes. In between, at least once a second, the last of it is told again: tokens of a prompt
 as they are at the measured rate, marked as interpolated.
 
-Predictions are of measured rates. At admission they are corrected by how far earlier ones were off,
-of prompts of about the size. While a prompt is computed, it is known what its tokens so far took
-and, from it and from earlier prompts, how much longer later tokens take, which attend to more.
+Predictions are of measured rates, and of what tokens took at their positions in earlier prompts. At
+admission they are corrected by how far earlier ones were off, of prompts of about the size. While a
+prompt is computed, it is known what its tokens so far took and, from it and from earlier prompts,
+how much longer later tokens take, which attend to more.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ _WEIGHT = 0.3  # of the newest request in a correction
 _KEPT = 0.97  # of the weight of steps, with each one
 _PRIOR_S = 0.5  # of a prompt's steps, as much as which earlier prompts weigh
 _MOST_OFF = math.log(8.0)  # of a correction, which one outlier must not turn around
+_DOUBLED_AT = 8192.0  # tokens; of a model of half a billion weights
+_SPREAD = 512.0  # tokens between steps, from which on the line is more theirs than assumed
 _MIN_OBSERVED_S = 0.05  # shorter times are the event loop's
 
 
 class TokenCosts:
     """What a prompt's token takes at its position: a line, fitted to the steps of prompts so far.
-    Newer ones weigh more."""
+    Newer ones weigh more. As long as they were at about one position, it is assumed that a token
+    takes twice as long at `_DOUBLED_AT` as at the start."""
 
     def __init__(self) -> None:
         self._num = self._x = self._xx = self._y = self._xy = 0.0
@@ -43,15 +47,22 @@ class TokenCosts:
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) * _KEPT + value)
 
-    def seconds(self, start: float, stop: float) -> float:
-        """What the tokens between two positions take; 0 if nothing is known."""
+    def seconds(self, start: float, stop: float, *, rate: float = 0.0) -> float:
+        """What the tokens between two positions take; 0 if nothing is known.
+
+        Args:
+            rate: tokens in a second near the start, if no step of a prompt is known yet.
+        """
         if not self._num:
-            return 0.0
-        spread = self._num * self._xx - self._x**2
-        # Later tokens never take less: where it seems so, others had a part of the time.
-        slope = max(0.0, (self._num * self._xy - self._x * self._y) / spread if spread > 1 else 0.0)
+            usual = (start + stop) / 2 / _DOUBLED_AT
+            return (stop - start) * (1.0 + usual) / rate if rate > 0 else 0.0
         mean, at = self._y / self._num, self._x / self._num
-        slope = min(slope, mean / at if at else 0.0)  # the first one takes time too
+        variance = max(0.0, self._xx / self._num - at**2)
+        usual = mean / (_DOUBLED_AT + at)
+        found = self._xy / self._num - mean * at
+        slope = (found + usual * _SPREAD**2) / (variance + _SPREAD**2)
+        # Later tokens never take less: where it seems so, others had a part of the time.
+        slope = min(max(0.0, slope), mean / at if at else 0.0)  # the first one takes time too
         return (stop - start) * (mean + slope * ((start + stop) / 2 - at))
 
 
@@ -69,6 +80,10 @@ class Estimates:
         self.costs = TokenCosts()
         self._logs: dict[int, float] = {}  # by size: of the factor
 
+    def prompt_s(self, start: float, stop: float) -> float:
+        """What the tokens between two positions of a prompt take; 0 if nothing was measured."""
+        return self.costs.seconds(start, stop, rate=self.rate())
+
     def corrected(self, seconds: float, num_tokens: int) -> float:
         """A prediction from rates, for a prompt of so many tokens, as experience has it."""
         return seconds * math.exp(self._log(num_tokens.bit_length()))
@@ -77,12 +92,13 @@ class Estimates:
         """
         Args:
             predicted_s: from rates.
-            told_s: corrected.
+            told_s: what the client was told; 0: nothing had been measured.
             seconds: what it was.
         """
         if predicted_s <= 0 or seconds < _MIN_OBSERVED_S:
             return
-        self._observe(told_s / seconds)
+        if told_s > 0:
+            self._observe(told_s / seconds)
         size = num_tokens.bit_length()
         found = max(-_MOST_OFF, min(_MOST_OFF, math.log(seconds / predicted_s)))
         known = self._logs.get(size)
@@ -98,24 +114,34 @@ class Expectation:
     """The prediction of one request's first token, made when it was admitted.
 
     Args:
-        predicted_s: from rates; 0: nothing has been measured.
+        wait_s: until it is begun, from rates.
+        num_new: of its prompt's tokens, what probably has to be computed.
     """
 
-    __slots__ = ("_began_s", "_estimates", "_num_tokens", "_predicted_s", "told_s")
+    __slots__ = ("_began_s", "_estimates", "_num_new", "_num_tokens", "_wait_s", "told_s")
 
-    def __init__(self, estimates: Estimates, predicted_s: float, num_tokens: int) -> None:
+    def __init__(
+        self, estimates: Estimates, *, wait_s: float, num_tokens: int, num_new: float
+    ) -> None:
         self._estimates, self._num_tokens = estimates, num_tokens
-        self._predicted_s = predicted_s
-        self.told_s = estimates.corrected(predicted_s, num_tokens)
+        self._wait_s, self._num_new = wait_s, num_new
+        self.told_s = estimates.corrected(self._predicted_s(), num_tokens)
         self._began_s = perf_counter()
 
     def left_s(self) -> float:
         return max(0.0, self.told_s - (perf_counter() - self._began_s))
 
     def met(self) -> None:
-        """The first token is there."""
+        """The first token is there. What is learned is how far off the prediction would be by now,
+        when this prompt's steps are known too: else the next one would be corrected twice."""
         seconds = perf_counter() - self._began_s
-        self._estimates.learn(self._predicted_s, self.told_s, seconds, self._num_tokens)
+        self._estimates.learn(self._predicted_s(), self.told_s, seconds, self._num_tokens)
+
+    def _predicted_s(self) -> float:
+        """From rates; 0: nothing has been measured."""
+        start = self._num_tokens - self._num_new
+        own_s = self._estimates.prompt_s(start, self._num_tokens)
+        return self._wait_s + own_s if own_s else 0.0
 
 
 class Waits(Protocol):
@@ -160,9 +186,9 @@ class Progress:
         elif output.queue_position is not None:
             stage = "queued"
             self._position = output.queue_position
-            rate, num_tokens = self._estimates.rate(), self._num_tokens
-            own_s = num_tokens / rate if rate > 0 else 0.0
-            wait_s = self._queue.wait_s(output.num_tokens_ahead) + own_s
+            num_tokens = self._num_tokens
+            wait_s = self._queue.wait_s(output.num_tokens_ahead)
+            wait_s += self._estimates.prompt_s(0, num_tokens)
             self._expected_at_s = self._clock() + self._estimates.corrected(wait_s, num_tokens)
         elif output.num_tokens_ahead:
             stage = "prefilling"
@@ -236,13 +262,12 @@ class Progress:
 
     def _seconds(self, start: int, stop: int) -> float:
         """What tokens of this prompt take, by what earlier ones took; 0 if nothing is known."""
-        costs = self._estimates.costs
-        usual_s = costs.seconds(start, stop)
-        if not usual_s or self._first is None:
-            rate = self._rate()
-            return (stop - start) / rate if rate > 0 else 0.0
+        estimates = self._estimates
+        usual_s = estimates.prompt_s(start, stop)
+        if self._first is None:
+            return usual_s
         taken_s = self._last[0] - self._first[0]
-        expected_s = costs.seconds(self._first[1], self._last[1])
+        expected_s = estimates.prompt_s(self._first[1], self._last[1])
         return usual_s * (taken_s + _PRIOR_S) / (expected_s + _PRIOR_S)
 
     def _rate(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from penstock.engine.request import Notice, RequestOutput
@@ -23,11 +25,11 @@ class Queue:
 class Told:
     """A request's progress."""
 
-    def __init__(self, estimates: Estimates) -> None:
+    def __init__(self, estimates: Estimates, num_tokens: int = NUM_TOKENS) -> None:
         self.now_s, self.estimates = 0.0, estimates
-        expectation = Expectation(estimates, 12.0, NUM_TOKENS)
+        expectation = Expectation(estimates, wait_s=1.0, num_tokens=num_tokens, num_new=num_tokens)
         self.progress = Progress(
-            NUM_TOKENS, estimates, expectation, Queue(), clock=lambda: self.now_s
+            num_tokens, estimates, expectation, Queue(), clock=lambda: self.now_s
         )
 
     def hear(self, **output: object) -> None:
@@ -48,7 +50,7 @@ def test_each_stage_is_told_at_once_and_again_within_a_second(told: Told) -> Non
     told.hear(queue_position=2, num_tokens_ahead=500)
     assert told.progress.take() is None
     told.now_s += 0.25
-    assert told.progress.take() == {"stage": "queued", "position": 2, "estimated_ms": 14_750}
+    assert told.progress.take() == {"stage": "queued", "position": 2, "estimated_ms": 15_360}
     told.hear(notice=Notice.PREPARING, param="grammar")
     assert told.progress.take() == {"stage": "preparing", "resource": "grammar"}
     for _ in range(3):
@@ -66,18 +68,18 @@ def test_a_prompt_is_told_at_its_own_rate_and_interpolated_between_steps(told: T
         "cached_tokens": {"device": 48, "host": 16},
         "prompt_tokens": NUM_TOKENS,
         "tokens_per_second": RATE,
-        "estimated_ms": 8000,
+        "estimated_ms": 8586,  # later tokens are assumed to take longer
         "interpolated": False,
     }
     told.now_s += 2.0
     told.hear(num_tokens_ahead=700, num_cached_tokens=64)
     event = told.progress.take()
     assert event is not None
-    assert (event["tokens_per_second"], event["estimated_ms"]) == (50.0, 14_000)
+    assert (event["tokens_per_second"], event["estimated_ms"]) == (50.0, 14_663)
     told.now_s += 1.0
     event = told.progress.take()
     assert event is not None
-    assert (event["computed_tokens"], event["interpolated"]) == (350, True)
+    assert (event["computed_tokens"], event["interpolated"]) == (349, True)
     told.now_s += 100.0
     event = told.progress.take()
     assert event is not None
@@ -113,23 +115,50 @@ def test_predictions_are_corrected_by_what_was() -> None:
     assert estimates.corrected(1.0, 4000) < 1.0, "one outlier"
 
 
+def cost_s(start: int, stop: int) -> float:
+    """Of tokens that attend to those before them: 1 ms, and 0.4 µs for each of these."""
+    return (stop - start) * (1e-3 + 4e-7 * (start + stop) / 2)
+
+
 def test_later_tokens_of_a_prompt_take_longer(told: Told) -> None:
-    """As they attend to more: 1 ms and 4 µs for each token before it."""
-
-    def cost_s(start: int, stop: int) -> float:
-        return (stop - start) * (1e-3 + 4e-6 * (start + stop) / 2)
-
-    for num_computed in range(100, 1000, 100):
-        told.hear(num_tokens_ahead=NUM_TOKENS - num_computed)
-        told.now_s += 1.0  # so that it is due
-        told.now_s -= 1.0 - cost_s(num_computed, num_computed + 100)
-    again = Told(told.estimates)
-    for num_computed in (100, 200, 300):  # at half the speed, as others have the other half
-        again.hear(num_tokens_ahead=NUM_TOKENS - num_computed)
+    long = Told(told.estimates, 10_000)
+    for num_computed in range(1000, 10_000, 1000):
+        long.hear(num_tokens_ahead=10_000 - num_computed)
+        long.now_s += cost_s(num_computed, num_computed + 1000)
+    again = Told(told.estimates, 10_000)
+    for num_computed in (1000, 2000, 3000):  # at half the speed, as others have the other half
+        again.hear(num_tokens_ahead=10_000 - num_computed)
         event = again.progress.take()
-        again.now_s += 2 * cost_s(num_computed, num_computed + 100)
+        again.now_s += 2 * cost_s(num_computed, num_computed + 1000)
     assert event is not None
-    left_s = cost_s(300, NUM_TOKENS)
-    assert left_s < event["estimated_ms"] / 1e3 < 2 * left_s, "between the usual and its own speed"
-    costs = told.estimates.costs
-    assert costs.seconds(300, NUM_TOKENS) == pytest.approx(left_s, rel=0.02)
+    left_s = cost_s(3000, 10_000)
+    assert left_s < event["estimated_ms"] / 1e3 < 2.05 * left_s, "between the usual and its own"
+    assert told.estimates.costs.seconds(3000, 10_000) == pytest.approx(left_s, rel=0.02)
+
+
+def test_short_prompts_say_little_about_what_late_tokens_of_long_ones_take(told: Told) -> None:
+    for seconds in (0.1, 0.2):  # the second of two steps took twice as long, by chance
+        short = Told(told.estimates, 400)
+        for num_computed in (100, 200, 300):
+            short.hear(num_tokens_ahead=400 - num_computed)
+            short.now_s += seconds
+    assert 8.0 < told.estimates.prompt_s(0, 8000) < 24.0
+
+
+def test_the_next_prediction_is_not_corrected_for_what_the_steps_have_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ratios: list[float] = []
+    estimates = Estimates(lambda: 1000.0, ratios.append)
+    for _ in range(2):
+        told = Told(estimates, 10_000)
+        monkeypatch.setattr(
+            "penstock.gateway.generation.progress.perf_counter", partial(getattr, told, "now_s")
+        )
+        expectation = Expectation(estimates, wait_s=0.0, num_tokens=10_000, num_new=10_000)
+        for num_computed in range(0, 10_000, 500):
+            told.hear(num_tokens_ahead=10_000 - num_computed)
+            told.now_s += cost_s(num_computed, num_computed + 500)
+        expectation.met()
+    assert 0.4 < ratios[0] < 0.7, "by the rate of short prompts, and what is assumed"
+    assert ratios[1] == pytest.approx(1.0, abs=0.05)
