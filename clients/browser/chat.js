@@ -41,6 +41,7 @@ const sidebar = new Sidebar(store, {
   open: (id, turn) => { if (id === pane.id && turn) reveal(turn); else wanted = turn; },
   pin: (id, isPinned) => void list.pin(id, isPinned),
   rename: (id) => list.askForName(id),
+  duplicate: (id) => void duplicate(id),
   save: (id, format) => void save(id, format),
   remove: (id) => list.remove(id),
   undo: () => list.undo(),
@@ -72,6 +73,8 @@ const pane = new ConversationPane({
 const composer = new Composer(store, location.hash.slice(1) || null, () => client.takesImages);
 /** The turn at which the next conversation is to be opened. @type {string | null} */
 let wanted = null;
+/** The open conversation, if it could not be loaded. @type {string | null} */
+let unopened = null;
 /** The conversation that was open when it was removed. @type {string | null} */
 let left = null;
 /** Notifies the other tabs of this browser when a conversation has changed, with its id. */
@@ -111,7 +114,8 @@ async function openAddressed() {
   if (id === pane.id && (id || pane.isEmpty)) return;
   const opened = pane.open(id);
   void adoptSettings(id);
-  store.update({ isLoading: id !== null });
+  unopened = null;
+  notice();
   try {
     await opened;
   } catch (error) {
@@ -119,21 +123,22 @@ async function openAddressed() {
     if (id === pane.id) notOpened(error);
   }
   if (id !== pane.id) return; // another one was opened meanwhile
-  store.update({ isLoading: false });
   list.mark(pane.id);
   if (pane.id) scroll.follow();
   if (wanted) reveal(wanted);
   wanted = null;
 }
 
-/** Says why a conversation is not on the page. Without a connection, the banner does; it is loaded when there is one. */
+/** Says why a conversation is not on the page. Without a connection, the banner does: it comes when there is one. */
 function notOpened(/** @type {PenstockError} */ error) {
   if (error.status === 404) {
     composer.leaveToNew();
     showNewChat("This conversation is not on the server any more.");
   } else if (client.state === "open") {
-    announce(`${NOT_LOADED} ${error.message}`);
-    note({ refusal: `${NOT_LOADED} ${error.message}` });
+    unopened = pane.id;
+    announce(`${NOT_LOADED} The reason: ${error.message}`);
+    note({ refusal: `${NOT_LOADED} The reason: ${error.message}` });
+    notice();
   }
 }
 
@@ -147,7 +152,6 @@ function showNewChat(said = "New chat.") {
   void pane.open(null);
   void adoptSettings(null);
   wanted = null;
-  store.update({ isLoading: false });
   list.mark(null);
   announce(said);
   sidebar.closeOverlay();
@@ -263,17 +267,35 @@ async function suggestTitle(/** @type {import("./conversations.js").Conversation
 }
 
 /** Saves a conversation as a file. */
-async function save(/** @type {string} */ id, /** @type {"json" | "md"} */ format) {
-  const conversation = conversationOf(store.state, id);
-  if (!conversation) return;
-  const { asJson, asMarkdown, fileName, saveFile } = await transfer();
-  try {
+function save(/** @type {string} */ id, /** @type {"json" | "md"} */ format) {
+  return withConversation(id, "saved", async (conversation, { asJson, asMarkdown, fileName, saveFile }) => {
     const text = format === "json" ? await asJson(client.conversations, [conversation])
       : await asMarkdown(client.conversations, conversation);
     saveFile(fileName(titleOf(conversation), format), text, format === "json" ? "application/json" : "text/markdown");
+  });
+}
+
+/** Opens a copy of a conversation, to go on in it in another way. */
+function duplicate(/** @type {string} */ id) {
+  return withConversation(id, "duplicated", async (conversation, { copyOf }) => {
+    location.hash = `#${await copyOf(client.conversations, conversation, client.takesImages)}`;
+  });
+}
+
+/**
+ * Does something with a conversation, or tells why it was not done.
+ * @param {string} id
+ * @param {string} what
+ * @param {(conversation: import("./conversations.js").Conversation, module: typeof import("./transfer.js")) => Promise<void>} work
+ */
+async function withConversation(id, what, work) {
+  const conversation = conversationOf(store.state, id);
+  if (!conversation) return;
+  try {
+    await work(conversation, await transfer());
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
-    store.update({ news: { title: "This conversation was not saved", text: `The reason: ${error.message}` } });
+    store.update({ news: { title: `This conversation was not ${what}`, text: `The reason: ${error.message}` } });
   }
 }
 
@@ -388,6 +410,7 @@ function notice() {
     choices: settings.choices,
     context: pane.numTokens > 0 && limit > 0 ? { used: pane.numTokens, limit } : null,
     sending: { canAsk: canAsk(), canSteer: canSteer(), isAnswering: pane.answer !== null, isStopping: pane.answer?.isCancelling === true },
+    isLoading: pane.id !== null && pane.isEmpty && !pane.isLoaded && pane.id !== unopened,
     isNew: pane.isEmpty && (location.hash === "" || pane.id === null || pane.isLoaded),
   });
 }

@@ -96,8 +96,9 @@ export function jsonOf(/** @type {object} */ body) {
 }
 
 function unreachable(/** @type {unknown} */ error) {
-  const reason = error instanceof Error ? error.message : String(error);
-  return new PenstockError({ message: `the server cannot be reached: ${reason}`, code: "unreachable" });
+  // Of a connection that fails, browsers say no more than that it does.
+  const reason = error instanceof TypeError ? "" : `: ${error instanceof Error ? error.message : error}`;
+  return new PenstockError({ message: `the server cannot be reached${reason}`, code: "unreachable" });
 }
 
 async function refusal(/** @type {Response} */ answer) {

@@ -18,6 +18,7 @@ import { Component, html } from "./vendor/htm-preact.js";
  * @property {(id: string, turn: string | null) => void} open  at a turn, if one is named
  * @property {(id: string, isPinned: boolean) => void} pin
  * @property {(id: string) => void} rename
+ * @property {(id: string) => void} duplicate
  * @property {(id: string, format: "json" | "md") => void} save
  * @property {(id: string) => void} remove
  * @property {() => void} undo
@@ -287,6 +288,7 @@ class Menu extends Component {
       <div class="menu" role="menu" aria-label=${titleOf(conversation)} onKeyDown=${(/** @type {KeyboardEvent} */ event) => this.#keys(event)}>
         ${item(isPinned ? "Unpin" : "Pin", "pin", () => on.pin(id, !isPinned))}
         ${item("Rename", "edit", () => on.rename(id))}
+        ${item("Duplicate", "copy", () => on.duplicate(id))}
         ${item("Save as Markdown", "download", () => on.save(id, "md"))}
         ${item("Save as JSON", "download", () => on.save(id, "json"))}
         ${item("Delete", "delete", () => on.remove(id), "deletes")}

@@ -14,6 +14,7 @@ import { blockOf } from "./answer.js";
 const FORMAT = "penstock.conversations";
 const VERSION = 1;
 const MAX_ITEMS = 20; // of a request
+const MAX_TITLE = 200;
 const NAMES = { user: "You", assistant: "Assistant", system: "System", developer: "System" };
 
 /** A file that does not hold conversations. */
@@ -93,6 +94,15 @@ export async function fromJson(conversations, text, takesImages) {
   // The last used of them is to be used last here, too.
   for (const one of file.conversations.toReversed()) made.push(await again(conversations, one, takesImages));
   return made;
+}
+
+/** Makes a copy of a conversation with all its branches. Throws PenstockError. @returns {Promise<string>} its id */
+export async function copyOf(
+  /** @type {Conversations} */ conversations, /** @type {Conversation} */ conversation, /** @type {boolean} */ takesImages,
+) {
+  const kept = await whole(conversations, conversation);
+  const metadata = { ...kept.metadata, title: `Copy of ${titleOf(conversation)}`.slice(0, MAX_TITLE) };
+  return again(conversations, { ...kept, metadata, pinned: false }, takesImages);
 }
 
 /** Makes one again; turns without items are left out, and what is after them continues what is before. */

@@ -157,6 +157,18 @@ async def test_enter_without_a_server(page: Page, proxy: ToxicProxy) -> None:
     proxy.accept()
     await connected(page)
     await expect(obstacle).to_be_hidden()
+    # What is opened without a connection comes with it.
+    await page.keyboard.press("Alt+n")
+    proxy.refuse()
+    proxy.reset_all()
+    await expect(page.get_by_role("alert")).to_be_visible()
+    await page.go_back()
+    log = page.get_by_role("log")
+    await expect(log).to_have_attribute("aria-busy", "true")
+    await expect(page.locator(".turn")).to_have_count(0)
+    proxy.accept()
+    await expect(page.locator(".turn")).to_have_count(1)
+    await expect(log).to_have_attribute("aria-busy", "false")
 
 
 @pytest.mark.exhaustive

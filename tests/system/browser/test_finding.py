@@ -13,7 +13,7 @@ from playwright.async_api import Page, Route, expect
 
 from ..processes import Served
 from .conftest import make_conversation
-from .page_flow import choose, connected, open_page
+from .page_flow import choose, connected, conversation_of, open_page
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -229,4 +229,9 @@ async def test_all_chats_are_saved_and_loaded(
             turns.append((ids.index(turn["parent"]), texts))
         return turns, ids.index(head)
 
+    assert shape(again, again["head"]) == shape(tree, head)
+    await choose(page.locator(f"[data-row={conversation}]"), "Duplicate")
+    await expect(page.locator("#chat-title")).to_have_text(f"Copy of {title}")
+    assert conversation_of(page) not in (conversation, new)
+    again = (await api.get(f"conversations/{conversation_of(page)}/tree?items=all")).json()
     assert shape(again, again["head"]) == shape(tree, head)
