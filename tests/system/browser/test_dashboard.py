@@ -202,6 +202,7 @@ async def test_what_it_says_is_what_the_metrics_say(
     await page.get_by_label("Averages over").select_option("300")  # everything since now
     await expect_numbers(page, await scraped(client))
     await expect(page.locator("#more-tenants")).to_have_text("No tokens for anybody yet.")
+    await expect(page.locator("#tile-drafts")).to_be_hidden()  # there are none
     picture = page.get_by_role("img", name="KV on the device")
     await expect(picture).to_have_attribute("aria-label", re.compile("48 blocks 0 in use"))
     assert await picture.locator(".used").get_attribute("d") == ""
@@ -314,3 +315,6 @@ async def test_requests_are_cancelled_and_faults_are_counted(
     assert not any(name.startswith("tenant_") for name in kept["series"])  # no admin's key
     await page.get_by_label("Charts of").select_option("3600")
     await expect(first.locator(".axis")).to_have_text(re.compile("[0-9]+ min agonow"))
+    await page.evaluate("sessionStorage['penstock.apiKey'] = 'sk-batch'")
+    await page.reload()
+    await expect(page.locator("#more-tenants")).to_have_text("An admin’s key shows them.")
