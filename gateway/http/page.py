@@ -90,9 +90,12 @@ class ChatPage:
 
     def _has(self, scope: Scope) -> bool:
         path = self._static.get_path(scope)
-        return PurePosixPath(path).suffix in _SERVED and (
-            path == "." or self._static.lookup_path(path)[1] is not None
-        )
+        if path == "." or PurePosixPath(path).suffix not in _SERVED:
+            return path == "."
+        try:
+            return self._static.lookup_path(path)[1] is not None
+        except (OSError, ValueError):  # no file can have such a name
+            return False
 
 
 class _Version:

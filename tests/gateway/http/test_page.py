@@ -77,6 +77,8 @@ async def test_documents_are_revalidated_and_name_files_that_are_kept(folder: Pa
             assert (await http.get(path)).status_code == 404, path
         assert (await http.head("/")).status_code == 200
         assert (await http.post("/")).status_code == 405
+        for name in ("%00", "a" * 3000):  # of no file
+            assert (await http.post(f"/{name}")).status_code == 404
 
 
 async def test_all_that_a_script_imports_is_asked_for_at_once(folder: Path) -> None:
