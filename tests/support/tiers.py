@@ -3,9 +3,10 @@
 The first tier (`make test`) is what a change needs. The second (`make test-all` runs both) has what
 is marked `exhaustive` or `external`; `make gpu` runs what is marked `gpu`.
 
-Tests that kill or freeze processes (`process_kills`) run one at a time, apart from the others:
-whoever waits for a process, and shares its cores with one that is being killed and started again,
-needs luck.
+Tests that kill or freeze processes (`process_kills`) run one at a time, apart from the others,
+where what they look at may be over, or given up, when they come to it: whoever shares its cores
+needs luck then. Where streams wait for the test (`tests/system/paced_engine.py`) or do not end
+(`endless_streams.py`), the test runs beside others.
 
     pytest                                  all tests
     pytest --tier first --group alone       what the first tier kills

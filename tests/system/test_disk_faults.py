@@ -27,8 +27,6 @@ from .paced_engine import Pace
 from .processes import END_S, Served, serve, suspended, wait_gone
 from .stream_checker import CheckedStream, replay
 
-pytestmark = pytest.mark.process_kills
-
 _NUM_STREAMS = 32  # half of them over SSE, half over WebSockets
 _NUM_TOKENS = 150  # of the shortest
 _STEPS = 20  # at a time; all together end no stream

@@ -12,8 +12,6 @@ import pytest
 from .endless_streams import EndlessStreams
 from .processes import Served, serve, wait_until
 
-pytestmark = pytest.mark.process_kills
-
 _RANK, _ENGINE = "penstock-rank 1", "penstock-engine"
 
 

@@ -185,7 +185,6 @@ async def test_steers_of_a_grammar_bound_answer_with_drafts(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.process_kills
 async def test_500_steers_while_engine_and_gateway_are_killed(
     long_model: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -195,7 +194,6 @@ async def test_500_steers_while_engine_and_gateway_are_killed(
 
 @pytest.mark.exhaustive
 @pytest.mark.redis
-@pytest.mark.process_kills
 async def test_steers_with_redis_while_engine_and_gateway_are_killed(
     long_model: tuple[str, ...], tmp_path: Path
 ) -> None:
