@@ -19,7 +19,7 @@ import { Settings } from "./settings.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
 import { StickyScroll } from "./sticky-scroll.js";
-import { titleFrom } from "./turns.js";
+import { titleSaid } from "./turns.js";
 
 const LIVE_INTERVAL_MS = 250;
 const KEEP_MS = 400;
@@ -263,7 +263,7 @@ async function suggestTitle(/** @type {import("./conversations.js").Conversation
     input: `${text}\n\n---\n\nWrite a title of three to six words for the conversation above. Write the title alone.`,
   });
   await answer.done;
-  return titleFrom(answer.text.trim().split("\n")[0].replace(/^[#"“*\s]+|["”*.\s]+$/g, ""));
+  return titleSaid(answer.text);
 }
 
 /** Saves a conversation as a file. */

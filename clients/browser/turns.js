@@ -149,6 +149,12 @@ export function titleFrom(/** @type {string} */ text) {
   return Array.from(start).slice(0, MAX_TITLE_CHARACTERS).join(""); // no character in halves
 }
 
+/** The title in what a model says that was asked for one: its first line with letters, without marks around it. */
+export function titleSaid(/** @type {string} */ text) {
+  const lines = text.split("\n").filter((line) => !/^\s*(?:```|~~~)/.test(line)).map((line) => line.replace(/^[#"“*`\s]+|["”*`.\s]+$/g, ""));
+  return titleFrom(lines.find((line) => /[\p{L}\p{N}]/u.test(line)) ?? "");
+}
+
 /** A turn's response, as far as the server has it. @returns {Promise<any>} */
 export async function responseOf(
   /** @type {import("./penstock-client.js").PenstockClient} */ client, /** @type {string | undefined | null} */ turnId,

@@ -142,6 +142,14 @@ async def test_the_model_is_asked_for_a_title(
     await page.get_by_role("button", name="Rename", exact=True).click()
     await expect(page.locator(f"a[data-id={conversation}]")).to_have_text(title)
     assert len((await api.get(f"conversations/{conversation}/tree")).json()["data"]) == 1
+    titles = await page.evaluate(
+        """async (texts) => {
+          const { titleSaid } = await import("./turns.js");
+          return texts.map(titleSaid);
+        }""",
+        ["```python\n# **Adding numbers.**\n```", '\n"A title"\nand more', "```\n---"],
+    )
+    assert titles == ["Adding numbers", "A title", ""]
 
 
 @pytest.mark.exhaustive

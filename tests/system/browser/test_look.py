@@ -448,6 +448,9 @@ async def test_the_face(page: Page, demo_server: Served, api: httpx.AsyncClient)
     await page.goto(demo_server.base_url)
     await expect(page.locator("#welcome")).to_contain_text("to another-model.")
     await expect(page.locator("#suggestions")).to_be_hidden()
+    box = await page.locator("#composer").bounding_box()
+    assert box is not None
+    assert 300 < box["y"] < 460  # in the middle
 
 
 async def test_roles_weight_and_requests(page: Page, demo_server: Served) -> None:
