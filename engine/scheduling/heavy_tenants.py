@@ -1,8 +1,8 @@
 """What heavy tenants get of a step while a light one is here, or was a moment ago.
 
 A new request waits for the end of the step that runs, and its first token for the end of its own
-step. With a hundred sequences of another tenant in both, that takes longer than its own prompt.
-`TenantSlots` says who is heavy. While anybody is:
+step. With a hundred sequences of another tenant in both, or a part of its long prompt, that takes
+longer than its own prompt. Who is heavy by its sequences, `TenantSlots` says; then:
 
     a step with a light tenant's prompt   leaves the heavy ones' sequences out, at most twice in a
                                           row and in half of all steps
@@ -10,37 +10,49 @@ step. With a hundred sequences of another tenant in both, that takes longer than
                                           that decode take turns, so each of n has its token in one
                                           of the next `n ÷ MIN_DECODES` such steps
 
-A heavy tenant's tokens are computed all the same, in more and shorter steps. While tenants are
-equals, prompts get `short_step` tokens of a step: who comes next does not wait for a long one.
+Heavy by their prompts are those with more tokens of them than another (`with_long_prompts`). Their
+prompts have no part of the steps that leave them out, and a short one's tokens of any other.
+
+A heavy tenant's tokens are computed all the same, in more and shorter steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from penstock.engine.request import Sequence
 
-_MIN_TOKENS = 128  # of a step; with fewer rows matrix products run below their full rate
-_STEP_S = 0.010  # where more than those are computed in this time, a step has more
+_SHORT_PROMPT = 128  # tokens
+# Of a step. As many times the rows that take the time of one are computed at their full rate: on a
+# CPU with AMX 64 rows took 8.7 ms, 128 17.3, and what a step costs beside them 0.4.
+_FULL_RATE, _MAX_TOKENS = 8, 128
+_STEP_S = 0.010  # where more are computed in this time, a step has more
 _DECODE_TOKENS = 2  # what a decode costs, in tokens of a prompt: it has logits, and draws a token
+MIN_DECODES = 32  # beside prompts
 _MIN_LEFT_OUT, _MAX_LEFT_OUT = 32, 2  # tokens; steps in a row
-MIN_DECODES = _MIN_TOKENS // _DECODE_TOKENS // 2
 
 
-def short_step(prefill_tokens_per_s: float) -> int:
-    """How many tokens of prompts a step may have for which another tenant's request may wait.
+def with_long_prompts(demand: Mapping[str, float]) -> frozenset[str]:
+    """The tenants whose prompts have more tokens than those of another, or than a short one that
+    may come.
 
     Args:
-        prefill_tokens_per_s: measured rate; 0 before the first prompt.
+        demand: tokens of the prompts of each tenant that has any, by weight.
     """
-    return max(_MIN_TOKENS, int(prefill_tokens_per_s * _STEP_S))
+    least = min(demand.values()) if len(demand) > 1 else float(_SHORT_PROMPT)
+    return frozenset(tenant for tenant, num_tokens in demand.items() if num_tokens > least)
 
 
 class HeavyTenants:
-    """Shares the steps that heavy tenants are in."""
+    """Shares the steps that heavy tenants are in.
 
-    def __init__(self) -> None:
+    Args:
+        num_verify_rows: tokens that a step computes in about the time of one.
+    """
+
+    def __init__(self, num_verify_rows: int) -> None:
+        self._min_tokens = min(_FULL_RATE * num_verify_rows, _MAX_TOKENS)
         self._last_served: dict[int, None] = {}  # ids of those that decode, the longest ago first
         self._num_spare = _MAX_LEFT_OUT  # steps that may leave them out
 
@@ -73,8 +85,8 @@ class HeavyTenants:
             have_prompts: they have prompts to compute.
             prefill_tokens_per_s: measured rate; 0 before the first prompt.
         """
-        num_tokens = short_step(prefill_tokens_per_s)
-        num_decodes = num_tokens // _DECODE_TOKENS // (1 + have_prompts)
+        num_tokens = self._short_step(prefill_tokens_per_s)
+        num_decodes = max(2 * MIN_DECODES, num_tokens // _DECODE_TOKENS) // (1 + have_prompts)
         waiting = {sequence.seq_id: sequence for sequence in decoding}
         order = {seq_id: None for seq_id in self._last_served if seq_id in waiting}
         order.update(dict.fromkeys(waiting))
@@ -82,8 +94,25 @@ class HeavyTenants:
         for seq_id in served:
             del order[seq_id]
         self._last_served = {**order, **dict.fromkeys(served)}
-        num_left = num_tokens - _DECODE_TOKENS * len(served)
+        num_left = max(num_tokens // 2, num_tokens - _DECODE_TOKENS * len(served))
         return (
             {waiting[seq_id] for seq_id in served},
             dict.fromkeys(heavy, max(1, num_left // len(heavy))),
         )
+
+    def prompt_limits(
+        self, tenants: Collection[str], *, most: int, prefill_tokens_per_s: float
+    ) -> dict[str, int]:
+        """How many tokens of prompts each tenant may compute in this step, at least one.
+
+        Args:
+            tenants: those with long prompts.
+            most: for all of them.
+            prefill_tokens_per_s: measured rate; 0 before the first prompt.
+        """
+        num_tokens = min(most, self._short_step(prefill_tokens_per_s))
+        return dict.fromkeys(tenants, max(1, num_tokens // max(1, len(tenants))))
+
+    def _short_step(self, prefill_tokens_per_s: float) -> int:
+        """Tokens of a step that nobody minds to wait for."""
+        return max(self._min_tokens, int(prefill_tokens_per_s * _STEP_S))

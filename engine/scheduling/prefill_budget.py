@@ -6,7 +6,8 @@ so do turns of sessions, as one that goes first may come. Otherwise they get wha
 `MAX_STEP_MS`: a request that comes or is aborted waits no longer, and whoever waits for a prompt is
 told how far it is. So a small model, or a GPU, is never limited, and a large model on a CPU, where
 2,048 tokens take many seconds, keeps streaming while a long prompt is computed (Sarathi-Serve, OSDI
-2024, §4.3, also derives the budget from such a limit).
+2024, §4.3, also derives the budget from such a limit). While several tenants are here, steps are
+short: whose request comes next does not wait for another's long prompt.
 
 Tenants get equal parts of the budget; what one does not use goes to the others. Otherwise a long
 prompt would take whole steps until its end, and other tenants' new requests would wait for it. A
@@ -26,6 +27,7 @@ from penstock.engine.request import Sequence
 MIN_PROMPT_TOKENS = 128
 # A step reads all weights, 40 ms for 740 MB: with steps of 1 s a prompt took 4.5 % longer.
 MAX_STEP_MS = 4000.0
+_SHORT_STEP_MS = 10.0  # while several tenants are here
 
 
 def step_budget(
@@ -33,7 +35,8 @@ def step_budget(
     *,
     num_decoding: int,
     prefill_tokens_per_s: float,
-    is_awaited: bool = False,
+    are_sessions: bool = False,
+    are_several_tenants: bool = False,
     num_microbatches: int = 1,
 ) -> int:
     """Tokens of the next step.
@@ -41,16 +44,20 @@ def step_budget(
     Args:
         num_decoding: sequences that wait for their next token.
         prefill_tokens_per_s: measured rate; 0 before the first prompt.
-        is_awaited: others' first tokens may wait for its end, even if nothing decodes.
+        are_sessions: turns of sessions are here, and one that goes first may come.
+        are_several_tenants: so are others' requests, none of whom is heavy (`heavy_tenants`).
         num_microbatches: steps that are computed at once, which share the limit.
     """
     most = config.max_num_batched_tokens
     if config.enable_chunked_prefill:
         most = -(-most // num_microbatches)
-    if not prefill_tokens_per_s or not config.enable_chunked_prefill:
+    if not config.enable_chunked_prefill or not (prefill_tokens_per_s or are_several_tenants):
         return most
-    is_short = num_decoding or is_awaited
-    limit_ms = config.max_stall_ms if is_short else max(config.max_stall_ms, MAX_STEP_MS)
+    limit_ms = config.max_stall_ms
+    if are_several_tenants:
+        limit_ms = min(limit_ms, _SHORT_STEP_MS)
+    elif not num_decoding and not are_sessions:
+        limit_ms = max(limit_ms, MAX_STEP_MS)
     in_time = int(prefill_tokens_per_s * limit_ms / 1e3)
     return min(most, num_decoding + max(MIN_PROMPT_TOKENS, in_time))
 

@@ -5,8 +5,8 @@ within a budget of tokens and sequences. Chunked prefill, prefix hits, decode an
 preempted sequence are all the same operation. Running sequences come first, so decode never
 starves; the rest of the budget goes to waiting sequences, in the order of `waiting_queue`. While
 other tenants are active, a tenant gets neither the last slots (`tenant_slots`) nor all of a step
-for its prompts (`prefill_budget`), and beside a tenant that has far fewer sequences only a part of
-each step (`heavy_tenants`).
+for its prompts (`prefill_budget`), and beside a tenant that has far fewer sequences or shorter
+prompts only a part of each step (`heavy_tenants`).
 
 Source: Orca (Yu et al., OSDI 2022) for iteration-level scheduling; Sarathi-Serve (Agrawal et al.,
 OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ from penstock.engine.request import (
     SequenceStatus,
     num_blocks_needed,
 )
-from penstock.engine.scheduling.heavy_tenants import HeavyTenants, short_step
+from penstock.engine.scheduling.heavy_tenants import HeavyTenants, with_long_prompts
 from penstock.engine.scheduling.output_processor import (
     LiveRequest,
     OutputProcessor,
@@ -119,7 +120,7 @@ class Scheduler:
             self.counters,
             self.drafting,
         )
-        self._heavy_tenants = HeavyTenants()
+        self._heavy_tenants = HeavyTenants(num_verify_rows)
         self._notices: list[RequestOutput] = []
         self._planned: dict[int, ScheduledSequence] = {}  # the last step, by seq_id
         self._items: tuple[ScheduledSequence, ...] = ()  # the same
@@ -270,22 +271,22 @@ class Scheduler:
             # What others in flight leave, but no more than their share: so they become alike.
             share = -(-len(decoding) // self._num_microbatches)
             decoding = [each for each in decoding if self._num_uncomputed(each) > 0][:share]
+        tenant_slots = self._running_set.tenant_slots
+        are_several = tenant_slots.are_several and self._num_microbatches == 1
+        heavy = tenant_slots.heavy_tenants() if are_several else frozenset()
         budget = step_budget(
             self._config,
             num_decoding=len(decoding),
-            is_awaited=self._sessions.num_live > 0,
+            are_sessions=self._sessions.num_live > 0,
+            are_several_tenants=are_several and not heavy,
             num_microbatches=self._num_microbatches,
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
         )
-        tenant_slots = self._running_set.tenant_slots
-        heavy = tenant_slots.heavy_tenants()
-        if heavy and self._num_microbatches == 1:
+        if heavy:
             self._fill_beside_light(scheduled, heavy, decoding, in_prompt, budget)
+        elif are_several and self._config.enable_chunked_prefill:
+            self._fill_beside_short(scheduled, decoding, in_prompt, budget)
         else:
-            can_cut = self._config.enable_chunked_prefill and self._num_microbatches == 1
-            if can_cut and tenant_slots.are_several:
-                num_tokens = short_step(self._costs.prefill_tokens_per_s)
-                budget = min(budget, len(decoding) + num_tokens)
             self._fill(scheduled, decoding, in_prompt, budget, {})
         if not scheduled:
             self._make_way(scheduled)
@@ -338,6 +339,34 @@ class Scheduler:
         decoding = [each for each in decoding if each.request.tenant not in heavy or each in served]
         self._fill(scheduled, decoding, in_prompt, budget, limits)
 
+    def _fill_beside_short(
+        self,
+        scheduled: dict[int, ScheduledSequence],
+        decoding: list[Sequence],
+        in_prompt: list[Sequence],
+        budget: int,
+    ) -> None:
+        """Schedule a step while tenants have about as many sequences each; but one may have longer
+        prompts than another. Agents' turns are left to their ranks."""
+        demand = Counter(self._running_set.waiting.num_tokens_of)
+        for sequence in in_prompt:
+            demand[sequence.request.tenant] += self._num_uncomputed(sequence)
+        by_weight = self._running_set.tenant_slots.by_weight(demand)
+        have_ranks = any(each.patience_s for each in in_prompt)
+        long = frozenset() if have_ranks else with_long_prompts(by_weight)
+        num_long_tokens = sum(demand[tenant] for tenant in long)
+        if long < by_weight.keys() and self._heavy_tenants.may_be_left_out(num_long_tokens):
+            short = [each for each in in_prompt if each.request.tenant not in long]
+            self._fill(scheduled, decoding, short, budget, dict.fromkeys(long, 0))
+        self._heavy_tenants.note(left_out=bool(scheduled))
+        if scheduled:
+            return
+        most = (budget - len(decoding)) // 2  # others' prompts have the rest
+        limits = self._heavy_tenants.prompt_limits(
+            long, most=most, prefill_tokens_per_s=self._costs.prefill_tokens_per_s
+        )
+        self._fill(scheduled, decoding, in_prompt, budget, limits)
+
     def _fill(
         self,
         scheduled: dict[int, ScheduledSequence],
@@ -352,7 +381,10 @@ class Scheduler:
             tenant_limits: maximum tokens of some tenants' prompts; those scheduled are deducted.
         """
         has_preempted = False
-        limits = self._prompt_limits(in_prompt, budget - len(decoding)) if in_prompt else {}
+        limits = {}
+        if in_prompt:
+            left_out = {tenant for tenant, limit in tenant_limits.items() if limit <= 0}
+            limits = self._prompt_limits(in_prompt, budget - len(decoding), left_out)
         outranked: list[Sequence] = []
         if in_prompt and not tenant_limits:
             in_prompt, outranked = self._by_rank(in_prompt)
@@ -404,11 +436,15 @@ class Scheduler:
         num_before = bisect.bisect(in_prompt, rank(head), key=rank)
         return in_prompt[:num_before], in_prompt[num_before:]
 
-    def _prompt_limits(self, in_prompt: list[Sequence], budget: int) -> dict[int, int]:
+    def _prompt_limits(
+        self, in_prompt: list[Sequence], budget: int, left_out: Set[str]
+    ) -> dict[int, int]:
         """Maximum tokens of the prompts being computed, by seq_id, where tenants compete for the
-        budget; the next sequence to be admitted competes too."""
+        budget; the next sequence to be admitted competes too, if its tenant is not left out."""
         missing = {sequence: self._num_uncomputed(sequence) for sequence in in_prompt}
-        head = self._running_set.waiting.peek() if self._running_set.num_free_slots > 0 else None
+        head = None
+        if self._running_set.num_free_slots > 0:
+            head = self._running_set.waiting.peek(left_out)
         num_entering = 0 if head is None else self._num_missing(head)
         return prefill_budgets(missing, budget, entering=head, num_entering=num_entering)
 

@@ -12,7 +12,7 @@ a step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 _ONE_KEPT_OF, _MAX_KEPT = 8, 4  # slots; of fewer than eight none is kept free
@@ -109,6 +109,10 @@ class TenantSlots:
             for name, each in self._holders.items()
             if each.num_slots / each.weight >= _HEAVY * least
         }
+
+    def by_weight(self, amounts: Mapping[str, int]) -> dict[str, float]:
+        """What tenants have that is more than nothing, divided by their weights."""
+        return {name: num / self._tenants[name].weight for name, num in amounts.items() if num}
 
     def _share(self, tenant: _Tenant) -> float:
         if len(self._tenants) == 1:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -81,12 +82,14 @@ class WaitingQueue:
 
     Attributes:
         num_tokens: tokens that the waiting sequences have to compute.
+        num_tokens_of: the same by tenant.
         num_served_tokens: the same of all sequences served so far.
     """
 
     def __init__(self, order: ServiceOrder) -> None:
         self.order = order
         self.num_tokens = 0
+        self.num_tokens_of = Counter[str]()
         self.num_served_tokens = 0
         self._bands: dict[int, _Band] = {}
         self._order_of_bands: list[int] = []  # a heap
@@ -123,7 +126,11 @@ class WaitingQueue:
         """Remove a sequence if it waits."""
         entry = self._waiting.pop(sequence.seq_id, None)
         if entry is not None:
+            tenant = sequence.request.tenant
             self.num_tokens -= entry[1]
+            self.num_tokens_of[tenant] -= entry[1]
+            if not self.num_tokens_of[tenant]:
+                del self.num_tokens_of[tenant]
 
     def serve(self, sequence: Sequence, *, num_tokens: int) -> None:
         """Remove a head because it is served.
@@ -157,6 +164,7 @@ class WaitingQueue:
         self.discard(sequence)
         num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
         self.num_tokens += num_tokens
+        self.num_tokens_of[sequence.request.tenant] += num_tokens
         entry = self._waiting[sequence.seq_id] = (rank, num_tokens, sequence)
         band = self._bands.get(rank[0])
         if band is None:

@@ -157,27 +157,31 @@ def test_tenants_that_left_are_forgotten() -> None:
 def test_who_waits_has_its_share_or_no_slot_is_free(
     data: st.DataObject, max_num_seqs: int, widths: list[int]
 ) -> None:
-    """And everybody is served in the end, however wide."""
+    """At the latest after two steps that others' shorter prompts have to themselves. And everybody
+    is served in the end, however wide."""
     stack = stack_of(max_num_seqs)
+    num_left_out = 0  # steps in a row
     for _ in range(data.draw(st.integers(1, 40))):
         for tenant in data.draw(st.lists(st.sampled_from("abc"), max_size=6)):
             width = min(data.draw(st.sampled_from(widths)), max_num_seqs)
             add(stack, tenant, 1, max_tokens=data.draw(st.integers(1, 9)), n=width)
         stack.clock.now_s += data.draw(st.sampled_from([0.1, 6.0]))
         batch = stack.scheduler.schedule()
-        if max(widths) == 1:
-            check_shares(stack)
+        num_left_out = 0 if max(widths) > 1 or are_shared(stack) else num_left_out + 1
+        assert num_left_out <= 2
         stack.scheduler.update(batch, stack.device.submit(batch).result())
         stack.check_blocks()
     stack.run()
 
 
-def check_shares(stack: Stack) -> None:
-    """Of a step that was just planned."""
+def are_shared(stack: Stack) -> bool:
+    """Whether nobody waits below its share, by a step that was just planned."""
     running_set = stack.scheduler._running_set
     waiting = {
         s.request.tenant for s in running_set.live.values() if s.seq_id not in running_set.running
     }
-    for tenant in waiting if running_set.num_free_slots else ():
-        assert not running_set.tenant_slots.is_within_share(tenant, 1)
-        assert running_set.num_free_slots <= NUM_KEPT
+    if not waiting or not running_set.num_free_slots:
+        return True
+    return running_set.num_free_slots <= NUM_KEPT and not any(
+        running_set.tenant_slots.is_within_share(tenant, 1) for tenant in waiting
+    )
