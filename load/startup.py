@@ -1,26 +1,30 @@
-"""`penstock bench startup`: a server's start, its memory, and its speed with few and many streams.
+"""`penstock bench startup`: start, memory, speed, and how long a dead engine makes streams wait.
 
 Real servers are started and stopped: seconds until each is ready and until its first token, and the
 memory of its processes. The last one is then asked for the same requests as by `penstock bench
-serve`, so that the figures are comparable. The first start reads files into the page cache: a first
-start after boot is not measured. `make bench` does it once.
+serve`, so that the figures are comparable. At the end of each, its engine is killed (`kill -9`)
+amid as many streams as there were at most, and what a reader waited is measured. The first start
+reads files into the page cache: a first start after boot is not measured. `make bench` does it
+once.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
 import uvloop
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Call, StreamRecord
+from penstock.load.client.records import Call, Dialogue, Message, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.client.transport import Wire
 from penstock.load.launch import Started, server
@@ -37,10 +41,15 @@ _PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # token ids that every vocabulary has
 _FIRST_TOKENS = 16
 _PROMPT_TOKENS = 64  # words: a few more tokens of a small vocabulary
 _MIN_REQUESTS, _WAVES = 4, 2
+_KILL_SEED = 1 << 20  # prompts that no speed was measured with
+_TOKENS_AROUND, _ENDLESS_TOKENS = 64, 1500  # before and after a death; of an answer, at most
+_LOOK_S = 0.005
 _NOTES = """\
 To the first token: the ready line and then the first answer, asked for at once. Memory in MiB, when
 ready: resident counts all pages; proportional divides those that processes share, so that it can be
-summed; unique would be free without the process; used is resident after a first request."""
+summed; unique would be free without the process; used is resident after a first request. The
+longest gap is that of all streams: between two events with text; an engine is killed after 64
+tokens of each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--streams", type=counts, default="1,8,32",
         help="numbers of concurrent streams, comma-separated")  # fmt: skip
     add("--output-tokens", type=positive, default=128, help="tokens per answer")
+    add("--kill", action=argparse.BooleanOptionalAction, default=True,
+        help="end each server's engine amid the most streams")  # fmt: skip
     add("flags", nargs="*", help="flags for the server, after --")
     add_out(parser)
 
@@ -60,6 +71,7 @@ class Start:
 
     ready_s: float  # from the start of its process to its ready line
     first_token_s: float  # from a first request, sent then, to its first token
+    gap_s: float | None = None  # the longest of all streams whose engine was killed
     idle: Mapping[str, Mapping[str, int]]
     used: Mapping[str, Mapping[str, int]]
 
@@ -72,6 +84,8 @@ def run(parsed: argparse.Namespace) -> int:
             starts.append(_start(started, parsed.model))
             if number + 1 == parsed.repeats:
                 runs = uvloop.run(_speeds(started, parsed))
+            if parsed.kill:
+                starts[-1] = replace(starts[-1], gap_s=uvloop.run(_outlive(started, parsed)))
     for each in runs:
         for fault, detail in each.summary.fault_details.items():
             print(f"{fault}: {detail}", file=sys.stderr)
@@ -83,7 +97,8 @@ def run(parsed: argparse.Namespace) -> int:
         "starts": [asdict(start) for start in starts],
         "speeds": [each.figures() for each in runs],
     }
-    parts = [title, _times_table(starts), _memory_table(starts), _NOTES, sweep_table(runs)]
+    times = _times_table(starts, runs, num_streams=max(parsed.streams))
+    parts = [title, times, _memory_table(starts), _NOTES, sweep_table(runs)]
     publish(parsed.out, "startup", "Start of a server", "\n\n".join(parts), data)
     return int(any(each.summary.num_failed for each in runs))
 
@@ -121,31 +136,93 @@ async def _speeds(started: Started, parsed: argparse.Namespace) -> list[Run]:
     for seed, (num_streams, wire) in enumerate(cases):
         name = f"{wire.endpoint}, {wire.transport}"
         target = Target(name=name, base_url=started.base_url, model=parsed.model)
-        dialogues = RandomLengths(
-            num_dialogues=max(_MIN_REQUESTS, _WAVES * num_streams) + 1,
-            input_len=Lengths.fixed(_PROMPT_TOKENS),
-            output_len=Lengths.fixed(parsed.output_tokens),
-            seed=seed,
-        ).make(Words())
+        num_dialogues = max(_MIN_REQUESTS, _WAVES * num_streams) + 1
+        dialogues = _dialogues(num_dialogues, parsed.output_tokens, seed=seed)
         for part in (dialogues[:1], dialogues[1:]):
             result = await measure(target, wire, part, ClosedLoop(num_streams))
         runs.append(Run(name, Load(concurrency=num_streams), False, result, summarize(result)))
     return runs
 
 
+def _dialogues(num: int, output_tokens: int, *, seed: int) -> list[Dialogue]:
+    return RandomLengths(
+        num_dialogues=num,
+        input_len=Lengths.fixed(_PROMPT_TOKENS),
+        output_len=Lengths.fixed(output_tokens),
+        seed=seed,
+    ).make(Words())
+
+
+async def _outlive(started: Started, parsed: argparse.Namespace) -> float:
+    """Kill the engine when each of the most streams has some tokens, and read on until each has as
+    many more; the longest gap of any.
+
+    Raises ConfigError if one had a fault.
+    """
+    dialogues = _dialogues(max(parsed.streams), _ENDLESS_TOKENS, seed=_KILL_SEED)
+    records = [StreamRecord(scheduled_s=time.perf_counter()) for _ in dialogues]
+    # Behind the end of a text there may be no more of it, nor in a chat behind what may be a call.
+    extra = {"temperature": 0, "min_tokens": _ENDLESS_TOKENS}
+
+    async def read(dialogue: Dialogue, record: StreamRecord) -> None:
+        messages = (Message(role="user", content=str(dialogue.turns[0].text)),)
+        call = Call(model=parsed.model, max_tokens=_ENDLESS_TOKENS, ignore_eos=True,
+                    messages=messages, extra=extra)  # fmt: skip
+        await transport.stream(call, record)
+
+    async def reach(num_tokens: int) -> None:
+        while min(sum(record.event_tokens) for record in records) < num_tokens:
+            for record in records:
+                if record.ended_s > 0.0:
+                    raise ConfigError(f"a stream whose engine is killed ended: {record.detail}")
+            await asyncio.sleep(_LOOK_S)
+
+    async with SseTransport(started.base_url, "completions") as transport:
+        readers = [
+            asyncio.create_task(read(*each)) for each in zip(dialogues, records, strict=True)
+        ]
+        try:
+            await reach(_TOKENS_AROUND)
+            killed_s, engine = time.perf_counter(), started.family()["engine"]
+            engine.kill()
+            await reach(max(sum(record.event_tokens) for record in records) + _TOKENS_AROUND)
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+    return _longest_gap_s(records, since_s=killed_s)
+
+
+def _longest_gap_s(records: Iterable[StreamRecord], *, since_s: float = 0.0) -> float:
+    """Between two events with text of any stream, the later of them since then."""
+    gaps_s = (
+        later - one
+        for record in records
+        for one, later in pairwise(record.event_times_s)
+        if later >= since_s
+    )
+    return max(gaps_s, default=0.0)
+
+
 # -- what is said of it ---------------------------------------------------------------------------
 
 
-def _times_table(starts: Sequence[Start]) -> str:
+def _times_table(starts: Sequence[Start], runs: Sequence[Run], *, num_streams: int) -> str:
+    undisturbed = [
+        _longest_gap_s(each.result.records) for each in runs if each.load.concurrency == num_streams
+    ]
     times = {
-        "ready": [start.ready_s for start in starts],
-        "first token": [start.ready_s + start.first_token_s for start in starts],
+        "from its process to ready": [start.ready_s for start in starts],
+        "… to the first token": [start.ready_s + start.first_token_s for start in starts],
+        f"longest gap of {num_streams} streams": undisturbed,
+        "… whose engine is killed": [start.gap_s for start in starts if start.gap_s is not None],
     }
     rows = [
         [name, f"{statistics.median(each):.2f}", f"{min(each):.2f}–{max(each):.2f}"]
         for name, each in times.items()
+        if each
     ]
-    return table(("from the start of the process to", "s", "min–max"), rows)
+    return table(("start of a server", "s", "min–max"), rows)
 
 
 def _memory_table(starts: Sequence[Start]) -> str:

@@ -45,7 +45,7 @@ from penstock.engine.request import RequestOutput
 from penstock.gateway.engines.routing import EngineLoad, KeySet
 
 _LOG = logging.getLogger(__name__)
-_RETRY_S = 0.05  # while no engine listens
+_RETRY_S = 0.02  # while no engine listens
 _RETRY_REMOTE_S = 0.5
 _SNAPSHOT_S = 2.0
 _CONNECT_S = 3.0  # to another machine, with the handshake
@@ -212,6 +212,7 @@ class EngineLink:
         while True:
             socket = await self._connected()
             began_s, self._is_at_fault = time.monotonic(), False
+            num_before = self.num_connections
             try:
                 reason = await self._live(socket)
             except Exception as error:  # a bug: report it, and try again
@@ -220,6 +221,8 @@ class EngineLink:
             self._owner.tick()
             if self._is_at_fault:
                 await self._shun(time.monotonic() - began_s)
+            elif self.num_connections > num_before:
+                await asyncio.sleep(_RETRY_S)  # the next one may be there at once
             else:
                 await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
 

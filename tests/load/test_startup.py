@@ -23,7 +23,7 @@ def shared(demo: Started, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("shared")
 def test_it_shows_start_memory_and_speed(penstock: Penstock, tmp_path: Path) -> None:
-    arguments = ("--repeats", "2", "--streams", "1,3", "--output-tokens", "8")
+    arguments = ("--repeats", "2", "--streams", "1,3", "--output-tokens", "8", "--no-kill")
     done = penstock("bench", "startup", *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "model demo · ready after " in done.stdout
@@ -49,8 +49,8 @@ def test_it_shows_start_memory_and_speed(penstock: Penstock, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("shared")
 def test_a_stream_with_a_fault_is_told(penstock: Penstock, tmp_path: Path) -> None:
-    arguments = ("--repeats", "1", "--streams", "2", "--model", "another", "--out", str(tmp_path))
-    done = penstock("bench", "startup", *arguments)
+    arguments = ("--repeats", "1", "--streams", "2", "--model", "another", "--no-kill")
+    done = penstock("bench", "startup", *arguments, "--out", str(tmp_path))
     assert done.returncode == 1
     assert "refused: " in done.stderr
 
@@ -59,3 +59,14 @@ def test_without_a_server_there_is_a_reason(penstock: Penstock, tmp_path: Path) 
     done = penstock("bench", "startup", "--out", str(tmp_path), "--", "--num-blocks", "0")
     assert done.returncode == 2
     assert "the server ended" in done.stderr
+
+
+@pytest.mark.process_kills
+@pytest.mark.exhaustive
+def test_streams_outlive_their_engine(penstock: Penstock, tmp_path: Path) -> None:
+    arguments = ("--repeats", "1", "--streams", "3", "--output-tokens", "8")
+    done = penstock("bench", "startup", *arguments, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    [start] = json.loads((tmp_path / "startup.json").read_text())["starts"]
+    assert start["gap_s"] > 0.0
+    assert "… whose engine is killed" in done.stdout

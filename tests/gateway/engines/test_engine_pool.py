@@ -150,6 +150,21 @@ async def test_a_link_that_is_often_lost_is_no_death_of_the_engine(
         assert stream.num_deaths == 0
 
 
+async def test_the_next_engine_is_looked_for_without_waiting_for_a_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "HEARTBEAT_INTERVAL_S", 1e6)
+    async with linked(tmp_path) as (client, engine):
+        engine.may_speak.clear()
+        stream = client.submit(request("r", max_tokens=4))
+        await until(lambda: "r" in engine.submitted)
+        engine.lose_gateways()
+        await until(lambda: "r~1" in engine.submitted)
+        engine.may_speak.set()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await drain(stream) == [1, 2, 3, 1]
+
+
 async def test_abort_reaches_the_engine_once(tmp_path: Path) -> None:
     async with linked(tmp_path, step_s=0.01) as (client, engine):
         stream = client.submit(request("r"))
