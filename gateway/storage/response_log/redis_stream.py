@@ -218,6 +218,8 @@ def _entry(fields: dict[bytes, bytes]) -> Entry | None:
             return decode_end(body)
     except UnreadableEntryError as error:
         raise BrokenLogError(str(error)) from error
+    if kind == BROKEN:
+        raise BrokenLogError("its gateway went on without storing it")
     if kind != FENCE:
         raise BrokenLogError(f"unknown entry {kind[:40].decode(errors='replace')!r}")
     return None
