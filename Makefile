@@ -113,6 +113,9 @@ $(VENV)/.installed-%: constraints.txt | $(VENV)/.installed
 # Once, the script `penstock` was of penstock-llm: replacing one of then removes it.
 $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing penstock into $(VENV) (a few minutes the first time) ..."
+	@[ "$$(uname)" != Linux ] || [ -e /dev/nvidiactl ] || [ "$$PIP_EXTRA_INDEX_URL" ] || \
+	  echo "there is no NVIDIA GPU here; with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" \
+	    "this takes 4 GB less"
 	@$(call pip_install,clients/python)
 	@$(call pip_install,.[bench])
 	@test -e $(BIN)/penstock || $(call pip_install,clients/python)
