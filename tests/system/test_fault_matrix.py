@@ -32,7 +32,8 @@ from .paced_engine import Pace
 from .processes import END_S, Served, serve, wait_until
 from .stream_checker import TERMINAL, CheckedStream, ExpiredError, replay
 
-pytestmark = [pytest.mark.redis, pytest.mark.process_kills]
+# The first tier has kills of both in `test_disk_faults.py`.
+pytestmark = [pytest.mark.redis, pytest.mark.process_kills, pytest.mark.exhaustive]
 
 _NUM_CUTS = 3  # per transport and place of return
 _APART = 5  # steps between the begins of two streams: each is somewhere else when it is cut
@@ -202,8 +203,8 @@ async def _check(
     "kills",
     [
         (("first", "engine"), ("first", "gateway")),
-        pytest.param((("first", "engine"), ("first", "engine")), marks=pytest.mark.exhaustive),
-        pytest.param((("first", "gateway"), ("second", "gateway")), marks=pytest.mark.exhaustive),
+        (("first", "engine"), ("first", "engine")),
+        (("first", "gateway"), ("second", "gateway")),
     ],
     ids=["engine, gateway", "engine twice", "both gateways"],
 )
@@ -266,7 +267,6 @@ def _counts(used: dict[str, Any], num_requests: int) -> Counter[str]:
     )
 
 
-@pytest.mark.exhaustive
 async def test_redis_killed_and_back(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
     """Live streams go on where they are, and cannot be resumed; what is new is refused, or runs
     without storage. When Redis is back, everything works as before."""

@@ -103,7 +103,8 @@ def logits(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "has_qk_norm", "dtype"), [(16, False, torch.float32), (32, True, torch.float16)]
+    ("head_dim", "has_qk_norm", "dtype"),
+    tiered([(16, False, torch.float32), (32, True, torch.float16)], [(32, True, torch.float16)]),
 )
 def test_equals_torch(device, head_dim, has_qk_norm, dtype, monkeypatch):
     model = decoder(dtype, has_qk_norm=has_qk_norm, head_dim=head_dim)
@@ -139,6 +140,7 @@ def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, dtype, is_fp
             assert torch.equal(logits(model, device, steps, num_padded), whole)
 
 
+@pytest.mark.exhaustive
 def test_an_fp8_cache_moves_logits_a_little(device, monkeypatch):
     """And its scales reach the kernels: they refuse one without the other."""
     model = decoder(torch.float32, has_qk_norm=True, head_dim=32)
@@ -155,6 +157,7 @@ def test_an_fp8_cache_moves_logits_a_little(device, monkeypatch):
         assert 1e-4 < error < 0.2
 
 
+@pytest.mark.exhaustive
 def test_sinks_and_soft_cap_reach_attention(device, monkeypatch):
     model = decoder(torch.float32, has_qk_norm=False, head_dim=16)
     plain = logits(model, "cpu")

@@ -92,7 +92,7 @@ def test_long_contexts(dtype: torch.dtype, heads: Any, head_dim: int, is_fp8: bo
     check(PagedCase(replace(shape, **options), device="cuda"))
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 30])
+@pytest.mark.parametrize("window", tiered([1, 7, 16, 30], [7]))
 def test_windows_narrower_than_a_tile_of_queries(window: int, device: str) -> None:
     """Some rows then see nothing of the tile of keys that others begin with."""
     shape = CaseShape(step=[(20, 60), (0, 50)], heads=(1, 1), window=window)
@@ -106,7 +106,7 @@ def test_any_number_of_splits_gives_the_same(device: str) -> None:
         check(case, config=SMALL_TILES, split_len=split_len)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", tiered([None, 40], [40]))
 def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(
     window: int | None, device: str
 ) -> None:
@@ -176,7 +176,9 @@ def test_bounds_may_be_larger_than_what_is_there(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "split_len"), [(DECODES, 16), (MIXED, None)], ids=["decodes", "mixed"]
+    ("step", "split_len"),
+    tiered([(DECODES, 16), (MIXED, None)], [(MIXED, None)]),
+    ids=["decodes", "mixed"],
 )
 def test_padding_of_a_batch(step: Any, split_len: int | None, device: str) -> None:
     case = PagedCase(CaseShape(step=step, has_sinks=True), device=device)
@@ -233,7 +235,7 @@ def test_scales_may_be_one_for_all(device: str) -> None:
     assert torch.equal(attend(case, config=SMALL_TILES), expected)
 
 
-@pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("step", tiered([DECODES, MIXED], [DECODES]), ids=["decodes", "mixed"])
 def test_contiguous_blocks_need_no_table(step: Any, device: str) -> None:
     case = PagedCase(CaseShape(step=step, head_dim=64), device=device)
     expected = attend(case, config=SMALL_TILES)
