@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ISA_VARIABLE = "PENSTOCK_CPU_ISA"
 _CPUINFO = Path("/proc/cpuinfo")
 _MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # as others than Linux call them
 
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c")
+_AVX512_EXTRAS = ("avx512_bf16", "avx512_vnni")
+
 # For each machine, best first: the CPU features required; all have `portable`.
 _NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
+        "amx": (*_AVX512, *_AVX512_EXTRAS, "amx_tile", "amx_bf16"),
+        "avx512": _AVX512,
         "avx2": ("avx2", "fma", "f16c"),
     },
     "aarch64": {"neon": ("dotprod",)},
 }
 # Used if present.
 _EXTRAS = {
-    "avx512": ("avx512_bf16", "avx512_vnni"),
+    "avx512": _AVX512_EXTRAS,
     "avx2": ("avx_vnni",),
     "neon": ("bf16", "i8mm"),
 }
 # What a wheel has compiled kernels for, best first: processors have these extras together, or none.
 _SHIPPED = {
     "x86_64": {
-        "avx512_bf16": ("avx512", ("avx512_bf16", "avx512_vnni")),
+        "amx": ("amx", ()),
+        "avx512_bf16": ("avx512", _AVX512_EXTRAS),
         "avx512_vnni": ("avx512", ("avx512_vnni",)),
         "avx512": ("avx512", ()),
         "avx2_vnni": ("avx2", ("avx_vnni",)),
@@ -112,7 +119,8 @@ def _isa(machine: str, name: str, extras: list[str] | tuple[str, ...]) -> Isa:
     features = (*_NEEDS.get(machine, {}).get(name, ()), *extras)
     if machine == "aarch64" and features:  # these have one flag for all
         return Isa(name, (f"-march=armv8.2-a+{'+'.join(features)}",))
-    return Isa(name, tuple(f"-m{feature.replace('_', '')}" for feature in features))
+    joined = (name.replace("_", "-" if name.startswith("amx") else "") for name in features)
+    return Isa(name, tuple(f"-m{feature}" for feature in joined))
 
 
 def _features_of(isa: Isa) -> set[str]:
@@ -120,7 +128,18 @@ def _features_of(isa: Isa) -> set[str]:
 
 
 def _cpu_features() -> frozenset[str]:
-    return frozenset(_ALIASES.get(name, name) for name in _features_by_system() or _by_torch())
+    names = _features_by_system() or _by_torch()
+    features = frozenset(_ALIASES.get(name, name) for name in names)
+    return features if "amx_tile" not in features or _may_use_tiles() else features - {"amx_tile"}
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for AMX's registers, for all threads of this process."""
+    if platform.system() != "Linux":
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # as in the kernel's arch/x86/xstate.rst
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0)
 
 
 def _features_by_system() -> list[str]:

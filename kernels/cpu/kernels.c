@@ -21,6 +21,27 @@ enum { MAX_ROWS = 6, GROUP = 1, MAX_PANELS = 2, QUANTIZED_ROWS = 4, BYTE_ROWS = 
 enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, BYTE_ROWS = 2, LORA_ROWS = 1, BYTE_TILES = 1 };
 #endif
 
+/* AMX multiplies b16 sixteen rows at a time, from tiles of registers. */
+#if defined(__AMX_BF16__) && defined(DTYPE_PAIRS)
+#define HAS_TILES
+enum { TILE_ROWS = 16, TILE_K = 32 };
+
+/* Tiles 0 to 6 of so many rows; tile 7, of weights, of all. */
+INLINE void configure_tiles(int rows) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = (uint8_t)(i < 7 ? rows : TILE_ROWS);
+    __asm__ volatile("" : : : "memory"); /* GCC's intrinsic names only a part of it */
+    _tile_loadconfig(&shape);
+}
+enum { DENSE_ROWS = TILE_ROWS };
+#else
+enum { DENSE_ROWS = MAX_ROWS };
+#endif
+
 /* Without instructions that multiply b16, or read f16 while they multiply, it is faster to widen weights first
  * where so many rows need them. */
 #if !defined(__AVX512F__) && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -158,7 +179,7 @@ INLINE long num_attention_items(
 /* How many rows take little more than one, for library.py: of dense weights, of quantized ones by rows of bytes,
  * and by exact rows. It is a tile's rows; of bytes two tiles where vectors multiply them, since their weights then
  * come from the cache: with AVX2 8 rows of bytes take 1.2 to 1.6 times as long as one, 4 exact ones 1.5, 8 exact 3. */
-const int64_t NAME(verify_rows)[] = {MAX_ROWS, BYTE_TILES * BYTE_ROWS, QUANTIZED_ROWS};
+const int64_t NAME(verify_rows)[] = {DENSE_ROWS, BYTE_TILES * BYTE_ROWS, QUANTIZED_ROWS};
 
 #include "products.inc.c"
 #include "bytes.inc.c"

@@ -1,6 +1,6 @@
 /* Matrix products with packed weights, for one DTYPE.
  *
- * Sums run in float, in the order of k whatever the number of rows: a row never depends on the
+ * Sums run in float, in an order of k that is the same for any number of rows: a row never depends on the
  * other rows. A panel is 16 output columns, zero past the last one, so that a lane of an
  * accumulator is a column and nothing is summed across lanes. GROUP panels are packed side by side
  * (the last group may be narrower), so that a product reads one stream of memory:
@@ -76,6 +76,7 @@ INLINE void NAME(tile)(
     NAME(write_tile)(a, row, group * GROUP * LANES, finished, rows, panels);
 }
 
+#ifndef HAS_TILES
 /* Rows from `row` up to `end` against one group, which stays in the cache meanwhile. Tiles that
  * only multiply prefetch the next group, from `ahead` on (null: none). */
 INLINE void NAME(rows_of_group)(
@@ -97,6 +98,7 @@ INLINE void NAME(rows_of_group)(
     FEW_ROWS(end - row, MAX_ROWS)
 #undef TILE
 }
+#endif
 
 #if defined(WIDENS) && !JOIN(IS, DTYPE)
 /* A full tile in float: many rows against weights that are widened once, not with each tile. */
@@ -156,6 +158,71 @@ static __attribute__((noinline)) long NAME(wide_rows)(
         NAME(wide_tile)(a, row, group, x, w);
     }
     return row;
+}
+#endif
+
+#ifdef HAS_TILES
+/* Rows from `row` and, if there is a second tile, from `second` on, by a group; prefetches `lines` cache lines
+ * with each TILE_K. Registers 0 to 2 and 3 to 5 hold sums, 6 rows, 7 weights. Whatever the number of rows, a
+ * sum's order is that of the instruction; what is left of k is added after it. */
+INLINE void NAME(amx_tiles)(
+    const struct linear_args *a, long row, long second, long group, const int panels, const int num_tiles,
+    const int rows, const char *ahead, const int lines) {
+    const long in = a->in_features, stride = panels * LINE_BYTES, x_stride = in * (long)sizeof(DTYPE);
+    const DTYPE *x = a->x, *w = (const DTYPE *)a->weight + group * GROUP * LANES * in;
+    union parts sums[2 * TILE_ROWS * GROUP];
+    long k = 0;
+#define MULTIPLY(sum, v) \
+    if (v < panels) { \
+        _tile_loadd(7, w + k * panels * LANES + v * LANES * PAIR, stride); \
+        _tile_dpbf16ps(sum, 6, 7); \
+    }
+#define STORE_TILE(tile, r, v) if (v < panels) { _tile_stored(tile, sums + r * panels + v, stride); }
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); _tile_zero(4); _tile_zero(5);
+    for (; k + TILE_K <= in; k += TILE_K) {
+        for (int i = 0; i < lines; i++, ahead += LINE_BYTES) __builtin_prefetch(ahead, 0, 2);
+        _tile_loadd(6, x + row * in + k, x_stride);
+        MULTIPLY(0, 0) MULTIPLY(1, 1) MULTIPLY(2, 2)
+        if (num_tiles == 1) continue;
+        _tile_loadd(6, x + second * in + k, x_stride);
+        MULTIPLY(3, 0) MULTIPLY(4, 1) MULTIPLY(5, 2)
+    }
+    STORE_TILE(0, 0, 0) STORE_TILE(1, 0, 1) STORE_TILE(2, 0, 2)
+    if (num_tiles > 1) { STORE_TILE(3, rows, 0) STORE_TILE(4, rows, 1) STORE_TILE(5, rows, 2) }
+#undef MULTIPLY
+#undef STORE_TILE
+    for (; k < in; k += PAIR)
+        for (int i = 0; i < num_tiles * rows * panels; i++) {
+            const long at = i / panels < rows ? row + i / panels : second + i / panels - rows;
+            uint32_t pair;
+            memcpy(&pair, x + at * in + k, sizeof pair);
+            const NAME(weights) weights = NAME(load_weights)(w + k * panels * LANES + i % panels * NAME(part_stride));
+            sums[i].part[0] = dot_pairs(sums[i].part[0], usplat_part(pair), weights);
+        }
+    NAME(write_tile)(a, row, group * GROUP * LANES, sums, rows, panels);
+    if (num_tiles > 1) NAME(write_tile)(a, second, group * GROUP * LANES, sums + rows * panels, rows, panels);
+}
+
+/* All rows by tiles. The last tile begins early, so that all have as many rows: rows that two of them have are
+ * written twice, with the same numbers. The pairs of tiles share the lines of the next group; without one, or if
+ * it would not stay in the cache, the first pair reads ahead of itself. */
+INLINE void NAME(rows_of_group)(
+    const struct linear_args *a, long row, long end, long group, const int panels, const char *ahead) {
+    const int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
+    const long bytes = GROUP * LANES * a->in_features * (long)sizeof(DTYPE);
+    const long num_pairs = ceil_div(end - row, 2 * TILE_ROWS);
+    const int is_spread = num_pairs > 1 && ahead && bytes <= MAX_AHEAD_BYTES;
+    int lines = is_spread ? (int)ceil_div(panels * TILE_ROWS, num_pairs) : panels * TILE_ROWS;
+    if (!is_spread) ahead = (const char *)a->weight + group * bytes + AHEAD_BYTES;
+    configure_tiles(rows);
+    for (const long last = end - rows; row < end; row += 2 * TILE_ROWS) {
+        const long first = row < last ? row : last, second = row + TILE_ROWS < last ? row + TILE_ROWS : last;
+        if (row + TILE_ROWS < end) NAME(amx_tiles)(a, first, second, group, panels, 2, rows, ahead, lines);
+        else NAME(amx_tiles)(a, first, first, group, panels, 1, rows, ahead, lines);
+        if (is_spread) ahead += a->in_features / TILE_K * lines * LINE_BYTES;
+        else lines = 0;
+    }
+    _tile_release();
 }
 #endif
 

@@ -185,7 +185,7 @@ def test_tokens_are_the_same(dtype: str, features: list[dict[str, Any]]):
 
 
 # Rows that take about the time of one: of dense weights, and by int8 ones of bytes and exact.
-VERIFY_ROWS = {"avx512": (8, 8, 8), "avx2": (6, 8, 4), "portable": (2, 2, 2)}
+VERIFY_ROWS = {"amx": (8, 8, 8), "avx512": (8, 8, 8), "avx2": (6, 8, 4), "portable": (2, 2, 2)}
 
 
 @pytest.mark.parametrize("isa", usable_isas())

@@ -18,12 +18,15 @@ from penstock.kernels.cpu.library import load_library
 from . import operations
 
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"}
+_AMX = {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
 _DEFINES = ("DTYPE=b16", "DTYPE_PAIRS")
 
 
 @pytest.mark.parametrize(
     ("machine", "features", "expected"),
     [
+        ("x86_64", _AVX512 | _AMX, "amx"),
+        ("x86_64", (_AVX512 | _AMX) - {"amx_tile"}, "avx512_bf16"),
         ("x86_64", _AVX512 | {"avx512_bf16", "avx512_vnni", "avx_vnni"}, "avx512_bf16"),
         ("x86_64", _AVX512 | {"avx512_vnni"}, "avx512_vnni"),
         ("x86_64", _AVX512, "avx512"),
@@ -48,6 +51,13 @@ def test_without_proc_it_is_torch_that_knows_the_processor(monkeypatch, tmp_path
     expected = select_isa()
     monkeypatch.setattr(isa, "_CPUINFO", tmp_path / "none")
     assert select_isa() == expected
+
+
+def test_amx_needs_the_systems_leave(monkeypatch):
+    monkeypatch.setattr(isa, "_features_by_system", lambda: [*_AVX512, *_AMX])
+    for is_given in (True, False):
+        monkeypatch.setattr(isa, "_may_use_tiles", lambda answer=is_given: answer)
+        assert ("amx_tile" in isa._cpu_features()) == is_given
 
 
 @pytest.mark.external
