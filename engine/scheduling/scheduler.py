@@ -224,7 +224,7 @@ class Scheduler:
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Process a step's result; the outputs for clients."""
         self._costs.observe(batch, result)
-        if self.drafting.drafted:
+        if self.drafting.drafted or self.drafting.num_with_drafts:
             self.drafting.observe(batch, result)
         outputs: list[RequestOutput] = []
         if self._notices:

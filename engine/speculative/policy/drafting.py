@@ -29,7 +29,9 @@ _MAX_PAUSE = 32  # steps without drafts after wrong ones
 # Tokens that must match before others are drafted by the method `auto`: in a new sequence, in one
 # whose drafts were right, and at most.
 _FIRST_EVIDENCE, _LEAST_EVIDENCE, _MOST_EVIDENCE = 8, 3, 64
-_LOOK_EVERY = 4  # steps, where there was too little of it: a look takes microseconds
+# Steps from one look for it to the next, since one takes a twentieth of a small model's step. After
+# so many looks in vain it is twice as many.
+_LEAST_SPACING, _MOST_SPACING, _LOOKS_EACH = 4, 16, 4
 # Of a draft model, whose guesses are right independently of each other, at some rate. A guess costs
 # a pass of that model, perhaps a tenth of a step, for all the tokens of the step: it must be right
 # that often together with those before it.
@@ -64,6 +66,7 @@ class _Drafted:
         evidence: tokens that must match before drafts are copied.
         drafter: made when it is first looked for drafts: many sequences at once leave no room.
         num_misses: steps in a row in which the first draft was wrong.
+        num_looks: looks for evidence in a row that found too little.
         rate: a moving mean of the draft model's guesses that were right, of those checked.
         resumes_at: the step before which it has no drafts but forced ones.
         forced: tokens that must come next, as the device says.
@@ -75,6 +78,7 @@ class _Drafted:
     evidence: int = 0
     drafter: NgramDrafter | None = None
     num_misses: int = 0
+    num_looks: int = 0
     rate: float = 0.7
     resumes_at: int = 0
     forced: tuple[int, ...] = ()
@@ -90,6 +94,7 @@ class Drafting:
     Attributes:
         num_verify_rows: tokens that a step computes in about the time of one.
         drafted: the sequences that may get drafts, by seq_id.
+        num_with_drafts: steps with drafts that `observe` has not seen yet.
     """
 
     def __init__(
@@ -113,9 +118,10 @@ class Drafting:
         self.drafted: dict[int, _Drafted] = {}
         self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
         self._has_forced = False  # whether some next tokens are forced
-        # Steps in which sequences might have had drafts, the first that may have some, and the one
-        # in which those look for evidence that had too little.
-        self._step = self._next_step = self._next_look = 0
+        self.num_with_drafts = 0
+        # Steps that had room for drafts, the first that may have some, and one in which sequences
+        # looked for evidence; all of them look in the same.
+        self._step = self._next_step = self._first_look = 0
 
     def enter(self, sequence: Sequence) -> bool:
         """A sequence enters the device; whether it may get drafts."""
@@ -129,8 +135,6 @@ class Drafting:
             return False
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
         evidence = _FIRST_EVIDENCE if self._needs_evidence else 0
-        if not self.drafted:
-            self._next_look = 0
         self.drafted[sequence.seq_id] = _Drafted(sequence, limit, evidence)
         self._next_step = 0
         return True
@@ -181,13 +185,14 @@ class Drafting:
         self._next_step = 0
         if len(self.drafted) == len(scheduled) and not self._has_forced:
             self._next_step = min(each.resumes_at for each in self.drafted.values())
+        self.num_with_drafts += has_drafts
         return has_drafts
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Note which drafts of a step were right."""
-        is_plain = batch.num_tokens == len(batch.scheduled)  # nearly every step
-        if is_plain and not (self._has_forced or result.forced_token_ids):
-            return
+        if not (self.num_with_drafts or self._has_forced or result.forced_token_ids):
+            return  # nearly every step
+        self.num_with_drafts -= any(item.num_drafts for item in batch.scheduled)
         counters = self.counters
         for item in batch.scheduled:
             drafted = self.drafted.get(item.seq_id)
@@ -262,6 +267,8 @@ class Drafting:
         """Drafts that are copied from text; where there are none, later steps do not look."""
         sequence, drafter = drafted.sequence, drafted.drafter
         if drafter is None:
+            if len(self.drafted) == 1:
+                self._first_look = self._step
             drafter = drafted.drafter = NgramDrafter(
                 sequence.token_ids,
                 num_prompt_tokens=sequence.num_prompt_tokens,
@@ -272,10 +279,13 @@ class Drafting:
         drafts = drafter.propose(limit, num_matched=drafted.evidence)
         if self._has_draft_model and not drafter.is_predicted:
             return ()
-        if self._needs_evidence and not drafts:
-            if self._next_look <= self._step:
-                self._next_look = self._step + _LOOK_EVERY
-            drafted.resumes_at = self._next_look  # for all in the same step
+        if drafts:
+            drafted.num_looks = 0
+        elif self._needs_evidence:
+            spacing = _LEAST_SPACING << drafted.num_looks // _LOOKS_EACH
+            since_look = (self._step - self._first_look) % _LEAST_SPACING
+            drafted.resumes_at = self._step - since_look + min(spacing, _MOST_SPACING)
+            drafted.num_looks += 1
         return drafts
 
     def _adapt_to_rate(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
