@@ -2,6 +2,7 @@
 #   make wheels && docker build -f .deploy/cpu.Dockerfile -t penstock .
 #   docker run --rm --read-only --tmpfs /tmp -v data:/data -v models:/models -p 8000:8000 \
 #     -e PENSTOCK_API_KEY=... penstock demo
+# Buildah and Podman keep the health check with `--format docker` only.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS install
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
