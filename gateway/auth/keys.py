@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 1.0
 _Stamp = tuple[int, int, int] | None
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can write them alone
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _MAX_PRIORITY = 1 << 31
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
@@ -161,7 +162,7 @@ def read_key_file(path: Path) -> dict[bytes, Caller]:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         # The parser's message may quote a key, so only its position is reported.
         found = re.search(r"line \d+,? column \d+", str(error))
         where = f" at {found.group()}" if found else ""
@@ -196,7 +197,8 @@ def _key(where: str, table: Any, tenants: Mapping[str, Caller]) -> tuple[bytes, 
     key, sha256 = table.get("key"), table.get("sha256")
     _check((key is None) != (sha256 is None), f"{where} needs either key or sha256")
     if key is not None:
-        _check(isinstance(key, str) and bool(key.strip()), f"{where}: key must be a string")
+        is_text = isinstance(key, str) and bool(key.strip()) and _SURROGATES.search(key) is None
+        _check(is_text, f"{where}: key must be a string")
         digest = digest_of(key.encode())
     else:
         is_digest = isinstance(sha256, str) and _SHA256.fullmatch(sha256) is not None

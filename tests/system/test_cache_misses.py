@@ -193,8 +193,9 @@ def test_what_has_not_changed_and_is_gone(client: openai.OpenAI, served: Served)
     assert cache["reason"] == "other_engine"
     assert abs(cache["missed_tokens"] - num_cached(again)) <= BLOCK
 
-    response, cache = compared(client, ask, "resp_unknown")
-    assert response.prompt_cache_diagnostics.type == "comparison_response_not_found"
+    for unknown in ("resp_unknown", ""):
+        response, cache = compared(client, ask, unknown)
+        assert response.prompt_cache_diagnostics.type == "comparison_response_not_found"
 
 
 def test_predecessors_that_nobody_names(client: openai.OpenAI) -> None:

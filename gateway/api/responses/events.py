@@ -476,7 +476,8 @@ def _new_response(
     told: _Object = {}
     if end is not None:
         told["penstock"] = penstock_object(usage_of(end), end.cache)
-        if (header.echo.get("prompt_cache_options") or {}).get("comparison_response_id"):
+        options = header.echo.get("prompt_cache_options") or {}
+        if options.get("comparison_response_id") is not None:
             told["prompt_cache_diagnostics"] = diagnostics_object(end.cache)
     return {
         "id": header.response_id,

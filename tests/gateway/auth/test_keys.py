@@ -179,6 +179,22 @@ def test_a_file_that_makes_no_sense_is_refused_without_telling_keys(
     assert "sk-secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"keys": [{"key": "\\ud800sk-secret", "tenant": "a"}], "tenants": {"a": {}}}', "string"),
+        ("[" * 100_000, "not JSON"),
+    ],
+    ids=["half a character", "deep"],
+)
+def test_json_that_makes_no_sense_is_refused_too(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told) as caught:
+        read_key_file(path)
+    assert "sk-secret" not in str(caught.value)
+
+
 async def test_a_ticket_is_good_once_and_for_seconds() -> None:
     now_s = 0.0
     tickets = MemoryTickets(clock=lambda: now_s)
