@@ -106,8 +106,6 @@ def test_ci_runs_the_checks_and_everything_though_a_make_runs_it(
     assert lines[0] == "checked"
     assert lines[-1] == "3 passed, 0 failed, 0 skipped"
     assert re.fullmatch(r"first and second tier: \d+:\d\d minutes", lines[-2])
-    reports = sorted((project / "build" / "tests").iterdir())
-    assert [report.name for report in reports] == ["all-alone.xml", "all-beside.xml"]
 
 
 def test_where_a_check_fails_no_test_runs(project: Path) -> None:

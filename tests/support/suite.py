@@ -1,11 +1,10 @@
-"""The test suite: group by group, and what it took.
+"""The test suite: tier by tier, group by group, and what it took.
 
     python -m tests.support.suite first         what a change needs: `make test`
     python -m tests.support.suite all           everything: `make test-all`
     python -m tests.support.suite all --rerun   as `.ci/run` does
 
-Further arguments go to pytest. JUnit reports are in `build/tests/`, one of each group. Both tiers
-run at once: a file is imported, and its servers are started, for both together.
+Further arguments go to pytest. JUnit reports are in `build/tests/`, one of each tier and group.
 
 With `--rerun`, what failed is run once more, one by one with nothing beside it. A test that passes
 then is named and does not fail the run, unless it is one of `tests/system`: whole servers have to
@@ -32,7 +31,7 @@ from tests.support.tiers import GROUPS
 
 _REPORTS = Path("build/tests")
 _FAILED = Path(".pytest_cache/v/cache/lastfailed")  # pytest's own list, kept for --last-failed
-_TIERS = {"first": "first tier", "all": "first and second tier"}
+_TIERS = {"first": ("first",), "all": ("first", "second")}
 _NUM_WORKERS = 2
 _OF_GROUP = {
     "beside": ("-n", str(_NUM_WORKERS), "--dist", "loadfile", "--no-loadscope-reorder"),
@@ -47,11 +46,12 @@ def main() -> int:
     parser.add_argument("tiers", choices=_TIERS)
     parser.add_argument("--rerun", action="store_true")
     options, arguments = parser.parse_known_args()
+    tiers = _TIERS[options.tiers]
     shutil.rmtree(_REPORTS, ignore_errors=True)
     if options.rerun:
         _FAILED.unlink(missing_ok=True)  # of another run
     begin_s = time.monotonic()
-    statuses = {run(options.tiers, group, arguments) for group in GROUPS}
+    statuses = {run(tier, group, arguments) for tier in tiers for group in GROUPS}
     if statuses != {_NONE_COLLECTED}:
         statuses.discard(_NONE_COLLECTED)  # of one group
     status = max(statuses)
@@ -61,7 +61,7 @@ def main() -> int:
     if options.rerun and status == pytest.ExitCode.TESTS_FAILED:
         status = rerun(arguments, counts)
     minutes, seconds = divmod(round(time.monotonic() - begin_s), 60)
-    print(f"\n{_TIERS[options.tiers]}: {minutes}:{seconds:02} minutes")
+    print(f"\n{' and '.join(tiers)} tier: {minutes}:{seconds:02} minutes")
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return status
 
@@ -70,7 +70,7 @@ def rerun(arguments: Sequence[str], counts: Counter[str]) -> int:
     """Run what failed once more, say so by name, and count it anew; the exit status."""
     failed = failed_tests()
     again = ("--last-failed", "--last-failed-no-failures=none")
-    status = run(None, "alone", (*arguments, *again))
+    status = run("again", "alone", (*arguments, *again))
     still_failing = failed_tests() if status else []
     print("\n=== run once more by themselves, since they failed ===")
     for test in failed:
@@ -82,11 +82,11 @@ def rerun(arguments: Sequence[str], counts: Counter[str]) -> int:
     return status or int(any(test.startswith(_STRICT) for test in failed))
 
 
-def run(tiers: str | None, group: str, arguments: Sequence[str]) -> int:
-    """pytest's exit status. Without tiers: of what the arguments say, as the group runs."""
-    chosen = ("--tier", tiers, "--group", group) if tiers else ()
-    print(f"\n=== {_TIERS[tiers] if tiers else 'again'}, {group} ===", flush=True)
-    report = _REPORTS / f"{tiers or 'again'}-{group}.xml"
+def run(tier: str, group: str, arguments: Sequence[str]) -> int:
+    """pytest's exit status. The tier `again` is whatever was asked for."""
+    print(f"\n=== {tier} tier, {group} ===", flush=True)
+    chosen = () if tier == "again" else ("--tier", tier, "--group", group)
+    report = _REPORTS / f"{tier}-{group}.xml"
     command = [sys.executable, "-m", "pytest", *_OF_GROUP[group], *chosen]
     return subprocess.run([*command, f"--junit-xml={report}", *arguments], check=False).returncode
 

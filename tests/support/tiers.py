@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-TIERS, GROUPS = ("first", "second", "all", "gpu"), ("beside", "alone")
+TIERS, GROUPS = ("first", "second", "gpu"), ("beside", "alone")
 _SECOND, _ALONE = ("exhaustive", "external"), "process_kills"
 
 # The folders that tests are in: those of the source whose behaviour they show, and some more. A
@@ -55,7 +55,7 @@ def tiered(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
 
 def add_options(parser: pytest.Parser) -> None:
     options = parser.getgroup("tiers")
-    options.addoption("--tier", choices=TIERS, help="only its tests; all: without those of a GPU")
+    options.addoption("--tier", choices=TIERS, help="only the tests of this tier")
     options.addoption("--group", choices=GROUPS, help="only those that run beside others, or alone")
 
 
@@ -85,8 +85,7 @@ class Tiers:
         tier, group = config.getoption("tier"), config.getoption("group")
         kept, left_out = [], []
         for item in items:
-            tiers = (None, "gpu") if tier_of(item) == "gpu" else (None, "all", tier_of(item))
-            fits = tier in tiers and group in (None, group_of(item))
+            fits = tier in (None, tier_of(item)) and group in (None, group_of(item))
             (kept if fits else left_out).append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
