@@ -22,12 +22,13 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from penstock.engine.request import Sequence
+from penstock.engine.scheduling.prefill_budget import SHORT_STEP_MS
 
 _SHORT_PROMPT = 128  # tokens
-# Of a step. As many times the rows that take the time of one are computed at their full rate: on a
-# CPU with AMX 64 rows took 8.7 ms, 128 17.3, and what a step costs beside them 0.4.
+# Of a step; where more are computed in `SHORT_STEP_MS`, it has more. As many times the rows that
+# take the time of one are computed at their full rate: on a CPU with AMX 64 rows took 8.7 ms,
+# 128 17.3, and what a step costs beside them 0.4.
 _FULL_RATE, _MAX_TOKENS = 8, 128
-_STEP_S = 0.010  # where more are computed in this time, a step has more
 _DECODE_TOKENS = 2  # what a decode costs, in tokens of a prompt: it has logits, and draws a token
 MIN_DECODES = 32  # beside prompts
 _MIN_LEFT_OUT, _MAX_LEFT_OUT = 32, 2  # tokens; steps in a row
@@ -115,4 +116,4 @@ class HeavyTenants:
 
     def _short_step(self, prefill_tokens_per_s: float) -> int:
         """Tokens of a step that nobody minds to wait for."""
-        return max(self._min_tokens, int(prefill_tokens_per_s * _STEP_S))
+        return max(self._min_tokens, int(prefill_tokens_per_s * SHORT_STEP_MS / 1e3))

@@ -24,20 +24,7 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, BYTE_ROWS = 
 /* AMX multiplies b16 sixteen rows at a time, from tiles of registers. */
 #if defined(__AMX_BF16__) && defined(DTYPE_PAIRS)
 #define HAS_TILES
-enum { TILE_ROWS = 16, TILE_K = 32 };
-
-/* Tiles 0 to 6 of so many rows; tile 7, of weights, of all. */
-INLINE void configure_tiles(int rows) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = (uint8_t)(i < 7 ? rows : TILE_ROWS);
-    __asm__ volatile("" : : : "memory"); /* GCC's intrinsic names only a part of it */
-    _tile_loadconfig(&shape);
-}
-enum { DENSE_ROWS = TILE_ROWS };
+enum { TILE_ROWS = 16, TILE_K = 32, DENSE_ROWS = TILE_ROWS };
 #else
 enum { DENSE_ROWS = MAX_ROWS };
 #endif

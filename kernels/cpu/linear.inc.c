@@ -162,6 +162,18 @@ static __attribute__((noinline)) long NAME(wide_rows)(
 #endif
 
 #ifdef HAS_TILES
+/* Tiles 0 to 6 of so many rows; tile 7, of weights, of all. */
+INLINE void configure_tiles(int rows) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.bytes[i] = LINE_BYTES, shape.rows[i] = (uint8_t)(i < 7 ? rows : TILE_ROWS);
+    __asm__ volatile("" : : : "memory"); /* GCC's intrinsic names only a part of it */
+    _tile_loadconfig(&shape);
+}
+
 /* Rows from `row` and, if there is a second tile, from `second` on, by a group; prefetches `lines` cache lines
  * with each TILE_K. Registers 0 to 2 and 3 to 5 hold sums, 6 rows, 7 weights. Whatever the number of rows, a
  * sum's order is that of the instruction; what is left of k is added after it. */

@@ -21,6 +21,18 @@ ANSWER_TIMEOUT_MS = 100_000
 STORY = "Tell me a long story."
 # An answer to STORY that `stories` makes of this length does not end before it is stopped.
 ENDLESS = ENDLESS_TOKENS
+# For answers in Markdown.
+CODE = """```python
+class Backlog:
+    def __init__(self, max_tokens: int) -> None:
+        self._free = max_tokens
+
+    def admit(self, num_tokens: int) -> bool:
+        if num_tokens > self._free:
+            return False
+        self._free -= num_tokens
+        return True
+```"""
 _MAX_TOKENS = 700
 
 

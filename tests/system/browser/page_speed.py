@@ -39,7 +39,14 @@ from penstock.gateway.http.page import PAGE_DIRECTORY
 from tests.gateway.conftest import listen
 from tests.gateway.fake_engine import INFO, FakeEngine
 from tests.system.browser.conftest import make_conversation
-from tests.system.browser.page_flow import CHROMIUM_ARGS, connected, finished, open_page, say
+from tests.system.browser.page_flow import (
+    CHROMIUM_ARGS,
+    CODE,
+    connected,
+    finished,
+    open_page,
+    say,
+)
 
 _CHARS_PER_TOKEN = 4
 _LATE_MS = 34  # one of 60 frames a second was left out
@@ -61,7 +68,7 @@ _COUNT_FRAMES = """() => {
   const next = (now) => { frames_ms.push(now - last); last = now; requestAnimationFrame(next); };
   requestAnimationFrame(next);
 }"""
-_SECTION = """## How a queue is bounded
+_SECTION = f"""## How a queue is bounded
 
 A queue bounded by *tokens*, not by requests, is **fair to short prompts**: a request is admitted
 when what it may need at most still fits, and what is refused is told when to come back. The
@@ -74,17 +81,7 @@ and errs rather on the long side. What is admitted is never dropped, however lon
   2. or from that of the hour before.
 - [x] The server's own `Retry-After` is kept.
 
-```python
-class Backlog:
-    def __init__(self, max_tokens: int) -> None:
-        self._free = max_tokens
-
-    def admit(self, num_tokens: int) -> bool:
-        if num_tokens > self._free:
-            return False
-        self._free -= num_tokens
-        return True
-```
+{CODE}
 
 | policy | waits | refuses |
 |---|---:|---|

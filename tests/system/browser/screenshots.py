@@ -18,7 +18,7 @@ from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
 from tests.support.real_models import smollm2_site
 from tests.system.browser.conftest import make_conversation
-from tests.system.browser.page_flow import CHROMIUM_ARGS, ask, growing, open_page, say
+from tests.system.browser.page_flow import CHROMIUM_ARGS, CODE, ask, growing, open_page, say
 from tests.system.processes import Served, serve
 
 _FOLDER = Path(__file__).parents[3] / "clients" / "browser" / "screenshots"
@@ -31,19 +31,9 @@ _QUESTIONS = (
     "Explain photosynthesis in one sentence.",
     "Give me three tips for a good night's sleep.",
 )
-_CODE = """A queue bounded by *tokens*, not by requests:
+_CODE = f"""A queue bounded by *tokens*, not by requests:
 
-```python
-class Backlog:
-    def __init__(self, max_tokens: int) -> None:
-        self._free = max_tokens
-
-    def admit(self, num_tokens: int) -> bool:
-        if num_tokens > self._free:
-            return False
-        self._free -= num_tokens
-        return True
-```
+{CODE}
 
 1. **Short prompts** pass while a long one waits.
 2. What is refused is told *when to come back*: after $t = n / r$ seconds.
