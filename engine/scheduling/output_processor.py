@@ -511,7 +511,8 @@ class OutputProcessor(SequenceSet):
                 logprobs = result.logprobs.get(seq_id, ()) if result.logprobs else ()
                 sequence.num_in_flight_tokens -= 1
                 new = request.add_tokens(sequence, token_ids, logprobs, prompt_logprobs)
-                if (item.draft_token_ids or item.num_wanted_drafts) and new:
+                has_drafts = item.draft_token_ids or item.num_wanted_drafts
+                if has_drafts and new and self.drafting.are_told(sequence.request):
                     new[0].num_draft_tokens = item.num_drafts
                     new[0].num_accepted_tokens = len(token_ids) - 1
                 outputs += new

@@ -209,9 +209,12 @@ class Scheduler:
         else:
             self._planned = self._plan()
             self._items = tuple(self._planned.values())
-        has_room = bool(self.drafting.drafted) and self.drafting.has_room(len(self._items))
-        if has_room and self.drafting.add_drafts(self._planned):
-            self._items = tuple(self._planned.values())
+        drafting = self.drafting
+        has_room = bool(drafting.drafted) and len(self._items) < drafting.num_verify_rows
+        if has_room:
+            drafting.step += 1
+            if drafting.step >= drafting.next_step and drafting.add_drafts(self._planned):
+                self._items = tuple(self._planned.values())
         self.counters.num_steps += bool(self._items)
         return Batch(
             step=self.counters.num_steps,
@@ -224,8 +227,9 @@ class Scheduler:
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Process a step's result; the outputs for clients."""
         self._costs.observe(batch, result)
-        if self.drafting.drafted or self.drafting.num_with_drafts:
-            self.drafting.observe(batch, result)
+        drafting = self.drafting
+        if drafting.num_with_drafts or drafting.has_forced or result.forced_token_ids:
+            drafting.observe(batch, result)
         outputs: list[RequestOutput] = []
         if self._notices:
             outputs = [each for each in self._notices if each.request_id in self._requests]

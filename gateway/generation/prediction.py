@@ -9,8 +9,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from penstock.engine.speculative.ngrams import positions_after
-
 _MIN_RUN = 3  # tokens; as many must be equal before an engine drafts from a prediction again
 
 
@@ -31,7 +29,7 @@ def num_accepted(prediction: Sequence[int], output: Sequence[int]) -> int:
         num_others = 1 if is_followed else num_others + 1
         is_followed = False
         if ends is None:
-            ends = positions_after(prediction, _MIN_RUN)
+            ends = _ends(prediction)
         if num_others < _MIN_RUN:
             continue
         found = ends.get(tuple(output[index - _MIN_RUN : index]), ())
@@ -40,3 +38,12 @@ def num_accepted(prediction: Sequence[int], output: Sequence[int]) -> int:
             position, is_followed = found[number], True
             num += _MIN_RUN
     return num
+
+
+def _ends(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+    """Each run of `_MIN_RUN` tokens → the positions after it, in order."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    runs = zip(*(prediction[start:] for start in range(_MIN_RUN)), strict=False)
+    for end, run in enumerate(runs, _MIN_RUN):
+        found.setdefault(run, []).append(end)
+    return found

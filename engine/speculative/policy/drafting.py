@@ -16,11 +16,12 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from penstock.engine.batch import Batch, BatchResult, ScheduledSequence
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
-from penstock.engine.request import Sequence
+from penstock.engine.request import Request, Sequence
 from penstock.engine.speculative.policy.finished_outputs import FinishedOutputs
 from penstock.engine.speculative.policy.ngram import NgramDrafter
 
@@ -63,7 +64,7 @@ class _Drafted:
 
     Attributes:
         limit: on the drafts of its next step.
-        evidence: tokens that must match before drafts are copied.
+        evidence: tokens that must match before drafts are copied; 0: as few as are looked up.
         drafter: made when it is first looked for drafts: many sequences at once leave no room.
         num_misses: steps in a row in which the first draft was wrong.
         num_looks: looks for evidence in a row that found too little.
@@ -85,6 +86,9 @@ class _Drafted:
     is_forced: bool = False
 
 
+_RESUMES_AT = attrgetter("resumes_at")
+
+
 class Drafting:
     """
     Args:
@@ -92,9 +96,13 @@ class Drafting:
         num_tokens_left: how many tokens a sequence may still get.
 
     Attributes:
-        num_verify_rows: tokens that a step computes in about the time of one.
+        num_verify_rows: tokens that a step computes in about the time of one: there is room for
+            drafts beside fewer sequences.
         drafted: the sequences that may get drafts, by seq_id.
         num_with_drafts: steps with drafts that `observe` has not seen yet.
+        has_forced: whether some next tokens are forced.
+        step: counts those that had room for drafts.
+        next_step: the first that may have some; where nothing repeats, few do.
     """
 
     def __init__(
@@ -117,31 +125,34 @@ class Drafting:
         self._num_tokens_left = num_tokens_left
         self.drafted: dict[int, _Drafted] = {}
         self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
-        self._has_forced = False  # whether some next tokens are forced
-        self.num_with_drafts = 0
-        # Steps that had room for drafts, the first that may have some, and one in which sequences
-        # looked for evidence; all of them look in the same.
-        self._step = self._next_step = self._first_look = 0
+        self.has_forced = False
+        self.num_with_drafts = self.step = self.next_step = 0
+        self._first_look = 0  # a step in which sequences look for evidence; all do in the same
 
     def enter(self, sequence: Sequence) -> bool:
         """A sequence enters the device; whether it may get drafts."""
         if sequence.seq_id in self.drafted:
             return True
         params, has_prediction = sequence.params, bool(sequence.request.prediction_token_ids)
-        if not (params.speculation and (self._is_for_all or has_prediction)):
+        needs_evidence = self._needs_evidence and not has_prediction
+        # Who asks for each token's log-probability gets each as an event, unless drafts were asked
+        # for too.
+        is_for_it = self._is_for_all and not (needs_evidence and params.logprobs is not None)
+        if not (params.speculation and (is_for_it or has_prediction)):
             return False
         # One token or none leaves no room, and beams fork at every step.
         if params.max_tokens < 2 or params.beam_search is not None:
             return False
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
-        evidence = _FIRST_EVIDENCE if self._needs_evidence else 0
+        evidence = _FIRST_EVIDENCE if needs_evidence else 0
         self.drafted[sequence.seq_id] = _Drafted(sequence, limit, evidence)
-        self._next_step = 0
+        self.next_step = 0
         return True
 
-    def has_room(self, num_scheduled: int) -> bool:
-        """Whether there is room for drafts beside one token each of so many sequences."""
-        return num_scheduled < min(self.num_verify_rows, self._max_num_tokens)
+    def are_told(self, request: Request) -> bool:
+        """Whether a request's outputs say how many drafts there were: not where nobody asked for
+        any."""
+        return not self._needs_evidence or bool(request.prediction_token_ids)
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a sequence should get its next tokens only when those in flight are known, since
@@ -149,7 +160,7 @@ class Drafting:
         drafted = self.drafted.get(sequence.seq_id)
         if drafted is None or len(self.drafted) >= self.num_verify_rows:
             return False
-        if drafted.forced or drafted.resumes_at > self._step + 1:
+        if drafted.forced or drafted.resumes_at > self.step + 1:
             return bool(drafted.forced)
         return self._has_draft_model or bool(self._copied(drafted, 1))
 
@@ -165,13 +176,13 @@ class Drafting:
 
     def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> bool:
         """Add drafts to a planned step whose tokens are counted as computed; whether any were."""
-        self._step += 1
-        if self._step < self._next_step:  # where nothing repeats, nearly every step
-            return False
         number = len(scheduled)
         num_rows = min(self.num_verify_rows, self._max_num_tokens) - number
-        if num_rows <= 0 or any(item.num_new_tokens > 1 for item in scheduled.values()):
+        if num_rows <= 0:
             return False
+        for item in scheduled.values():
+            if item.num_new_tokens > 1:
+                return False
         has_drafts = False
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
@@ -182,16 +193,14 @@ class Drafting:
                 if drafting is not None:
                     scheduled[seq_id], has_drafts = drafting, True
                     num_rows -= drafting.num_drafts
-        self._next_step = 0
-        if len(self.drafted) == len(scheduled) and not self._has_forced:
-            self._next_step = min(each.resumes_at for each in self.drafted.values())
+        self.next_step = 0
+        if len(self.drafted) == len(scheduled) and not self.has_forced:
+            self.next_step = min(map(_RESUMES_AT, self.drafted.values()))
         self.num_with_drafts += has_drafts
         return has_drafts
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
-        """Note which drafts of a step were right."""
-        if not (self.num_with_drafts or self._has_forced or result.forced_token_ids):
-            return  # nearly every step
+        """Note which drafts of a step were right, and what is forced after it."""
         self.num_with_drafts -= any(item.num_drafts for item in batch.scheduled)
         counters = self.counters
         for item in batch.scheduled:
@@ -216,9 +225,9 @@ class Drafting:
                 self._adapt_to_rate(drafted, num_drafts, num_right)
             else:
                 self._adapt(drafted, num_drafts, num_right)
-        self._has_forced = any(each.forced for each in self.drafted.values())
-        if self._has_forced:
-            self._next_step = 0
+        self.has_forced = any(each.forced for each in self.drafted.values())
+        if self.has_forced:
+            self.next_step = 0
 
     def _with_drafts(
         self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
@@ -228,7 +237,7 @@ class Drafting:
         Args:
             num_spared: blocks that must stay free: one for each sequence to grow into.
         """
-        is_paused = drafted.resumes_at > self._step
+        is_paused = drafted.resumes_at > self.step
         if is_paused and not drafted.forced:
             return None
         sequence = drafted.sequence
@@ -237,16 +246,19 @@ class Drafting:
             return None  # a token before the drafts is not known yet
         if sequence.num_output_tokens == 0:
             return None  # samples fork at their first token
-        room = max(0, min(num_rows, self._num_tokens_left(sequence) - 1))
-        drafts = drafted.forced[: min(self._config.num_speculative_tokens, room)]
+        most = self._config.num_speculative_tokens
+        drafts = drafted.forced
         drafted.is_forced = bool(drafts)
-        num_drafts = len(drafts)
-        if not (drafts or is_paused):
-            limit = min(drafted.limit, room)
-            drafts = self._copied(drafted, limit)
-            num_drafts = len(drafts) or limit * self._has_draft_model
-        if not num_drafts:
+        if not drafts:
+            most = min(drafted.limit, num_rows)
+            drafts = self._copied(drafted, most)
+            if not (drafts or self._has_draft_model):
+                return None  # often: nothing is computed for it
+        most = min(most, num_rows, self._num_tokens_left(sequence) - 1)
+        if most <= 0:
             return None
+        drafts = drafts[:most]
+        num_drafts = len(drafts) or most
         new_block_ids = self._blocks.grow_if_free(
             sequence, num_tokens + num_drafts, num_spared=num_spared
         )
@@ -268,7 +280,7 @@ class Drafting:
         sequence, drafter = drafted.sequence, drafted.drafter
         if drafter is None:
             if len(self.drafted) == 1:
-                self._first_look = self._step
+                self._first_look = self.step
             drafter = drafted.drafter = NgramDrafter(
                 sequence.token_ids,
                 num_prompt_tokens=sequence.num_prompt_tokens,
@@ -281,10 +293,10 @@ class Drafting:
             return ()
         if drafts:
             drafted.num_looks = 0
-        elif self._needs_evidence:
+        elif drafted.evidence:
             spacing = _LEAST_SPACING << drafted.num_looks // _LOOKS_EACH
-            since_look = (self._step - self._first_look) % _LEAST_SPACING
-            drafted.resumes_at = self._step - since_look + min(spacing, _MOST_SPACING)
+            since_look = (self.step - self._first_look) % _LEAST_SPACING
+            drafted.resumes_at = self.step - since_look + min(spacing, _MOST_SPACING)
             drafted.num_looks += 1
         return drafts
 
@@ -292,7 +304,7 @@ class Drafting:
         for is_right in [1.0] * num_right + [0.0] * (num_right < num_drafts):
             drafted.rate += _RATE_WEIGHT * (is_right - drafted.rate)
         if drafted.rate < _LEAST_RATE:
-            drafted.rate, drafted.resumes_at = _LEAST_RATE, self._step + 1 + _MAX_PAUSE
+            drafted.rate, drafted.resumes_at = _LEAST_RATE, self.step + 1 + _MAX_PAUSE
         num_likely = int(math.log(_LEAST_CHANCE) / math.log(min(drafted.rate, 0.99)))
         drafted.limit = max(1, min(num_likely, self._config.num_speculative_tokens))
 
@@ -309,4 +321,4 @@ class Drafting:
         drafted.evidence = min(2 * drafted.evidence, _MOST_EVIDENCE)
         drafted.limit = 1
         pause = min(1 << (drafted.num_misses - 1), _MAX_PAUSE)
-        drafted.resumes_at = self._step + 1 + pause
+        drafted.resumes_at = self.step + 1 + pause

@@ -5,13 +5,9 @@ Sources: Saxena, "Prompt Lookup Decoding", 2023; OpenAI's "Predicted Outputs".
 
 from __future__ import annotations
 
-import bisect
-from array import array
 from collections.abc import Sequence
 
-from penstock.engine.speculative.ngrams import positions_after
-
-_MAX_NEW = 4096  # tokens of a long prompt that are indexed at once, about a millisecond
+_NUM_CHARACTERS = 0x110000
 _MAX_COMPARED = 32  # tokens before the place that is followed
 
 
@@ -42,9 +38,9 @@ class NgramDrafter:
     ) -> None:
         self._token_ids = token_ids
         self._sizes = sizes
-        self._ngrams = [_LatestNgrams(token_ids, size) for size in sizes]
-        self._prediction = prediction
-        self._guides = [_Guide(text) for text in (prediction, sibling) if len(text)]
+        self._own = _Searched(token_ids)
+        self._guides = [_Searched(text) for text in (prediction, sibling) if len(text)]
+        self._predicted = self._guides[0] if len(prediction) else None
         # The text that is followed (None: the sequence itself), and the position in it of the next
         # token; −1: nothing is followed.
         self._guide = self._guides[0] if self._guides else None
@@ -62,7 +58,7 @@ class NgramDrafter:
     @property
     def is_predicted(self) -> bool:
         """Whether the prediction is followed."""
-        return self._next >= 0 and self._text is self._prediction
+        return self._next >= 0 and self._guide is not None and self._guide is self._predicted
 
     @property
     def _text(self) -> Sequence[int]:
@@ -74,11 +70,10 @@ class NgramDrafter:
         Args:
             num_matched: so many must be, of a text that is no prediction.
         """
-        self._follow()
+        if self._next >= 0:
+            self._follow()
         if self._next < 0:
-            # Longer ones where more must match: nothing is indexed that cannot be enough.
-            enough = [each for each in self._sizes if each >= num_matched] or self._sizes[:1]
-            self._find(enough)
+            self._find(num_matched)
         if self._next < 0 or limit <= 0:
             return ()
         if self.num_matched < num_matched and not self.is_predicted:
@@ -93,7 +88,7 @@ class NgramDrafter:
     def _follow(self) -> None:
         """Compare new tokens with the text that is followed."""
         text = self._text
-        for token_id in self._token_ids[self._num_followed :] if self._next >= 0 else ():
+        for token_id in self._token_ids[self._num_followed :]:
             if self._next >= len(text) or text[self._next] != token_id:
                 if self._guide is not None:
                     self._guide.left_at = self._next
@@ -102,23 +97,30 @@ class NgramDrafter:
             self._next += 1
         self._num_followed = len(self._token_ids)
 
-    def _find(self, sizes: Sequence[int]) -> None:
-        """Look the newest tokens up, in a prediction as many as may be."""
+    def _find(self, num_matched: int) -> None:
+        """Look the newest tokens up; none that cannot be enough, but in a prediction."""
+        characters = self._own.grown()
         for guide in self._guides:
-            for size in self._sizes if guide.text is self._prediction else sizes:
-                place = guide.find(tuple(self._token_ids[-size:]), size)
-                if place is not None:
+            for size in self._sizes:
+                if size < num_matched and size < self._sizes[0] and guide is not self._predicted:
+                    break
+                place = guide.find(characters[-size:]) if size <= len(characters) else 0
+                if place > 0:
                     self._follow_from(guide, place, size)
                     return
-        for ngrams in self._ngrams[: len(sizes)]:
-            place = ngrams.find_newest()
-            if place is not None:
-                self._follow_from(None, place, ngrams.size)
+        end = len(characters) - 1  # nothing follows the newest themselves
+        for size in self._sizes:
+            if size < num_matched and size < self._sizes[0]:
+                break
+            place = characters.rfind(characters[-size:], 0, end)
+            if 0 <= place <= end - size:
+                self._follow_from(None, place + size, size)
                 return
 
-    def _follow_from(self, guide: _Guide | None, place: int, num_matched: int) -> None:
+    def _follow_from(self, guide: _Searched | None, place: int, num_matched: int) -> None:
         """Follow a text whose tokens before `place` are the newest, so many at least."""
         self._guide, self._next, self._first = guide, place, place
+        self._num_followed = len(self._token_ids)
         text, token_ids = self._text, self._token_ids
         most = min(_MAX_COMPARED, place, len(token_ids))
         while num_matched < most and text[place - num_matched - 1] == token_ids[-num_matched - 1]:
@@ -126,60 +128,37 @@ class NgramDrafter:
         self._num_before = num_matched
 
 
-class _LatestNgrams:
-    """Where in a text its newest tokens occurred last.
+class _Searched:
+    """A text of tokens in which others are looked up, each as a character: Python finds characters
+    in C, a thousand in about a microsecond.
 
     Args:
-        token_ids: the text, which grows at its end.
-        size: how many are looked up.
-    """
-
-    def __init__(self, token_ids: Sequence[int], size: int) -> None:
-        self.size = size
-        self._token_ids = token_ids
-        # N-gram, as bytes, which are made and hashed fast → the position after it; of those that
-        # end at `_num_indexed` or before.
-        self._latest: dict[bytes, int] = {}
-        self._num_indexed = size - 1
-
-    def find_newest(self) -> int | None:
-        """The position after the latest occurrence before the end."""
-        token_ids, size, latest = self._token_ids, self.size, self._latest
-        num_tokens, position = len(token_ids), self._num_indexed
-        if num_tokens <= position:
-            return None
-        end = min(num_tokens, position + _MAX_NEW)
-        packed = array("I", token_ids[position + 1 - size : end]).tobytes()
-        num_bytes = 4 * size
-        for first in range(0, 4 * (end - 1 - position), 4):
-            position += 1
-            latest[packed[first : first + num_bytes]] = position
-        self._num_indexed = position
-        if end < num_tokens:
-            packed = array("I", token_ids[-size:]).tobytes()
-        return latest.get(packed[-num_bytes:])
-
-
-class _Guide:
-    """A text that the output may follow.
+        text: may grow at its end.
 
     Attributes:
-        left_at: the position at which the output was last another.
+        left_at: the position at which the output, which followed it, was another.
     """
 
     def __init__(self, text: Sequence[int]) -> None:
         self.text = text
         self.left_at = 0
-        # By size, as they are first wanted.
-        self._places: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        self._characters = ""
 
-    def find(self, newest: tuple[int, ...], size: int) -> int | None:
-        """The position after these tokens, as many as `size` or too few, from where the text was
-        left on if they are there."""
-        if size not in self._places:
-            self._places[size] = positions_after(self.text[:-1], size)  # nothing follows the last
-        places = self._places[size].get(newest)
-        if places is None:
-            return None
-        number = bisect.bisect_left(places, self.left_at)
-        return places[min(number, len(places) - 1)]
+    def grown(self) -> str:
+        """The whole text."""
+        new = self.text[len(self._characters) :]
+        try:
+            self._characters += "".join(map(chr, new))
+        except ValueError:  # in no known vocabulary; some tokens are taken for others
+            self._characters += "".join(chr(token_id % _NUM_CHARACTERS) for token_id in new)
+        return self._characters
+
+    def find(self, newest: str) -> int:
+        """The position after these, but not the last: from where the text was left on if they are
+        there. 0: nowhere."""
+        characters, size = self._characters or self.grown(), len(newest)
+        end = len(characters) - 1
+        place = characters.find(newest, max(0, self.left_at - size), end)
+        if place < 0:
+            place = characters.rfind(newest, 0, end)
+        return 0 if place < 0 else place + size

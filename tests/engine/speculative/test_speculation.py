@@ -31,6 +31,7 @@ from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
 AUTO = {"method": "auto"}
+NONE = {"method": "none"}
 PERSON = {
     "type": "object",
     "properties": {
@@ -73,6 +74,7 @@ def core_with(
 ) -> EngineCore:
     model = replace(model or ModelConfig(), dtype=dtype, max_model_len=256)
     cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, num_host_blocks=200)
+    scheduler = {"speculative_config": NONE} | scheduler
     config = EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(**scheduler))
     core, _ = build_core(config)
     return core
@@ -125,8 +127,11 @@ def run(core: EngineCore, asked: Sequence[Request], *, at_once: bool = True) -> 
                 logprobs += output.logprobs
                 ends += [output.finish_reason] if output.finish_reason else []
             core.scheduler.blocks.check_integrity()
-    assert before[0] + num_drafts == counters.num_draft_tokens
-    assert before[1] + num_right == counters.num_accepted_tokens
+    if all(map(core.scheduler.drafting.are_told, asked)):
+        assert before[0] + num_drafts == counters.num_draft_tokens
+        assert before[1] + num_right == counters.num_accepted_tokens
+    else:
+        assert num_drafts == num_right == 0
     return found
 
 
@@ -330,12 +335,31 @@ def test_drafts_by_themselves_start_on_evidence():
     assert num_right > 0.9 * (counters.num_draft_tokens - num_drafts)
 
 
+def test_drafts_by_themselves_change_nothing_but_the_time():
+    """Neither tokens nor ends, in all ways that a token can be drawn; nor does anybody hear of
+    them, and each log-probability comes alone."""
+    asked = requests(features=FEATURES, max_tokens=24)[1::2]
+    expected = run(core_with(max_num_seqs=32), asked)
+    core = core_with(speculative_config=AUTO, max_num_seqs=32)
+    drafting = core.scheduler.drafting
+    drafting.num_verify_rows = 200
+    for num_least in (0, sum(len(tokens) for tokens, *_ in expected.values()) // 4):
+        before = drafting.counters.num_accepted_tokens
+        assert run(core, asked) == expected
+        num_right = drafting.counters.num_accepted_tokens - before
+        assert num_right >= num_least  # the second time each answer is a copy
+    before = drafting.counters.num_drafts
+    run(core, requests(max_tokens=30, logprobs=0)[:2])
+    assert drafting.counters.num_drafts == before
+
+
 @pytest.mark.exhaustive
-def test_drafts_by_themselves_only_where_they_cannot_lose():
+@pytest.mark.parametrize("config", [AUTO])
+def test_drafts_by_themselves_only_where_they_cannot_lose(config: dict[str, str] | None):
     """Not where a result may depend on the batch: here, in torch."""
     torch_model = ModelConfig(model_impl="transformers")
     for model, are_there in ((None, True), (torch_model, False)):
-        core = core_with(model=model, speculative_config=AUTO)
+        core = core_with(model=model, speculative_config=config)
         run(core, requests(allowed_token_ids=(300,), max_tokens=30)[:1])
         assert (core.scheduler.drafting.counters.num_drafts > 0) is are_there
         core.close()
@@ -355,7 +379,7 @@ def test_an_offline_prediction():
     """By a text for each prompt; the parameters can turn drafts off."""
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     messages = [{"role": "user", "content": "Tell me a story."}]
-    with LLM(max_model_len=1024) as llm:
+    with LLM(max_model_len=1024, speculative_config=NONE) as llm:
 
         def num_steps() -> int:
             return llm._core.scheduler.counters.num_steps
@@ -410,7 +434,7 @@ def test_speculation_is_off_for_one_request():
 def test_text_that_repeats_itself():
     """From a text through `LLM`: fewer steps, the same answer."""
     answers, num_steps = [], []
-    for config in (None, NGRAM):
+    for config in (NONE, NGRAM):
         with LLM(max_model_len=1024, speculative_config=config) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
             answers.append(
