@@ -25,6 +25,7 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, BYTE_ROWS = 
 #if defined(__AMX_BF16__) && defined(DTYPE_PAIRS)
 #define HAS_TILES
 enum { TILE_ROWS = 16, TILE_K = 32, DENSE_ROWS = TILE_ROWS };
+enum { CACHED_BYTES = 1 << 20, ITEMS_PER_THREAD = 4 };
 #else
 enum { DENSE_ROWS = MAX_ROWS };
 #endif

@@ -162,57 +162,89 @@ static __attribute__((noinline)) long NAME(wide_rows)(
 #endif
 
 #ifdef HAS_TILES
-/* Tiles 0 to 6 of so many rows; tile 7, of weights, of all. */
-INLINE void configure_tiles(int rows) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = LINE_BYTES, shape.rows[i] = (uint8_t)(i < 7 ? rows : TILE_ROWS);
-    __asm__ volatile("" : : : "memory"); /* GCC's intrinsic names only a part of it */
-    _tile_loadconfig(&shape);
+/* A pair of tiles is written in pieces of so many rows. */
+enum { PIECE_ROWS = 8, PIECES_PER_TILE = TILE_ROWS / PIECE_ROWS, NUM_PIECES = 2 * PIECES_PER_TILE };
+
+/* A pair of tiles' sums: `rows` rows from each of `begins` on. */
+struct NAME(tile_pair) {
+    long begins[2];
+    int num_tiles;
+    union parts sums[2 * TILE_ROWS * GROUP];
+};
+
+/* Write a piece of a pair, `rows` rows a tile: a few rows of one of its tiles. */
+INLINE void NAME(write_piece)(
+    const struct linear_args *a, const struct NAME(tile_pair) *pair, int piece, long column, int rows, int panels) {
+    const int tile = piece / PIECES_PER_TILE, begin = piece % PIECES_PER_TILE * PIECE_ROWS;
+    const int num_rows = rows - begin < PIECE_ROWS ? rows - begin : PIECE_ROWS;
+    if (tile >= pair->num_tiles || num_rows <= 0) return;
+    const union parts *sums = pair->sums + (tile * rows + begin) * panels;
+    NAME(write_tile)(a, pair->begins[tile] + begin, column, sums, num_rows, panels);
 }
 
-/* Rows from `row` and, if there is a second tile, from `second` on, by a group; prefetches `lines` cache lines
- * with each TILE_K. Registers 0 to 2 and 3 to 5 hold sums, 6 rows, 7 weights. Whatever the number of rows, a
- * sum's order is that of the instruction; what is left of k is added after it. */
+/* What is left of k, after the tiles' share. */
+static __attribute__((noinline)) void NAME(add_rest)(
+    const struct linear_args *a, struct NAME(tile_pair) *pair, long k, long group, int rows, int panels) {
+    const DTYPE *x = a->x, *w = (const DTYPE *)a->weight + group * GROUP * LANES * a->in_features;
+    for (; k < a->in_features; k += PAIR)
+        for (int i = 0; i < pair->num_tiles * rows * panels; i++) {
+            const int r = i / panels;
+            uint32_t both;
+            memcpy(&both, x + (pair->begins[r / rows] + r % rows) * a->in_features + k, sizeof both);
+            const NAME(weights) weights = NAME(load_weights)(w + k * panels * LANES + i % panels * NAME(part_stride));
+            pair->sums[i].part[0] = dot_pairs(pair->sums[i].part[0], usplat_part(both), weights);
+        }
+}
+
+/* The rows of a pair by a group; prefetches `lines` cache lines of weights with each TILE_K. The unit of tiles
+ * waits for nothing: meanwhile the pair before, if any, is written, piece by piece, and the lines that this one
+ * will be written to are read. Registers 0 to 2 and 3 to 5 hold sums, 6 rows, 7 weights. Whatever the number of
+ * rows, a sum's order is that of the instruction; what is left of k is added after it. */
 INLINE void NAME(amx_tiles)(
-    const struct linear_args *a, long row, long second, long group, const int panels, const int num_tiles,
-    const int rows, const char *ahead, const int lines) {
+    const struct linear_args *a, struct NAME(tile_pair) *pair, const struct NAME(tile_pair) *before, long group,
+    const int panels, const int num_tiles, const int rows, const char *ahead, const int lines) {
     const long in = a->in_features, stride = panels * LINE_BYTES, x_stride = in * (long)sizeof(DTYPE);
-    const DTYPE *x = a->x, *w = (const DTYPE *)a->weight + group * GROUP * LANES * in;
-    union parts sums[2 * TILE_ROWS * GROUP];
-    long k = 0;
-#define MULTIPLY(sum, v) \
-    if (v < panels) { \
-        _tile_loadd(7, w + k * panels * LANES + v * LANES * PAIR, stride); \
-        _tile_dpbf16ps(sum, 6, 7); \
-    }
-#define STORE_TILE(tile, r, v) if (v < panels) { _tile_stored(tile, sums + r * panels + v, stride); }
+    const long column = group * GROUP * LANES, num_steps = in / TILE_K;
+    const long steps_per_piece = num_steps / NUM_PIECES > 1 ? num_steps / NUM_PIECES : 1;
+    const DTYPE *x = (const DTYPE *)a->x + pair->begins[0] * in, *second = (const DTYPE *)a->x + pair->begins[1] * in;
+    const DTYPE *w = (const DTYPE *)a->weight + column * in;
+    const long value_bytes = a->is_float ? (long)sizeof(float) : (long)sizeof(DTYPE), y_stride = output_stride(a) * value_bytes;
+    const char *y = (const char *)a->y + pair->begins[0] * y_stride + column * value_bytes;
+    const char *const y_end = (const char *)a->y + (pair->begins[num_tiles - 1] + rows) * y_stride;
+    const int rows_per_step = (int)ceil_div(num_tiles * rows, num_steps > 0 ? num_steps : 1);
+    int piece = before ? 0 : NUM_PIECES;
+    long due = 0;
+#define LOAD_WEIGHTS(v) _tile_loadd(7, w + v * LANES * PAIR, stride)
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); _tile_zero(4); _tile_zero(5);
-    for (; k + TILE_K <= in; k += TILE_K) {
+    for (long step = 0; step < num_steps; step++, w += TILE_K * panels * LANES, x += TILE_K, second += TILE_K) {
         for (int i = 0; i < lines; i++, ahead += LINE_BYTES) __builtin_prefetch(ahead, 0, 2);
-        _tile_loadd(6, x + row * in + k, x_stride);
-        MULTIPLY(0, 0) MULTIPLY(1, 1) MULTIPLY(2, 2)
-        if (num_tiles == 1) continue;
-        _tile_loadd(6, x + second * in + k, x_stride);
-        MULTIPLY(3, 0) MULTIPLY(4, 1) MULTIPLY(5, 2)
+        for (int i = 0; i < rows_per_step && y < y_end; i++, y += y_stride) {
+            __builtin_prefetch(y, 1, 3);
+            __builtin_prefetch(y + panels * LANES * value_bytes - 1, 1, 3);
+        }
+        _tile_loadd(6, x, x_stride);
+        LOAD_WEIGHTS(0);
+        _tile_dpbf16ps(0, 6, 7);
+        if (panels > 1) { LOAD_WEIGHTS(1); _tile_dpbf16ps(1, 6, 7); }
+        if (panels > 2) { LOAD_WEIGHTS(2); _tile_dpbf16ps(2, 6, 7); }
+        if (num_tiles > 1) { /* backwards: the last weights are still there */
+            _tile_loadd(6, second, x_stride);
+            if (panels > 2) { _tile_dpbf16ps(5, 6, 7); LOAD_WEIGHTS(1); }
+            if (panels > 1) { _tile_dpbf16ps(4, 6, 7); LOAD_WEIGHTS(0); }
+            _tile_dpbf16ps(3, 6, 7);
+        }
+        if (piece < NUM_PIECES && step == due) {
+            NAME(write_piece)(a, before, piece++, column, rows, panels);
+            due += steps_per_piece;
+        }
     }
+#undef LOAD_WEIGHTS
+    while (piece < NUM_PIECES) NAME(write_piece)(a, before, piece++, column, rows, panels);
+#define STORE_TILE(tile, r, v) if (v < panels) { _tile_stored(tile, pair->sums + r * panels + v, stride); }
     STORE_TILE(0, 0, 0) STORE_TILE(1, 0, 1) STORE_TILE(2, 0, 2)
     if (num_tiles > 1) { STORE_TILE(3, rows, 0) STORE_TILE(4, rows, 1) STORE_TILE(5, rows, 2) }
-#undef MULTIPLY
 #undef STORE_TILE
-    for (; k < in; k += PAIR)
-        for (int i = 0; i < num_tiles * rows * panels; i++) {
-            const long at = i / panels < rows ? row + i / panels : second + i / panels - rows;
-            uint32_t pair;
-            memcpy(&pair, x + at * in + k, sizeof pair);
-            const NAME(weights) weights = NAME(load_weights)(w + k * panels * LANES + i % panels * NAME(part_stride));
-            sums[i].part[0] = dot_pairs(sums[i].part[0], usplat_part(pair), weights);
-        }
-    NAME(write_tile)(a, row, group * GROUP * LANES, sums, rows, panels);
-    if (num_tiles > 1) NAME(write_tile)(a, second, group * GROUP * LANES, sums + rows * panels, rows, panels);
+    if (in % TILE_K) NAME(add_rest)(a, pair, num_steps * TILE_K, group, rows, panels);
 }
 
 /* All rows by tiles. The last tile begins early, so that all have as many rows: rows that two of them have are
@@ -226,15 +258,22 @@ INLINE void NAME(rows_of_group)(
     const int is_spread = num_pairs > 1 && ahead && bytes <= MAX_AHEAD_BYTES;
     int lines = is_spread ? (int)ceil_div(panels * TILE_ROWS, num_pairs) : panels * TILE_ROWS;
     if (!is_spread) ahead = (const char *)a->weight + group * bytes + AHEAD_BYTES;
+    struct NAME(tile_pair) pairs[2], *before = NULL;
     configure_tiles(rows);
     for (const long last = end - rows; row < end; row += 2 * TILE_ROWS) {
-        const long first = row < last ? row : last, second = row + TILE_ROWS < last ? row + TILE_ROWS : last;
-        if (row + TILE_ROWS < end) NAME(amx_tiles)(a, first, second, group, panels, 2, rows, ahead, lines);
-        else NAME(amx_tiles)(a, first, first, group, panels, 1, rows, ahead, lines);
+        struct NAME(tile_pair) *pair = before == pairs ? pairs + 1 : pairs;
+        pair->num_tiles = row + TILE_ROWS < end ? 2 : 1;
+        pair->begins[0] = row < last ? row : last;
+        pair->begins[1] = row + TILE_ROWS < last ? row + TILE_ROWS : last;
+        if (pair->num_tiles > 1) NAME(amx_tiles)(a, pair, before, group, panels, 2, rows, ahead, lines);
+        else NAME(amx_tiles)(a, pair, before, group, panels, 1, rows, ahead, lines);
         if (is_spread) ahead += a->in_features / TILE_K * lines * LINE_BYTES;
         else lines = 0;
+        before = pair;
     }
     _tile_release();
+    for (int piece = 0; piece < NUM_PIECES; piece++)
+        NAME(write_piece)(a, before, piece, group * GROUP * LANES, rows, panels);
 }
 #endif
 
@@ -253,19 +292,35 @@ static __attribute__((noinline)) void NAME(linear_rows)(
     }
 }
 
+/* How many rows an item multiplies: by tiles as many as stay in the cache of a core, so that weights are read
+ * once for them, but no more than leave some items for each thread. */
+INLINE long NAME(rows_per_item)(const struct linear_args *a, long num_rows) {
+    long rows = ROWS_PER_ITEM;
+#ifdef HAS_TILES
+    const long most = CACHED_BYTES / (a->in_features * (long)sizeof(DTYPE));
+    const long least_parts = ceil_div(pool_num_threads() * ITEMS_PER_THREAD, num_groups(a->out_features));
+    const long parts = ceil_div(num_rows, most > rows ? most : rows);
+    const long even = round_up(ceil_div(num_rows, parts > least_parts ? parts : least_parts), 2 * TILE_ROWS);
+    if (even > rows) rows = even;
+#else
+    (void)a, (void)num_rows;
+#endif
+    return rows;
+}
+
+/* Threads take the groups in turn for one part of the rows, which stays in the cache, then for the next. */
 static void NAME(linear_item)(const void *args, long item) {
     const struct linear_args *a = args;
-    const long num_rows = *a->num_rows, parts = num_row_parts(num_rows);
-    const long group = group_of_item(item / parts, num_groups(a->out_features));
-    const long row = item % parts * ROWS_PER_ITEM;
-    const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
-    NAME(linear_rows)(a, row, end, group, parts == 1 && group + 1 < num_groups(a->out_features));
+    const long num_rows = *a->num_rows, rows = NAME(rows_per_item)(a, num_rows), groups = num_groups(a->out_features);
+    const long group = group_of_item(item % groups, groups), row = item / groups * rows;
+    if (row < num_rows) /* else a late thread's: the next step has fewer */
+        NAME(linear_rows)(a, row, row + rows < num_rows ? row + rows : num_rows, group, group + 1 < groups);
 }
 
 struct job NAME(linear)(const void *args) {
     const struct linear_args *a = args;
-    return (struct job){
-        NAME(linear_item), a, num_groups(a->out_features) * num_row_parts(*a->num_rows), 1};
+    const long parts = ceil_div(*a->num_rows, NAME(rows_per_item)(a, *a->num_rows));
+    return (struct job){NAME(linear_item), a, num_groups(a->out_features) * parts, 1};
 }
 
 struct NAME(pack_args) {

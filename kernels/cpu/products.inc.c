@@ -40,3 +40,20 @@ INLINE void NAME(add_products)(
 #endif
     }
 }
+
+#ifdef HAS_TILES
+/* Before tiles are loaded from memory that was just written: GCC does not know that these instructions read it. */
+#define BEFORE_TILES() __asm__ volatile("" : : : "memory")
+
+/* Tiles 0 to 6 of so many rows; tile 7, of weights or the like, of all. */
+INLINE void configure_tiles(int rows) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.bytes[i] = LINE_BYTES, shape.rows[i] = (uint8_t)(i < 7 ? rows : TILE_ROWS);
+    BEFORE_TILES();
+    _tile_loadconfig(&shape);
+}
+#endif

@@ -67,9 +67,9 @@ def test_linear(library, num_rows, size, out, has_bias, has_residual):
 
 def test_a_row_does_not_depend_on_its_neighbours(library):
     dtype = library.dtype
-    x, weight = random(37, 106, dtype=dtype), random(200, 106, seed=1, dtype=dtype)
+    x, weight = random(299, 106, dtype=dtype), random(200, 106, seed=1, dtype=dtype)
     together = operations.linear(library, x, weight)
-    for size in (1, 2, 3, 8, 9, 18):
+    for size in (1, 3, 8, 9, 18, 150):
         parts = [operations.linear(library, part, weight) for part in x.split(size)]
         assert torch.equal(torch.cat(parts), together)
 
