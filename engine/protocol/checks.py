@@ -13,8 +13,14 @@ from itertools import chain
 from operator import attrgetter
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.protocol.messages import PROTOCOL_VERSION, EngineInfo, EngineStats, Submit
-from penstock.engine.request import ImageInput, RequestOutput, SamplingParams
+from penstock.engine.protocol.messages import (
+    PROTOCOL_VERSION,
+    EngineInfo,
+    EngineStats,
+    Step,
+    Submit,
+)
+from penstock.engine.request import ImageInput, SamplingParams
 
 _MAX_ID_CHARS = 1024
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -102,12 +108,14 @@ def check_stats(stats: EngineStats, info: EngineInfo) -> None:
         )
 
 
-def check_outputs(outputs: Collection[RequestOutput], *, vocab_size: int) -> None:
+def check_step(step: Step, *, vocab_size: int) -> None:
     """
     Raises:
         PeerFaultError: a token is not in the engine's vocabulary.
     """
-    highest = max(chain.from_iterable(map(_token_ids, outputs)), default=0)
+    outputs = step.outputs
+    token_ids = chain.from_iterable(map(_token_ids, outputs))
+    highest = max(chain(step.tokens.values(), token_ids), default=0)
     for logprobs in chain.from_iterable(chain(map(_logprobs, outputs), map(_of_prompt, outputs))):
         highest = max(highest, logprobs.token_id, *(token_id for token_id, _ in logprobs.top))
     if highest >= vocab_size:

@@ -23,6 +23,7 @@ and `Failure` must never change, or the engine could not say so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -37,7 +38,7 @@ from penstock.engine.request import (
     TokenId,
 )
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 # A peer that is silent for this long is declared dead, at the next heartbeat.
@@ -344,12 +345,43 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step
 
     Attributes:
         number: counts this gateway's frames from 1; a gap means a bug or a lost frame.
+        outputs: those that say more than one token of a request's first branch.
         stats: None if they have not changed since an earlier frame.
+        tokens: the others, nearly all, by request; they follow `outputs`.
     """
 
     number: Count
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats | None = None
+    tokens: dict[str, TokenId] = {}
+
+
+def step_of(number: int, outputs: Iterable[RequestOutput], stats: EngineStats | None) -> Step:
+    """The frame with these outputs; those of one request keep their order."""
+    rest: list[RequestOutput] = []
+    tokens: dict[str, int] = {}
+    for output in outputs:
+        request_id, token_ids = output.request_id, output.token_ids
+        if request_id in tokens:
+            rest.append(RequestOutput(request_id=request_id, token_ids=(tokens.pop(request_id),)))
+        elif len(token_ids) == 1 and not (
+            output.finish_reason  # most fields come with it
+            or output.index
+            or output.logprobs
+            or output.prompt_logprobs
+            or output.is_last
+            or output.num_cached_tokens
+            or output.notice
+            or output.queue_position is not None
+            or output.num_tokens_ahead
+            or output.num_draft_tokens
+            or output.num_accepted_tokens
+            or output.spent
+        ):
+            tokens[request_id] = token_ids[0]
+            continue
+        rest.append(output)
+    return Step(number=number, outputs=tuple(rest), stats=stats, tokens=tokens)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="heartbeat"):

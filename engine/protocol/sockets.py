@@ -50,10 +50,10 @@ from penstock.engine.protocol.messages import (
     Hold,
     KVBlocks,
     Message,
-    Step,
     Submit,
     UnloadAdapter,
     WantKeys,
+    step_of,
 )
 from penstock.engine.protocol.tls import TlsConnection, begin_handshake
 from penstock.engine.request import RequestOutput, refusal
@@ -429,7 +429,7 @@ class Transport(threading.Thread):
         gateway.num_steps += 1
         stats = self.stats if self.stats is not gateway.stats else None
         gateway.stats = stats or gateway.stats
-        self._post(gateway, Step(number=gateway.num_steps, outputs=outputs, stats=stats))
+        self._post(gateway, step_of(gateway.num_steps, outputs, stats))
         return not gateway.pending
 
     def _post(self, gateway: _Gateway, message: Message) -> None:

@@ -15,12 +15,12 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
-from penstock.engine.protocol.checks import PeerFaultError, check_outputs, check_stats
+from penstock.engine.protocol.checks import PeerFaultError, check_stats, check_step
 from penstock.engine.protocol.frames import FrameReader, decode, encode, framed
 from penstock.engine.protocol.messages import (
     HEARTBEAT_INTERVAL_S,
@@ -87,8 +87,8 @@ class LinkOwner(Protocol):
     def engine_lost(self, link: EngineLink, reason: str, *, is_at_fault: bool) -> None:
         """A connection has ended. `is_at_fault`: what the engine said cannot be."""
 
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """An iteration's outputs."""
+    def deliver(self, outputs: Sequence[RequestOutput], tokens: Mapping[str, int]) -> None:
+        """An iteration's outputs (see `Step`)."""
 
     def tick(self) -> None:
         """Called regularly, with an engine and without."""
@@ -365,8 +365,8 @@ class EngineLink:
             return
         self._on_stats(step.stats)
         if self.info is not None:
-            check_outputs(step.outputs, vocab_size=self.info.vocab_size)
-        self._owner.deliver(step.outputs)
+            check_step(step, vocab_size=self.info.vocab_size)
+        self._owner.deliver(step.outputs, step.tokens)
         # Other gateways may have work in the engine; the next heartbeat corrects this.
         self._last_step_s = time.monotonic() if self.load.num_streams else None
 

@@ -16,7 +16,15 @@ import hashlib
 import logging
 import operator
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from functools import reduce
 
 import msgspec
@@ -390,8 +398,8 @@ class EnginePool:
         if self._usable:
             self._streams.continue_all()
 
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        self._streams.deliver(outputs)
+    def deliver(self, outputs: Sequence[RequestOutput], tokens: Mapping[str, int]) -> None:
+        self._streams.deliver(outputs, tokens)
 
     def tick(self) -> None:
         self._streams.tick()

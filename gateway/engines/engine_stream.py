@@ -44,6 +44,7 @@ class EngineStream:
     __slots__ = (
         "_error",
         "_is_done",
+        "_is_steady",
         "_last_index",
         "_max_tokens",
         "_num_prompt_logprobs",
@@ -51,6 +52,7 @@ class EngineStream:
         "_on_ready",
         "_pending",
         "_replay",
+        "_tokens",
         "_wake_ups",
         "deaths",
         "ended",
@@ -83,6 +85,8 @@ class EngineStream:
         self.num_strikes = 0
         self.is_new = True
         self._pending: list[RequestOutput | _Merged] = []
+        self._tokens: list[int] = []  # of branch 0, after all in `_pending`
+        self._is_steady = False  # outputs need not be looked at
         # By branch, while outputs are merged: the index of its last output in `_pending`.
         self._last_index: dict[int, int] = {}
         self._error: Exception | None = None
@@ -97,7 +101,15 @@ class EngineStream:
 
     @property
     def is_over(self) -> bool:
-        return self._is_done and not self._pending and self._error is None
+        return self._is_done and not (self._pending or self._tokens) and self._error is None
+
+    def take_tokens(self) -> list[int] | None:
+        """What `take` would return, if that is only tokens of branch 0; None if there is more, or
+        nothing."""
+        if self._pending or not self._tokens:
+            return None
+        tokens, self._tokens = self._tokens, []
+        return tokens
 
     def take(self) -> list[RequestOutput]:
         """All outputs since the last call; may be empty.
@@ -106,6 +118,8 @@ class EngineStream:
             EngineDeadError: the engine died and no other replaced it in time.
             GenerationFailedError: no engine can continue this request.
         """
+        if self._tokens:
+            self._flush_tokens()
         if not self._pending and self._error is not None:  # outputs come before the error
             raise self._error
         outputs, self._pending = self._pending, []
@@ -117,7 +131,7 @@ class EngineStream:
         ]
 
     def when_ready(self, call: Callable[[], None]) -> bool:
-        if self._pending or self._is_done:
+        if self._pending or self._tokens or self._is_done:
             return False
         self._on_ready = call
         return True
@@ -127,6 +141,25 @@ class EngineStream:
     @property
     def num_deaths(self) -> int:
         return len(self.deaths)
+
+    def push_token(self, token_id: int) -> bool:
+        """Add an output that is one token of branch 0 and nothing else, as nearly all are. False:
+        it is for `push`.
+
+        Raises:
+            PeerFaultError: the request does not want so many.
+        """
+        if not self._is_steady:
+            return False
+        token_ids = self.token_ids[0]
+        if len(token_ids) >= self._max_tokens:
+            raise self._too_many()
+        token_ids.append(token_id)
+        self._tokens.append(token_id)
+        if self._on_ready is not None:
+            self._wake_ups.add(self._on_ready)
+            self._on_ready = None
+        return True
 
     def push(self, output: RequestOutput) -> None:
         """Add an output.
@@ -154,20 +187,34 @@ class EngineStream:
             output = unseen
         token_ids = self.token_ids[output.index]
         if len(token_ids) + len(output.token_ids) > self._max_tokens:
-            raise PeerFaultError(f"it sends more than max_tokens, {self._max_tokens}")
+            raise self._too_many()
         token_ids += output.token_ids
         self._is_done = output.is_last
+        self._is_steady = not (self.is_new or self._is_done) and self._replay is None
         if output.finish_reason is not None:
             self.ended.add(output.index)
         if output.prompt_logprobs:
             self._add_prompt_logprobs(len(output.prompt_logprobs))
+        if self._tokens:
+            self._flush_tokens()
+        self._add(output)
+        if self._on_ready is not None:
+            self._wake_ups.add(self._on_ready)
+            self._on_ready = None
+
+    def _too_many(self) -> PeerFaultError:
+        return PeerFaultError(f"it sends more than max_tokens, {self._max_tokens}")
+
+    def _flush_tokens(self) -> None:
+        """Make an output of the tokens."""
+        tokens, self._tokens = tuple(self._tokens), []
+        self._add(RequestOutput(request_id=self.request.request_id, token_ids=tokens))
+
+    def _add(self, output: RequestOutput) -> None:
         if self._pending:
             self._merge(output)
         else:
             self._pending.append(output)
-        if self._on_ready is not None:
-            self._wake_ups.add(self._on_ready)
-            self._on_ready = None
 
     def _add_prompt_logprobs(self, num_new: int) -> None:
         self._num_prompt_logprobs += num_new
@@ -177,6 +224,7 @@ class EngineStream:
     def fail(self, error: Exception) -> None:
         if not self._is_done:
             self._is_done = True
+            self._is_steady = False
             self._error = error
             if self._on_ready is not None:
                 self._wake_ups.add(self._on_ready)
@@ -204,6 +252,7 @@ class EngineStream:
         request_id, num_before = self.request.request_id, self._num_submits
         self._num_submits += 1
         self.is_new = True
+        self._is_steady = False
         owner = f"@{self.epoch}" if self.epoch > 1 else ""
         again = f"~{num_before}" if num_before else ""
         self.wire_id = f"{request_id}{owner}{again}"

@@ -19,7 +19,7 @@ This module only plans messages; an engine's `post` sends them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from penstock.engine.errors import EngineDeadError
@@ -121,8 +121,19 @@ class OpenStreams:
             wire_id, post = stream.left
             post(Hold(request_id=wire_id, return_s=return_s))
 
-    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Pass the outputs of an engine's iteration to their streams."""
+    def deliver(self, outputs: Iterable[RequestOutput], tokens: Mapping[str, int]) -> None:
+        """Pass the outputs of an engine's iteration to their streams (see `Step`)."""
+        if outputs:
+            self._deliver(outputs)
+        find = self._in_engine.get
+        for request_id, token_id in tokens.items():
+            found = find(request_id)
+            if found is not None and not found[0].push_token(token_id):
+                self._deliver([RequestOutput(request_id=request_id, token_ids=(token_id,))])
+        if self._trial:
+            self._check_trial()
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         find = self._in_engine.get
         for output in outputs:
             # A request may have been aborted, or have left, while its outputs were in flight.
@@ -141,8 +152,6 @@ class OpenStreams:
             if output.is_last:
                 del self._streams[stream]
                 self._leave(stream)
-        if self._trial:
-            self._check_trial()
 
     # -- the engines' connections ------------------------------------------------------------
 

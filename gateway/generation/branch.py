@@ -120,17 +120,21 @@ class Branch:
         """Mean logprob per output token; 0 if the logprobs were not reported."""
         return self._sum_logprobs / max(len(self.token_ids), 1)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether only the engine ends it, and its text is a message as it comes."""
+        return self._plain_push is not None
+
+    def add_tokens(self, token_ids: Sequence[int]) -> str:
+        """The text of an output that is only these tokens, while it `is_plain`: the same as `add`,
+        in a third of the time."""
+        push = self._plain_push
+        assert push is not None
+        self.token_ids += token_ids
+        return push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
+
     def add(self, output: RequestOutput) -> Delta:
         """Add an output of the engine, up to its end or a stop string."""
-        push = self._plain_push
-        if push is not None and output.finish_reason is None and not output.logprobs:
-            # Nearly every output of nearly every stream: the same as below, in a third of the time.
-            token_ids = output.token_ids
-            self.token_ids += token_ids
-            text = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
-            if output.notice is None:
-                return Delta(self._index, text)
-            return Delta(self._index, text, (), None, output.notice)
         if self._reader is not None and len(output.token_ids) > 1:
             return self._add_singly(output)
         params = self._params

@@ -163,6 +163,7 @@ class Generation:
         self._meter = meter
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._stage = _Stage.PLANNED
+        self._is_steady = False  # one plain branch, which has begun and not ended
         self._num_cached_tokens = self._num_host_cached_tokens = 0
         self._num_draft_tokens = self._num_accepted_tokens = 0
         self._compute_us = self._block_us = 0
@@ -236,7 +237,7 @@ class Generation:
             self._compare()
         if self._stream is not None:
             self._engine.abort(self._stream)
-        self._stream, self._stage = None, _Stage.LEFT
+        self._stream, self._stage, self._is_steady = None, _Stage.LEFT, False
         self._end_progress()
         is_error = kind is not None and issubclass(kind, Exception)
         is_error &= kind is not SupersededError
@@ -367,6 +368,13 @@ class Generation:
             InvalidRequestError: the engine refused this request.
             GenerationFailedError: the engine gave up on this request.
         """
+        if self._is_steady:
+            assert self._stream is not None
+            token_ids = self._stream.take_tokens()
+            if token_ids is not None:
+                self._meter.more(len(token_ids))
+                text = self.branches[0].add_tokens(token_ids)
+                return [Delta(0, text)] if text else []
         deltas: list[Delta] = []
         if self._due:
             deltas, self._due = self._due, deltas
@@ -467,6 +475,7 @@ class Generation:
         delta = branch.add(output)
         if delta.finish_reason is not None:
             self._num_running -= 1
+            self._is_steady = False
             if output.finish_reason is None:
                 self._stop(output.index)
             elif output.index == 0:
@@ -481,6 +490,7 @@ class Generation:
                 self._expectation.met()
             self._end_progress()
             self._compare()
+            self._is_steady = len(self.branches) == 1 == self._num_running and branch.is_plain
         if output.queue_position is not None:
             delta.queue_position = output.queue_position
             wait_s = self._reservation.wait_s(output.num_tokens_ahead)

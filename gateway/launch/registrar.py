@@ -99,7 +99,7 @@ class Registrar:
     def engine_lost(self, *_: object, **__: object) -> None:
         self.wake()
 
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def deliver(self, outputs: Sequence[RequestOutput], tokens: Mapping[str, int]) -> None:
         """It submits nothing."""
 
     def tick(self) -> None:

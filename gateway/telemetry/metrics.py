@@ -337,6 +337,14 @@ class StreamMeter:
         self._num_output += num_tokens
         self._last_s[index] = now
 
+    def more(self, num_tokens: int) -> None:
+        """`output` of branch 0, which had tokens before and has some now."""
+        last_s, now = self._last_s, perf_counter()
+        self._observe((now - last_s[0]) / num_tokens)
+        last_s[0] = now
+        self._tokens.generation += num_tokens
+        self._num_output += num_tokens
+
     def _begin(self, num_prompt_tokens: int) -> None:
         if not self._has_prompt:
             self._has_prompt = True

@@ -23,9 +23,9 @@ from penstock.engine.protocol.messages import (
     Hello,
     Hold,
     Message,
-    Step,
     Submit,
     UnloadAdapter,
+    step_of,
 )
 from penstock.engine.request import (
     FinishReason,
@@ -233,8 +233,7 @@ class FakeEngine:
 
     async def _send_step(self, gateway: int, outputs: list[RequestOutput]) -> None:
         self.num_steps[gateway] += 1
-        step = Step(number=self.num_steps[gateway], outputs=tuple(outputs), stats=self.stats)
-        await self.send(gateway, step)
+        await self.send(gateway, step_of(self.num_steps[gateway], outputs, self.stats))
         if self.holds_in is not None:
             self.holds_in -= 1
             if self.holds_in == 0:

@@ -34,12 +34,14 @@ from penstock.engine.protocol.messages import (
     Submit,
     UnloadAdapter,
     WantKeys,
+    step_of,
 )
 from penstock.engine.request import (
     Adapter,
     BeamSearch,
     FinishReason,
     ImageInput,
+    Notice,
     Request,
     RequestOutput,
     Retention,
@@ -100,6 +102,7 @@ def test_every_message_survives_the_wire() -> None:
         Step(number=9, outputs=(RequestOutput(request_id="a", is_superseded=True),)),
         Step(number=8, outputs=(RequestOutput(request_id="a", index=2, token_ids=(4, 5)),)),
         Step(number=8, outputs=(RequestOutput(request_id="a", vector=bytes(range(8))),)),
+        Step(number=8, outputs=(), tokens={"é": 4, "b": 5}),
         Heartbeat(stats=stats, since_step_s=0.5),
         Heartbeat(),
         Failure(message="x"),
@@ -107,6 +110,31 @@ def test_every_message_survives_the_wire() -> None:
         assert decode(encode(message)) == message
     text_level = replace(request, sampling_params=replace(params, stop=("END",), bad_words=("x",)))
     assert decode(encode(Submit(request=text_level))) == Submit(request=request)
+
+
+def test_only_what_is_one_token_and_nothing_else_is_sent_as_a_token() -> None:
+    plain = RequestOutput(request_id="a", token_ids=(4,))
+    assert step_of(3, (plain,), None) == Step(number=3, outputs=(), tokens={"a": 4})
+    seldom = {"token_ids": (4, 5), "logprobs": (TokenLogprobs(token_id=4, logprob=-1.0, rank=1),)}
+    with_an_end = {"stop_token_id", "score", "prefix_id", "vector"}
+    with_an_end |= {"error", "is_refused", "param", "is_superseded"}
+    with_others = {"request_id", "num_host_cached_tokens"}
+    for field in fields(RequestOutput):
+        if field.name not in with_an_end | with_others:
+            other = replace(plain, **{field.name: seldom.get(field.name, 1)})
+            assert step_of(3, (other,), None) == Step(number=3, outputs=(other,))
+
+
+def test_the_outputs_of_a_request_keep_their_order() -> None:
+    """Those of a frame come before its tokens."""
+    a, b = (RequestOutput(request_id=name, token_ids=(4,)) for name in "ab")
+    told = RequestOutput(request_id="a", notice=Notice.RESUMED)
+    assert step_of(1, (told, b, a), None) == Step(
+        number=1, outputs=(told,), tokens={"b": 4, "a": 4}
+    )
+    assert step_of(1, (a, b, told), None) == Step(number=1, outputs=(a, told), tokens={"b": 4})
+    assert step_of(1, (a, a), None).outputs == (a, a)
+    assert step_of(1, (a, a, a), None) == Step(number=1, outputs=(a, a), tokens={"a": 4})
 
 
 def _bare(kind: Any) -> Any:
@@ -136,7 +164,7 @@ def test_another_layout_is_another_version() -> None:
     ]
     without_modules = re.sub(r"\bpenstock(\.\w+)*\.", "", repr(layout))
     digest = hashlib.sha256(without_modules.encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (25, "7549cd2da61222ab")
+    assert (PROTOCOL_VERSION, digest) == (26, "1c0c72cdd629204d")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 import uvloop
 
 from penstock.engine.errors import EngineDeadError
+from penstock.engine.protocol.checks import PeerFaultError
 from penstock.engine.protocol.messages import DropPrefix, EngineStats, Step
 from penstock.engine.request import (
     FinishReason,
@@ -120,6 +122,49 @@ async def test_branches_merge_apart_and_notices_keep_their_place() -> None:
     push(0, 5)
     [output] = await next_of(stream)
     assert output.token_ids == (5,)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_tokens_come_as_outputs_of_one_token_would(seed: int) -> None:
+    """Whatever comes between them, and whenever they are taken."""
+    random = Random(seed)
+    plain, other = (EngineStream(request("r", n=2)) for _ in range(2))
+    for token_id in range(40):
+        output = RequestOutput(request_id="r", token_ids=(token_id,))
+        output.index = int(random.random() < 0.2)
+        output.notice = Notice.PREEMPTED if random.random() < 0.1 else None
+        output.num_cached_tokens = int(random.random() < 0.1)
+        plain.push(output)
+        is_token = output == RequestOutput(request_id="r", token_ids=(token_id,))
+        if not (is_token and other.push_token(token_id)):
+            other.push(output)
+        if random.random() < 0.3:
+            taken, token_ids = plain.take(), other.take_tokens()
+            if token_ids is None:
+                assert other.take() == taken
+            else:
+                [same] = taken
+                assert same == RequestOutput(request_id="r", token_ids=tuple(token_ids))
+    assert other.token_ids == plain.token_ids
+    for stream in (plain, other):
+        stream.push(RequestOutput(request_id="r", token_ids=(40,)))
+    assert other.push_token(41)
+    plain.push(RequestOutput(request_id="r", token_ids=(41,)))
+    for stream in (plain, other):
+        stream.fail(EngineDeadError("it died"))
+        assert not stream.is_over
+    assert not other.push_token(1)
+    assert other.take() == plain.take()
+
+
+async def test_more_tokens_than_were_asked_for_are_the_engines_fault() -> None:
+    stream = EngineStream(request("r", max_tokens=3))
+    assert not stream.push_token(1)  # the first may say more
+    stream.push(RequestOutput(request_id="r", token_ids=(1,)))
+    assert stream.push_token(2)
+    assert stream.push_token(3)
+    with pytest.raises(PeerFaultError, match="more than max_tokens"):
+        stream.push_token(4)
 
 
 async def test_prompt_logprobs_merge_in_order() -> None:

@@ -52,7 +52,7 @@ class Desk:
         return [each.request.request_id for each in self.posted if isinstance(each, Submit)]
 
     def token(self, wire_id: str) -> None:
-        self.streams.deliver([RequestOutput(request_id=wire_id, token_ids=(7,))])
+        self.streams.deliver([RequestOutput(request_id=wire_id, token_ids=(7,))], {})
 
 
 def test_after_a_death_what_was_new_enters_later_first_alone_then_more_at_a_time() -> None:
@@ -69,7 +69,7 @@ def test_after_a_death_what_was_new_enters_later_first_alone_then_more_at_a_time
 def test_what_waits_in_the_queue_is_still_new() -> None:
     desk = Desk()
     desk.open("a", "b")
-    desk.streams.deliver([RequestOutput(request_id="a", queue_position=3, num_tokens_ahead=9)])
+    desk.streams.deliver([RequestOutput(request_id="a", queue_position=3, num_tokens_ahead=9)], {})
     assert desk.die() == ["a~1"]
 
 
