@@ -148,8 +148,7 @@ class EventWriter:
         ):
             return None
         start, end = self._frame
-        number, text = orjson.dumps(entry.number), orjson.dumps(entry.text)
-        return b"".join((start, number, b',"delta":', text, end))
+        return _delta(start, entry.number, entry.text, end)
 
     def _events(self, entries: Sequence[Entry | LogNotice]) -> list[Event]:
         """The events of some of the log's entries."""
@@ -195,21 +194,12 @@ class EventWriter:
         return _numbered(events, first=entry.number, after=self._after)
 
     def _delta_event(self, entry: DeltaEntry) -> Event:
+        start, end = self._delta_start, self._delta_end
         if self._is_silent:
-            number = entry.number + entry.num_events - 1
-            return Event(self._delta_type, b"%b%d}" % (self._delta_start, number))
-        return Event(
-            self._delta_type,
-            b'%b%d,"delta":%b%b'
-            % (
-                self._delta_start,
-                entry.number + entry.num_events - 1,
-                orjson.dumps(entry.text),
-                b',"logprobs":%b}' % orjson.dumps(entry.logprobs)
-                if entry.logprobs
-                else self._delta_end,
-            ),
-        )
+            return Event(self._delta_type, b"%b%d}" % (start, entry.last_number))
+        if entry.logprobs:
+            end = b',"logprobs":%b}' % orjson.dumps(entry.logprobs)
+        return Event(self._delta_type, _delta(start, entry.last_number, entry.text, end))
 
     def _notice(self, notice: LogNotice) -> Event:
         kind = f"penstock.{notice.kind}"
@@ -217,6 +207,11 @@ class EventWriter:
         return Event(
             kind, orjson.dumps({"type": kind, "response_id": response_id, **notice.values})
         )
+
+
+def _delta(start: bytes, number: int, text: str, end: bytes) -> bytes:
+    """A delta event, or a payload with one, from what is the same in all of an item."""
+    return b"".join((start, orjson.dumps(number), b',"delta":', orjson.dumps(text), end))
 
 
 def _merged(event: bytes) -> bytes:
