@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.blocks.lasting_pool import Taken
 from penstock.engine.blocks.prefix_cache import CachedBlock
 from penstock.engine.config import LoraConfig
 from penstock.engine.errors import InvalidRequestError
@@ -143,7 +144,8 @@ class EngineCore:
         self.preparation = PreparationQueue(kinds, scheduler)
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
-        self._in_flight: deque[tuple[Batch, Handle]] = deque()
+        self._records = scheduler.blocks.tiers.records
+        self._in_flight: deque[tuple[Batch, Handle, Taken]] = deque()
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Have this called, in another thread, when a step has something to do or to say though no
@@ -253,11 +255,15 @@ class EngineCore:
             batch = self.scheduler.schedule()
             if not (batch.scheduled or batch.left_seq_ids or batch.moves):
                 break  # every sequence waits for a step in flight
-            self._in_flight.append((batch, self._executor.submit(batch)))
+            published = [] if self._records is None else self._records.take()
+            self._in_flight.append((batch, self._executor.submit(batch), published))
         if not self._in_flight:
             return refused
-        batch, handle = self._in_flight.popleft()
-        return refused + self.scheduler.update(batch, handle.result())
+        batch, handle, published = self._in_flight.popleft()
+        outputs = self.scheduler.update(batch, handle.result())
+        if published and self._records is not None:
+            self._records.record(published)  # not before the update, which drops invalid ones
+        return refused + outputs
 
     def num_parts_done(self) -> int:
         """Parts of all steps that are done, as far as the device counts them; thread-safe."""

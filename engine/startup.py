@@ -8,8 +8,9 @@ from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
 from penstock.engine.blocks.block_keys import root_key
+from penstock.engine.blocks.lasting_pool import LastingPool
 from penstock.engine.config import EngineConfig, LoraConfig, SchedulerConfig
-from penstock.engine.engine_core import BlockBytes, EngineCore, Executor
+from penstock.engine.engine_core import EngineCore, Executor
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.executor.in_process import InProcessExecutor
 from penstock.engine.executor.ranks import RanksExecutor
@@ -32,18 +33,25 @@ from penstock.engine.scheduling import Scheduler
 from penstock.kernels.cache_folder import NoCacheError, cache_dir
 
 
-def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
+def build_core(
+    config: EngineConfig, *, lasting_pool: LastingPool | None = None
+) -> tuple[EngineCore, EngineInfo]:
     """Load the model, allocate its KV cache, and join both to a scheduler.
+
+    Args:
+        lasting_pool: where the KV cache lies and outlives the engine, if it can.
 
     Raises:
         ConfigError: a setting that cannot work, or a model that cannot be loaded.
     """
     path = resolve_model(config.model, weights=True)
     with named_as_users_do(config.model.model, path):
-        return _build_core(config, path)
+        return _build_core(config, path, lasting_pool)
 
 
-def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInfo]:
+def _build_core(
+    config: EngineConfig, path: Path, lasting_pool: LastingPool | None
+) -> tuple[EngineCore, EngineInfo]:
     eos_token_ids = read_generation_defaults(
         path, config.model.generation_config, config.model.generation_overrides
     ).eos_token_ids
@@ -63,10 +71,13 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         executor = RanksExecutor(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
         device = executor.info
     else:
-        runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
+        runner = ModelRunner(
+            config, path, eos_token_ids=eos_token_ids, pooling=pooling, lasting_pool=lasting_pool
+        )
         device, images = runner.info, runner.images
         executor = InProcessExecutor(runner)
     cache_root = _cache_root(config, path, device)
+    kv_root = root_key(cache_root, device.kv_layout.encode())
     max_steps_in_flight = _max_steps_in_flight(config, device)
     scheduler = Scheduler(
         _scheduling(config.scheduler, device),
@@ -77,6 +88,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
             enable_prefix_caching=config.cache.enable_prefix_caching,
             cache_root=cache_root,
             kv_depends_on_prompt_len=device.needs_prompt_lens,
+            records=None if lasting_pool is None else lasting_pool.records(kv_root),
         ),
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
@@ -97,6 +109,7 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
     )
     max_adapter_bytes = executor.adapters.max_bytes
     adapters = _load_adapters(core, config.lora, max_bytes=max_adapter_bytes)
+    num_block_bytes = executor.block_bytes.num_block_bytes
     info = EngineInfo(
         model=config.model.model,
         model_path=str(path),
@@ -119,19 +132,11 @@ def _build_core(config: EngineConfig, path: Path) -> tuple[EngineCore, EngineInf
         max_adapter_bytes=max_adapter_bytes,
         cache_root=cache_root,
         kv_depends_on_prompt_len=device.needs_prompt_lens,
-        kv_root=_kv_root(config, cache_root, device, executor.block_bytes),
-        num_block_bytes=executor.block_bytes.num_block_bytes,
+        # What engines that exchange blocks have in common; empty where nothing could be exchanged.
+        kv_root=kv_root if num_block_bytes and config.cache.enable_prefix_caching else b"",
+        num_block_bytes=num_block_bytes,
     )
     return core, info
-
-
-def _kv_root(
-    config: EngineConfig, cache_root: bytes, device: RunnerInfo, block_bytes: BlockBytes
-) -> bytes:
-    """What engines that exchange blocks have in common; empty where nothing could be exchanged."""
-    if not (block_bytes.num_block_bytes and config.cache.enable_prefix_caching):
-        return b""
-    return root_key(cache_root, device.kv_layout.encode())
 
 
 def _scheduling(config: SchedulerConfig, device: RunnerInfo) -> SchedulerConfig:

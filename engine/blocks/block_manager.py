@@ -20,6 +20,7 @@ from collections.abc import Sequence as Ordered
 
 from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks.block_keys import block_key, pack
+from penstock.engine.blocks.lasting_pool import BlockRecords
 from penstock.engine.blocks.prefix_cache import CachedBlock, Hold
 from penstock.engine.blocks.prefixes import BlockTable, Prefixes, Tail
 from penstock.engine.blocks.tiers import BlockCounters, Tiers
@@ -35,6 +36,7 @@ class BlockManager:
         kv_depends_on_prompt_len: KV depends on the prompt's length too (dynamic NTK rope), so only
             prompts of equal length share it.
         clock: seconds, for retention and for what sequences are charged.
+        records: of the device's blocks, if they outlive the engine.
     """
 
     def __init__(
@@ -47,9 +49,12 @@ class BlockManager:
         cache_root: bytes = b"",
         kv_depends_on_prompt_len: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        records: BlockRecords | None = None,
     ) -> None:
         self.block_size = block_size
-        self.tiers = Tiers(num_blocks=num_blocks, num_host_blocks=num_host_blocks, clock=clock)
+        self.tiers = Tiers(
+            num_blocks=num_blocks, num_host_blocks=num_host_blocks, clock=clock, records=records
+        )
         self._prefixes = Prefixes(
             self.tiers,
             block_size,

@@ -29,6 +29,7 @@ class BlockPool:
         clock: seconds, for retention.
         on_evict: called with a cached block before it is reused; it must keep the content
             elsewhere or forget it.
+        cached: contents at the start, with their `device_id`; the first is evicted first.
     """
 
     def __init__(
@@ -37,14 +38,19 @@ class BlockPool:
         *,
         clock: Callable[[], float],
         on_evict: Callable[[int, CachedBlock], None],
+        cached: Iterable[CachedBlock] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.num_held_evictions = 0  # of blocks of sessions that were expected back
         self.ref_counts = [0] * num_blocks
         self.contents: list[CachedBlock | None] = [None] * num_blocks
-        self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached = EvictionOrder()
+        for block in cached:
+            assert block.device_id is not None
+            self.contents[block.device_id] = block
+            self._cached.add(block.device_id, None, None)
+        self._empty = [i for i in range(num_blocks - 1, -1, -1) if self.contents[i] is None]
         self._clock = clock
         self._on_evict = on_evict
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks.block_pool import BlockPool
+from penstock.engine.blocks.lasting_pool import BlockRecords
 from penstock.engine.blocks.prefix_cache import CachedBlock, Hold, PrefixCache
 
 
@@ -100,17 +101,31 @@ class BlockCounters:
 
 
 class Tiers:
-    """The pools, the index of their contents, and the moves planned between them."""
+    """The pools, the index of their contents, and the moves planned between them.
+
+    Args:
+        records: of the device's blocks, if they outlive the engine; those that another engine left
+            are cached.
+    """
 
     def __init__(
-        self, *, num_blocks: int, num_host_blocks: int, clock: Callable[[], float]
+        self,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        clock: Callable[[], float],
+        records: BlockRecords | None = None,
     ) -> None:
-        self.device = BlockPool(num_blocks, clock=clock, on_evict=self._leave_device)
+        left = [] if records is None else records.left()
+        self.device = BlockPool(num_blocks, clock=clock, on_evict=self._leave_device, cached=left)
         self.host = BlockPool(num_host_blocks, clock=clock, on_evict=self._leave_host)
         self.cache = PrefixCache()
         self.plan = MovePlan(self.device, self.host)
         self.counters = BlockCounters()
+        self.records = records
         self._fresh: set[int] = set()  # device blocks whose content the next step computes
+        for block in left:
+            self.cache.insert(block)
 
     def take_moves(self) -> BlockMoves:
         """Return, and clear, the planned moves; the next step must start with them."""
@@ -176,6 +191,8 @@ class Tiers:
         """Remove a content from the cache; sequences that hold its blocks keep them."""
         self.cache.remove(block)
         if block.device_id is not None:
+            if self.records is not None:
+                self.records.forget(block.device_id)
             self.device.forget(block.device_id)
         if block.host_id is not None:
             self.host.forget(block.host_id)
@@ -237,6 +254,8 @@ class Tiers:
     def _set_device_block(self, block: CachedBlock, device_id: int) -> None:
         block.device_id = device_id
         self.device.contents[device_id] = block
+        if self.records is not None and block.key is not None:
+            self.records.publish(device_id, block)
 
     # -- swapping ---------------------------------------------------------------------------
 
@@ -278,6 +297,8 @@ class Tiers:
 
     def _leave_device(self, device_id: int, block: CachedBlock) -> None:
         """Move an evicted content to the host, if there is room."""
+        if self.records is not None:
+            self.records.forget(device_id)
         if block.host_id is None and self.host.num_available:
             (host_id,) = self.host.allocate(1)
             self.plan.swap_out(device_id, host_id)

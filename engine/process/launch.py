@@ -5,7 +5,8 @@ object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe
 about start-up) and `PENSTOCK_SUPERVISOR_PID`. A child that accepts connections gets the socket as
 `PENSTOCK_LISTEN_FD`. A child that must show signs of life also gets
 `PENSTOCK_HEARTBEAT_FD`, a pipe for one byte each. One that may leave a template behind gets
-`PENSTOCK_TEMPLATE_FD` (`engine.process.template`).
+`PENSTOCK_TEMPLATE_FD` (`engine.process.template`), and both then have `PENSTOCK_POOL_FD`
+(`engine.blocks.lasting_pool`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
 HEARTBEAT_FD = "PENSTOCK_HEARTBEAT_FD"
 LISTEN_FD = "PENSTOCK_LISTEN_FD"
 TEMPLATE_FD = "PENSTOCK_TEMPLATE_FD"
+POOL_FD = "PENSTOCK_POOL_FD"
 EXIT_WRONG_OPTION = 2  # exit code of the command; a restart would not help
 EXIT_STUCK = 70  # exit code of an engine whose step hung
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>

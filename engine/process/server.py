@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.blocks.lasting_pool import LastingPool
 from penstock.engine.config import SECTIONS, EngineConfig, TlsFiles
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
@@ -27,7 +28,12 @@ from penstock.engine.models.registry import is_native
 from penstock.engine.process import garbage
 from penstock.engine.process.launch import HEARTBEAT_FD, LISTEN_FD, Status, run_child
 from penstock.engine.process.logs import LogWriter, configure_logging
-from penstock.engine.process.template import decline_template, has_gpu, leave_template
+from penstock.engine.process.template import (
+    common_file,
+    decline_template,
+    has_gpu,
+    leave_template,
+)
 from penstock.engine.process.watchdog import Watchdog, heartbeat
 from penstock.engine.protocol.messages import (
     SHORT_KEY_BYTES,
@@ -415,7 +421,11 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
         files = TlsFiles(*config["tls"])
         context = CurrentContext(partial(engine_context, files), files)
         remote = socket.socket(fileno=int(os.environ[LISTEN_FD])), context
-    core, info = build_core(engine)
+    pool_file = common_file()
+    lasting_pool = None if pool_file is None else LastingPool(pool_file)
+    core, info = build_core(engine, lasting_pool=lasting_pool)
+    if num_left := core.scheduler.blocks.tiers.device.num_cached:
+        _LOG.info("found %d KV blocks of the engine before", num_left)
     drain_s = config.get("drain_s", 0.0)
     server = EngineServer(core, info, config["address"], remote=remote, drain_s=drain_s)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

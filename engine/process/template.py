@@ -4,12 +4,14 @@ Importing torch takes most of an engine's start. So before an engine loads its m
 process that waits, and shares its memory with it until one of them writes there. When the engine
 dies, the template leaves a new one behind, and is the engine.
 
-The template forks before anything starts a thread, opens a socket or touches a model; it has none
-of the engine's descriptors, and its parent is the supervisor, which is the subreaper of what it
-started (Linux only). Orders come through a socket, whose number is in `PENSTOCK_TEMPLATE_FD`:
+The template forks before anything starts a thread, opens a socket or touches a model; of the
+engine's descriptors it has only that of the KV pool's file, which it does not map. Its parent is
+the supervisor, which is the subreaper of what it started (Linux only). Orders come through a
+socket, whose number is in `PENSTOCK_TEMPLATE_FD`:
 
     template   →  its process id, once it waits
-    supervisor →  the names of variables of `engine.process.launch`, as JSON, with a descriptor each
+    supervisor →  as JSON, the names of variables of `engine.process.launch`, with a descriptor
+                  each, and whether to keep what an engine left in the pool (`blocks.lasting_pool`)
 
 The end of the socket, at either end, says that the other one is gone.
 """
@@ -30,6 +32,7 @@ from typing import NoReturn
 from penstock.engine.process.launch import (
     HEARTBEAT_FD,
     LISTEN_FD,
+    POOL_FD,
     STATUS_FD,
     SUPERVISOR_PID,
     TEMPLATE_FD,
@@ -56,6 +59,8 @@ def leave_template(title: str) -> None:
         return
     import setproctitle  # as in `engine.process.launch`
 
+    with contextlib.suppress(AttributeError, OSError):  # the system has none, or none is left
+        os.environ[POOL_FD] = str(os.memfd_create("penstock-kv"))
     gc.freeze()  # a collection would write to objects, and so end their being shared
     with supervisor:
         while threading.active_count() == 1 and _fork_orphan():
@@ -71,6 +76,13 @@ def decline_template() -> None:
     supervisor = _supervisor()
     if supervisor is not None:
         supervisor.close()
+
+
+def common_file() -> int | None:
+    """A descriptor of a file without a name, in memory, that this process and its template have in
+    common; None: there is none."""
+    number = os.environ.get(POOL_FD)
+    return None if number is None else int(number)
 
 
 def has_gpu() -> bool:
@@ -129,4 +141,7 @@ def _await_turn(supervisor: socket.socket) -> Mapping[str, str]:
     order, numbers, _, _ = socket.recv_fds(supervisor, _MAX_ORDER_BYTES, _MAX_DESCRIPTORS)
     if not order:  # the supervisor needs no template any more
         os._exit(0)
-    return dict(zip(json.loads(order), map(str, numbers), strict=True))
+    names, keeps_pool = json.loads(order)
+    if not keeps_pool and POOL_FD in os.environ:
+        os.ftruncate(int(os.environ[POOL_FD]), 0)
+    return dict(zip(names, map(str, numbers), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,25 @@ _GIB = 1 << 30
 _HOST_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB}
 _HOST_SHARE = 4  # a quarter of the free memory
 _MAX_HOST_POOLS = 4  # times the device's pool: a small pool has little to swap out
+
+
+class LastingMemory(Protocol):
+    """Memory of a KV pool that outlives the engine (`engine.blocks.lasting_pool`)."""
+
+    @property
+    def num_used_bytes(self) -> int:
+        """Bytes of memory that it takes already."""
+        ...
+
+    def num_blocks_left(self, layout: str) -> int | None:
+        """Blocks of the pool that an engine left there with the same layout; None: none."""
+        ...
+
+    def map(
+        self, layout: str, *, num_blocks: int, block_size: int, block_bytes: int
+    ) -> memoryview | None:
+        """The memory of a pool of so many blocks, with what an engine left; None: it cannot be."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,24 +84,22 @@ class KVShape:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
+    def allocate(
+        self, num_blocks: int, device: torch.device, memory: memoryview | None = None
+    ) -> Tensor:
         """[num_layers, 2, num_blocks, block_size, num_kv_heads, head_size], uninitialised.
 
         Nothing is read before it is written; on a CPU pages are allocated at their first write.
+
+        Args:
+            memory: where it lies; None: in memory of its own.
         """
+        plane = self.block_size, self.num_kv_heads, self.head_size
+        shape = self.num_layers, 2, num_blocks, *plane
+        if memory is not None:
+            return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).view(shape)
         try:
-            return torch.empty(
-                (
-                    self.num_layers,
-                    2,
-                    num_blocks,
-                    self.block_size,
-                    self.num_kv_heads,
-                    self.head_size,
-                ),
-                dtype=self.dtype,
-                device=device,
-            )
+            return torch.empty(shape, dtype=self.dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             num_bytes = num_blocks * self.bytes_per_block
             raise ConfigError(

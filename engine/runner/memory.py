@@ -27,6 +27,7 @@ from penstock.engine.runner.cuda_graphs import (
 from penstock.engine.runner.device import resolve_cudagraph_mode
 from penstock.engine.runner.kv_cache import (
     KVShape,
+    LastingMemory,
     choose_num_blocks,
     choose_num_host_blocks,
     uses_host_tier,
@@ -46,8 +47,13 @@ def allocate_pool(
     shape: KVShape,
     max_model_len: int,
     ranks: Ranks = ALONE,
+    lasting_pool: LastingMemory | None = None,
 ) -> Tensor:
     """The device's pool, as in `KVShape.allocate`: of as many blocks as all ranks have room for.
+
+    Args:
+        lasting_pool: where it lies if there is room. What an engine left there is of the same size
+            as its own, whatever is free by now.
 
     Raises:
         ConfigError: the pool is too small for max_model_len tokens, or too large for the memory.
@@ -56,23 +62,44 @@ def allocate_pool(
     # Ranks on a CPU have all loaded their weights when they look at the memory that they share.
     ranks.minimum(0)
     num_sharing = ranks.size if device.type == "cpu" else 1
-    num_blocks = choose_num_blocks(
-        config.cache,
-        shape,
-        available_bytes=lambda: available_bytes(config, model, shape, max_model_len) // num_sharing,
-        max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        must_fit=config.model.max_model_len != FITTING_LEN,
-    )
+    num_blocks = None if lasting_pool is None else lasting_pool.num_blocks_left(str(shape))
+    if num_blocks is None:
+        num_blocks = choose_num_blocks(
+            config.cache,
+            shape,
+            available_bytes=lambda: (
+                available_bytes(config, model, shape, max_model_len) // num_sharing
+            ),
+            max_model_len=max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            must_fit=config.model.max_model_len != FITTING_LEN,
+        )
     num_blocks = ranks.minimum(num_blocks)
-    _check_fits(num_blocks * shape.bytes_per_block * num_sharing, device)
-    return shape.allocate(num_blocks, device)
+    num_used_bytes = 0 if lasting_pool is None else lasting_pool.num_used_bytes
+    _check_fits(num_blocks * shape.bytes_per_block * num_sharing - num_used_bytes, device)
+    if lasting_pool is None:
+        return shape.allocate(num_blocks, device)
+    memory = lasting_pool.map(
+        str(shape),
+        num_blocks=num_blocks,
+        block_size=shape.block_size,
+        block_bytes=shape.bytes_per_block,
+    )
+    return shape.allocate(num_blocks, device, memory)
 
 
 def allocate_host_tier(
-    config: EngineConfig, shape: KVShape, pool: Tensor, ranks: Ranks = ALONE
+    config: EngineConfig,
+    shape: KVShape,
+    pool: Tensor,
+    ranks: Ranks = ALONE,
+    *,
+    num_used_bytes: int = 0,
 ) -> HostTier | NoHostTier:
     """The host tier, of which each rank has a part of every block.
+
+    Args:
+        num_used_bytes: of the pool's, which are not free any more.
 
     Raises:
         ConfigError: its configured size exceeds the free memory.
@@ -80,7 +107,7 @@ def allocate_host_tier(
     free = free_cpu_bytes() // config.device.num_sharing
     if pool.device.type == "cpu":
         # Allocated, but its pages are not in use yet.
-        free = max(0, free - pool.nbytes * ranks.size)
+        free = max(0, free - max(0, pool.nbytes * ranks.size - num_used_bytes))
     num_blocks = choose_num_host_blocks(
         config,
         shape,

@@ -52,7 +52,7 @@ from penstock.engine.runner.device import (
     use_kv_dtype,
 )
 from penstock.engine.runner.input_batch import SteadyDecode, StepInputs
-from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.runner.kv_cache import KVShape, LastingMemory
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes, NoHostTier
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
@@ -206,16 +206,23 @@ class Memory:
     max_blocks: int
 
 
-def size(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> Memory:
+def size(
+    config: EngineConfig, loaded: Loaded, ranks: Ranks, lasting_pool: LastingMemory | None
+) -> Memory:
     """The second stage: allocate what the weights leave room for."""
     shape, max_model_len = loaded.shape, loaded.max_model_len
-    kv_pool = allocate_pool(config, loaded.model, shape, max_model_len, ranks)
+    # Only the prefix cache finds what an engine left; a draft model would miss keys and values.
+    is_found = config.cache.enable_prefix_caching and loaded.drafting is None
+    if not is_found or loaded.model.device.type != "cpu":
+        lasting_pool = None
+    num_used_bytes = 0 if lasting_pool is None else lasting_pool.num_used_bytes
+    kv_pool = allocate_pool(config, loaded.model, shape, max_model_len, ranks, lasting_pool)
     num_blocks = kv_pool.shape[2]
     if config.model.max_model_len == FITTING_LEN:
         max_model_len = min(max_model_len, num_blocks * shape.block_size)
     return Memory(
         kv_pool=kv_pool,
-        host_tier=allocate_host_tier(config, shape, kv_pool, ranks),
+        host_tier=allocate_host_tier(config, shape, kv_pool, ranks, num_used_bytes=num_used_bytes),
         max_model_len=max_model_len,
         max_blocks=min(num_blocks, shape.num_blocks_for(max_model_len)),
     )
@@ -245,6 +252,7 @@ class ModelRunner:
         eos_token_ids: masked while a sequence has fewer than `min_tokens`.
         pooling: how the model makes vectors and scores.
         ranks: that share the model, of which this process has a part.
+        lasting_pool: where the KV pool lies and outlives the process, if it can.
 
     Raises:
         ModelLoadError: the model's files are invalid.
@@ -259,13 +267,14 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         pooling: ModelPooling | None = None,
         ranks: Ranks = ALONE,
+        lasting_pool: LastingMemory | None = None,
     ) -> None:
         # One for all steps: making one takes longer than entering it.
         self._inference_mode = torch.inference_mode()
         device = select_device(config.device, ranks)
         self._start_stopwatch = stopwatch_of(device)
         loaded = load(config, model_path, pooling or ModelPooling(), device, ranks)
-        memory = size(config, loaded, ranks)
+        memory = size(config, loaded, ranks, lasting_pool)
         packed, library = pack(config, loaded, ranks)
         self._kv_pool, self._host_tier = memory.kv_pool, memory.host_tier
         self._sends_on = sends_on = loaded.sends_on

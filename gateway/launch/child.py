@@ -39,6 +39,7 @@ _HEALTHY_S = 30.0  # after this long, the next death counts as the first
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 10.0
 _MAX_FROM_TEMPLATES = 2  # deaths in a row; the next start shares no memory with what died
+_SOON_S = 10.0  # a death this soon after the last one may have the same cause
 _WAIT_S = 0.01  # between looks whether a process has ended
 
 
@@ -97,6 +98,9 @@ class Child:
         pulse_fd: where signs of life come from.
         restart_at_s: on the monotonic clock; None while it runs.
         died_at_s: when it last died.
+        keeps_pool: whether an engine may use what the one before left in its KV pool: not after a
+            fault of its own, whose cause may be there or which may have written there, nor after
+            two deaths soon after each other.
         has_template: whether it may leave a template behind; only where orphans are adopted.
     """
 
@@ -114,7 +118,8 @@ class Child:
     num_silent_looks: int = 0
     pulse_fd: int | None = None
     restart_at_s: float | None = None
-    died_at_s: float = 0.0
+    died_at_s: float = -math.inf
+    keeps_pool: bool = False
     has_template: bool = False
     _template: socket.socket | None = None
     _ready_at_s: float | None = None
@@ -162,8 +167,8 @@ class Child:
             return None
         assert self._template is not None
         try:
-            names = json.dumps(list(inherited)).encode()
-            socket.send_fds(self._template, [names], list(inherited.values()))
+            order = json.dumps([list(inherited), self.keeps_pool]).encode()
+            socket.send_fds(self._template, [order], list(inherited.values()))
         except OSError:
             self._drop_template()
             return None
@@ -272,7 +277,13 @@ class Child:
         if self.pulse_fd is not None:
             os.close(self.pulse_fd)
             self.pulse_fd = None
-        self.died_at_s = time.monotonic()
+        was_silent = 0 < self.max_silent_looks <= self.num_silent_looks
+        last_died_at_s, self.died_at_s = self.died_at_s, time.monotonic()
+        self.keeps_pool = (
+            code == -signal.SIGKILL
+            and not was_silent
+            and self.died_at_s - last_died_at_s >= _SOON_S
+        )
         ready_for_s = None if self._ready_at_s is None else self.died_at_s - self._ready_at_s
         self.restart_at_s = self.died_at_s + self.restarts.note_death(ready_for_s)
         if ready_for_s is None or self.restarts.num_deaths > _MAX_FROM_TEMPLATES:

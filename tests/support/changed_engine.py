@@ -24,13 +24,13 @@ def run(module: str, change: Callable[[Any], None]) -> int:
 def _run_engine(change: Callable[[Any], None]) -> int:
     build_core = server.build_core
 
-    def build(config: Any) -> Any:
-        core, info = build_core(config)
+    def build(config: Any, **others: Any) -> Any:
+        core, info = build_core(config, **others)
         change(core)
         return core, info
 
     server.build_core = build
-    return run_child("penstock-engine", server.serve, prepare=server.parsed)
+    return run_child("penstock-engine", server.serve, prepare=server.prepare)
 
 
 def _run_server(module: str) -> int:

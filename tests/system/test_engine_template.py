@@ -74,13 +74,15 @@ async def outlive(served: Served, strike: Callable[[], None]) -> psutil.Process:
 
 async def test_streams_outlive_engines_that_come_out_of_templates(tmp_path: Path) -> None:
     with serve("--dtype", "float32", log=tmp_path / "log") as served:
-        for _ in range(2):  # the second template comes from the first
+        for number in range(2):  # the second template comes from the first
             engine, template = only(served, _ENGINE), only(served, _TEMPLATE)
             assert template.num_threads() == 1
             assert not template.net_connections(kind="inet")
             after = await outlive(served, engine.kill)
             assert after.pid == template.pid
             assert only(served, _TEMPLATE).pid != template.pid
+            if number == 0:
+                assert " KV blocks of the engine before" in served.log.read_text()
         family = served.renew_family()
         assert served.stop() == 0
         wait_gone(family)

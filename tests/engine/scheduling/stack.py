@@ -7,6 +7,7 @@ from array import array
 from typing import Any
 
 from penstock.engine.blocks import BlockManager
+from penstock.engine.blocks.lasting_pool import BlockRecords
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import (
@@ -49,6 +50,7 @@ class Stack:
         kv_depends_on_prompt_len: bool = False,
         has_bidirectional_images: bool = False,
         num_microbatches: int = 1,
+        records: BlockRecords | None = None,
     ) -> None:
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
         self.clock = Clock()
@@ -59,6 +61,7 @@ class Stack:
             enable_prefix_caching=enable_prefix_caching,
             kv_depends_on_prompt_len=kv_depends_on_prompt_len,
             clock=self.clock,
+            records=records,
         )
         self.scheduler = Scheduler(
             config,

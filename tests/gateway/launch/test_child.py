@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import signal
 import time
@@ -72,6 +73,25 @@ def test_a_child_without_signs_of_life_shows_its_stacks_and_is_killed(
     assert child.process is not None
     assert child.process.wait(_PATIENCE_S) == -signal.SIGKILL
     assert child.reap() == "it died (SIGKILL)"
+    assert not child.keeps_pool, "it may be why"
+
+
+@pytest.mark.process_kills
+@pytest.mark.parametrize(
+    ("number", "last_died_at_s", "keeps"),
+    [(signal.SIGKILL, -math.inf, True), (signal.SIGKILL, math.inf, False),
+     (signal.SIGSEGV, -math.inf, False)],
+    ids=["killed", "killed soon again", "its own fault"],
+)  # fmt: skip
+def test_an_engines_pool_is_kept_if_it_was_not_its_fault(
+    child: Child, number: int, last_died_at_s: float, keeps: bool
+) -> None:
+    assert child.process is not None
+    child.died_at_s = last_died_at_s
+    child.process.send_signal(number)
+    child.process.wait(_PATIENCE_S)
+    child.reap()
+    assert child.keeps_pool is keeps
 
 
 @pytest.mark.process_kills
