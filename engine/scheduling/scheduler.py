@@ -221,14 +221,15 @@ class Scheduler:
             scheduled=self._items,
             left_seq_ids=self._running_set.take_left(),
             moves=self.blocks.take_moves(),
-            wants_forced=has_room,
+            wants_forced=has_room and drafting.step >= drafting.next_question,
         )
 
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Process a step's result; the outputs for clients."""
         self._costs.observe(batch, result)
         drafting = self.drafting
-        if drafting.num_with_drafts or drafting.has_forced or result.forced_token_ids:
+        has_drafts = drafting.num_with_drafts or drafting.has_forced
+        if has_drafts or result.num_masks or result.forced_token_ids:
             drafting.observe(batch, result)
         outputs: list[RequestOutput] = []
         if self._notices:

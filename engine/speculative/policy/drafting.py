@@ -33,6 +33,9 @@ _FIRST_EVIDENCE, _LEAST_EVIDENCE, _MOST_EVIDENCE = 8, 3, 64
 # Steps from one look for it to the next, since one takes a twentieth of a small model's step. After
 # so many looks in vain it is twice as many.
 _LEAST_SPACING, _MOST_SPACING, _LOOKS_EACH = 4, 16, 4
+# Steps from one question to the grammars, what they force, to the next, at most; after so many in
+# vain it is twice as many. By the method `auto`, since one takes a thirtieth of such a step.
+_MOST_BETWEEN_QUESTIONS, _QUESTIONS_EACH = 8, 8
 # Of a draft model, whose guesses are right independently of each other, at some rate. A guess costs
 # a pass of that model, perhaps a tenth of a step, for all the tokens of the step: it must be right
 # that often together with those before it.
@@ -103,6 +106,7 @@ class Drafting:
         has_forced: whether some next tokens are forced.
         step: counts those that had room for drafts.
         next_step: the first that may have some; where nothing repeats, few do.
+        next_question: the step from which grammars are asked what they force.
     """
 
     def __init__(
@@ -126,7 +130,8 @@ class Drafting:
         self.drafted: dict[int, _Drafted] = {}
         self._finished_outputs = FinishedOutputs()  # empty unless drafts are for all
         self.has_forced = False
-        self.num_with_drafts = self.step = self.next_step = 0
+        self.num_with_drafts = self.step = self.next_step = self.next_question = 0
+        self._num_questions = 0  # in vain, one after the other
         self._first_look = 0  # a step in which sequences look for evidence; all do in the same
 
     def enter(self, sequence: Sequence) -> bool:
@@ -146,7 +151,7 @@ class Drafting:
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
         evidence = _FIRST_EVIDENCE if needs_evidence else 0
         self.drafted[sequence.seq_id] = _Drafted(sequence, limit, evidence)
-        self.next_step = 0
+        self.next_step = self.next_question = self._num_questions = 0
         return True
 
     def are_told(self, request: Request) -> bool:
@@ -201,6 +206,12 @@ class Drafting:
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Note which drafts of a step were right, and what is forced after it."""
+        if batch.wants_forced and self._needs_evidence:
+            self._num_questions = 0 if result.forced_token_ids else self._num_questions + 1
+            spacing = 1 << self._num_questions // _QUESTIONS_EACH
+            self.next_question = self.step + min(spacing, _MOST_BETWEEN_QUESTIONS)
+        if not (self.num_with_drafts or self.has_forced or result.forced_token_ids):
+            return
         self.num_with_drafts -= any(item.num_drafts for item in batch.scheduled)
         counters = self.counters
         for item in batch.scheduled:

@@ -285,7 +285,7 @@ def test_what_a_grammar_forces_is_asked_for_where_there_is_room(monkeypatch):
     assert run(core, asked) == expected
     assert not sizes
     assert run(core, asked[:2]).items() <= expected.items()
-    assert sizes
+    assert 8 <= len(sizes) <= MAX_TOKENS - 3  # less often where nothing is forced
 
 
 def test_an_answer_is_drafted_from_its_siblings():
