@@ -19,6 +19,7 @@ import orjson
 from msgspec import Struct
 
 from penstock.engine.request import ImageInput
+from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.ids import conversation_of, tree_of
 from penstock.gateway.storage.conversations.records import (
     Conversation,
@@ -233,16 +234,37 @@ def _rendering(text: _Text | None) -> Rendering | None:
 async def restore(
     store: ConversationStore, conversation: Conversation, turns: Sequence[StoredTurn]
 ) -> bool:
-    """Store a conversation that was read; False: one of its id is there, and stays as it is.
+    """Store a conversation that was read, all of it or nothing; False: one of its id is there, and
+    stays as it is. What a killed import has left is no conversation: it is made anew.
 
     Raises:
-        StoreUnavailableError: nothing can be stored now.
+        RequestRefusedError: it does not fit, or nothing can be stored now.
     """
     tenant, conversation_id = conversation.tenant, conversation.conversation_id
     with contextlib.suppress(NotFoundError):
-        await store.get(tenant, conversation_id)
-        return False
+        there = await store.get(tenant, conversation_id)
+        if there.head is not None or conversation.head is None:
+            return False
+        known = {turn.turn_id for turn in turns} | {turn.parent_id for turn in turns}
+        if any(each.turn_id not in known for each in await store.tree(tenant, conversation_id)):
+            return False  # somebody has gone on in it
+        await store.delete(tenant, conversation_id)
     await store.create(replace(conversation, head=None))
+    try:
+        await _restore_turns(store, conversation, turns)
+    except BaseException:
+        # If that fails too, the next import finds a conversation without a head.
+        with contextlib.suppress(RequestRefusedError):
+            await store.delete(tenant, conversation_id)
+        raise
+    return True
+
+
+async def _restore_turns(
+    store: ConversationStore, conversation: Conversation, turns: Sequence[StoredTurn]
+) -> None:
+    """The head is set last."""
+    tenant, conversation_id = conversation.tenant, conversation.conversation_id
     there = {turn.turn_id for turn in turns}
     # Turns that were deleted, and had others after them: what follows cannot be continued.
     gone = [turn for turn in turns if turn.parent_id is not None and turn.parent_id not in there]
@@ -258,4 +280,3 @@ async def restore(
         await store.delete_turn(tenant, turn_id)
     if conversation.head is not None:
         await store.set_head(tenant, conversation_id, conversation.head, expected=None)
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import Any
 
 import orjson
 import pytest
@@ -17,7 +18,12 @@ from penstock.gateway.storage.conversations.json_lines import (
 )
 from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
-from penstock.gateway.storage.conversations.store import ConversationStore, NotFoundError
+from penstock.gateway.storage.conversations.store import (
+    ConversationStore,
+    NotFoundError,
+    StoreUnavailableError,
+    store_unavailable,
+)
 
 from .making import TENANT, a_conversation, a_turn, finished, say
 
@@ -77,6 +83,48 @@ async def test_a_deleted_turn_stays_deleted(store: ConversationStore) -> None:
     assert [turn.turn_id for turn in await store.tree(TENANT, conversation.conversation_id)] == [
         second.turn_id
     ]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("name", ["begin_turn", "finish_turn", "set_head"])
+async def test_a_conversation_is_restored_whole_or_not_at_all(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch, name: str, is_killed: bool
+) -> None:
+    source = MemoryConversationStore(1 << 30)
+    conversation = await a_tree(source)
+    line = line_of(*await read_all(source, conversation.conversation_id))
+    real, num_calls = getattr(store, name), 0
+
+    async def fails(*args: Any, **settings: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls >= 2 or name == "set_head":
+            raise store_unavailable("the disk is full")
+        await real(*args, **settings)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, name, fails)
+        if is_killed:  # nothing is undone
+            patched.setattr(store, "delete", fails)
+        with pytest.raises(StoreUnavailableError):
+            await restore(store, *read_line(line))
+    if not is_killed:
+        with pytest.raises(NotFoundError):
+            await store.get(TENANT, conversation.conversation_id)
+    assert await restore(store, *read_line(line))
+    assert line_of(*await read_all(store, conversation.conversation_id)) == line
+
+
+async def test_a_conversation_in_which_somebody_went_on_stays_as_it_is(
+    store: ConversationStore,
+) -> None:
+    source = MemoryConversationStore(1 << 30)
+    conversation = await a_tree(source)
+    line = line_of(*await read_all(source, conversation.conversation_id))
+    await store.create(replace(conversation, head=None))
+    own = await say(store, conversation, takes_head=False)
+    assert not await restore(store, *read_line(line))
+    assert await store.turn(TENANT, own.turn_id)
 
 
 async def test_what_was_said_is_readable(store: ConversationStore) -> None:
