@@ -105,8 +105,8 @@ class ConfigFields:
             raise self.error(name, f"{expected}, not {shown(value)}")
         return float(value)
 
-    def optional_number(self, name: str, *, maximum: float) -> float | None:
-        return self.number(name, maximum=maximum) if name in self else None
+    def optional_number(self, name: str, *, minimum: float = 1e-6, maximum: float) -> float | None:
+        return self.number(name, minimum=minimum, maximum=maximum) if name in self else None
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)

@@ -456,8 +456,9 @@ def _yarn(fields: ConfigFields, scaling: ConfigFields, theta: float) -> RopeConf
         beta_fast=fast,
         beta_slow=slow,
         attention_factor=scaling.optional_number("attention_factor", maximum=_MAX_SCALE),
-        mscale=scaling.optional_number("mscale", maximum=_MAX_SCALE),
-        mscale_all_dim=scaling.optional_number("mscale_all_dim", maximum=_MAX_SCALE),
+        # 0, as several configurations have it, means without, as in transformers.
+        mscale=scaling.optional_number("mscale", minimum=0.0, maximum=_MAX_SCALE),
+        mscale_all_dim=scaling.optional_number("mscale_all_dim", minimum=0.0, maximum=_MAX_SCALE),
         truncate=scaling.boolean("truncate", True),
     )
 

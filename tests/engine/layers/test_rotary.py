@@ -42,6 +42,7 @@ def _theirs(head_dim: int, seq_len: int | None = None, **rope: Any) -> tuple[tor
         {"rope_type": "yarn", "factor": 40.0, "beta_fast": 20.0, "beta_slow": 3.0},
         {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.8},
         {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.0},
         {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 9.0},
