@@ -210,6 +210,88 @@ INLINE void NAME(mix_tile)(
             memcpy(sums + r * head_dim + d + i * PART_LANES, &acc[r * parts + i], sizeof *acc);
 }
 
+#ifdef HAS_TILES
+enum { MIX_DIMS = 4 * LANES }; /* whose sums have registers at once */
+
+INLINE int NAME(has_tiles_for)(long head_dim) { return head_dim % TILE_K == 0; }
+
+/* The same as score_chunk by tiles of registers: 0 to 3 hold the scores of panels, 4 queries, 7 keys. */
+static __attribute__((noinline)) void NAME(score_by_tiles)(
+    const struct NAME(attention_tile) *tile, long head_dim, const struct NAME(attention_chunk) *chunk,
+    float (*scores)[CHUNK]) {
+    const long query_stride = head_dim * (long)sizeof(DTYPE), key_stride = chunk->key_stride * (long)sizeof(DTYPE);
+    BEFORE_TILES();
+    for (long i = chunk->first_panel; i < chunk->end; i += 4 * LANES) {
+        const long panels = ceil_div(chunk->end - i, LANES);
+        const DTYPE *const *keys = chunk->keys + i / LANES;
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+        for (long d = 0; d < head_dim; d += TILE_K) {
+            _tile_loadd(4, tile->query + d, query_stride);
+#define MULTIPLY(v) \
+    if (v < panels) { \
+        _tile_loadd(7, keys[v] + d / PAIR * chunk->key_stride, key_stride); \
+        _tile_dpbf16ps(v, 4, 7); \
+    }
+            MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
+#undef MULTIPLY
+        }
+#define STORE_TILE(v) if (v < panels) _tile_stored(v, &scores[0][i + v * LANES], CHUNK * sizeof(float));
+        STORE_TILE(0) STORE_TILE(1) STORE_TILE(2) STORE_TILE(3)
+#undef STORE_TILE
+    }
+}
+
+/* MIX_DIMS dimensions from d on of the values from position i of the chunk on; zeros where none is seen. */
+INLINE void NAME(gather_values)(
+    DTYPE (*to)[MIX_DIMS * PAIR], const struct NAME(attention_chunk) *chunk, long i, long d, long num_dims) {
+    for (int pair = 0; pair < TILE_K / PAIR; pair++, i += PAIR) {
+        const int is_seen = i >= chunk->first / PAIR * PAIR && i < chunk->end;
+        for (long lane = 0; lane < num_dims; lane += LANES) {
+            uvec_part values = {0};
+            if (is_seen) memcpy(&values, chunk->values[i / PAIR] + (d + lane) * PAIR, sizeof values);
+            memcpy(to[pair] + lane * PAIR, &values, sizeof values);
+        }
+    }
+}
+
+/* The same as mix_chunk: 0 to 3 hold sums, 4 weights, 7 values. TILE_K positions are multiplied together, whose
+ * first is a multiple of it, since the order of a sum depends on that. */
+static __attribute__((noinline)) void NAME(mix_by_tiles)(
+    int num_rows, long head_dim, float *sums, const float *shrink, DTYPE (*weights)[CHUNK],
+    const struct NAME(attention_chunk) *chunk) {
+    const long begin = chunk->first / TILE_K * TILE_K, end = round_up(chunk->end, LANES);
+    const long stride = head_dim * (long)sizeof(float), value_stride = MIX_DIMS * PAIR * (long)sizeof(DTYPE);
+    DTYPE gathered[2][TILE_K / PAIR][MIX_DIMS * PAIR] __attribute__((aligned(64)));
+    for (int r = 0; r < num_rows; r++) {
+        for (long d = 0; d < head_dim; d += LANES)
+            store_f32(sums + r * head_dim + d, load_f32(sums + r * head_dim + d) * splat(shrink[r]));
+        memset(weights[r] + begin, 0, (chunk->first_panel - begin) * sizeof(DTYPE));
+        memset(weights[r] + end, 0, (round_up(end, TILE_K) - end) * sizeof(DTYPE));
+    }
+    for (long d = 0; d < head_dim; d += MIX_DIMS) {
+        const long num_dims = head_dim - d < MIX_DIMS ? head_dim - d : MIX_DIMS;
+        BEFORE_TILES();
+#define FOR_EACH(v, statement) if (v * LANES < num_dims) { statement; }
+#define LOAD_SUMS(v) FOR_EACH(v, _tile_loadd(v, sums + d + v * LANES, stride))
+#define MULTIPLY(v) FOR_EACH(v, _tile_loadd(7, values[0] + v * LANES * PAIR, value_stride); _tile_dpbf16ps(v, 4, 7))
+#define STORE_SUMS(v) FOR_EACH(v, _tile_stored(v, sums + d + v * LANES, stride))
+        LOAD_SUMS(0) LOAD_SUMS(1) LOAD_SUMS(2) LOAD_SUMS(3)
+        for (long i = begin; i < chunk->end; i += TILE_K) {
+            DTYPE (*values)[MIX_DIMS * PAIR] = gathered[i / TILE_K % 2];
+            NAME(gather_values)(values, chunk, i, d, num_dims);
+            BEFORE_TILES();
+            _tile_loadd(4, weights[0] + i, CHUNK * sizeof(DTYPE));
+            MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
+        }
+        STORE_SUMS(0) STORE_SUMS(1) STORE_SUMS(2) STORE_SUMS(3)
+#undef FOR_EACH
+#undef LOAD_SUMS
+#undef MULTIPLY
+#undef STORE_SUMS
+    }
+}
+#endif
+
 /* TILE(rows, panels) with constants; `panels` is panels_for(rows) or 1 */
 #define DISPATCH(rows, panels) \
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
@@ -222,6 +304,12 @@ INLINE void NAME(mix_tile)(
 static __attribute__((noinline)) void NAME(score_chunk)(
     const struct NAME(attention_tile) *tile, long head_dim, const struct NAME(attention_chunk) *chunk,
     float (*scores)[CHUNK]) {
+#ifdef HAS_TILES
+    if (NAME(has_tiles_for)(head_dim)) {
+        NAME(score_by_tiles)(tile, head_dim, chunk, scores);
+        return;
+    }
+#endif
     for (int row = 0, rows; row < tile->num_rows; row += rows) {
         rows = tile->num_rows - row < MAX_ROWS ? tile->num_rows - row : MAX_ROWS;
         const DTYPE *query = tile->query + row * head_dim;
@@ -237,13 +325,20 @@ static __attribute__((noinline)) void NAME(score_chunk)(
 }
 
 static __attribute__((noinline)) void NAME(mix_chunk)(
-    int num_rows, long head_dim, float *sums, const float *shrink, const DTYPE (*weights)[CHUNK],
+    int num_rows, long head_dim, float *sums, const float *shrink, DTYPE (*weights)[CHUNK],
     const struct NAME(attention_chunk) *chunk) {
+#ifdef HAS_TILES
+    if (NAME(has_tiles_for)(head_dim)) {
+        NAME(mix_by_tiles)(num_rows, head_dim, sums, shrink, weights, chunk);
+        return;
+    }
+#endif
     for (int row = 0, rows; row < num_rows; row += rows) {
         rows = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
         for (long d = 0, panels; d < head_dim; d += panels * LANES) {
             panels = d + panels_for(rows) * LANES <= head_dim ? panels_for(rows) : 1;
-#define TILE(n, v) NAME(mix_tile)(sums + row * head_dim, head_dim, shrink + row, weights + row, chunk, d, n, v)
+            const DTYPE (*of_rows)[CHUNK] = (const DTYPE (*)[CHUNK])(weights + row);
+#define TILE(n, v) NAME(mix_tile)(sums + row * head_dim, head_dim, shrink + row, of_rows, chunk, d, n, v)
             DISPATCH(rows, panels)
 #undef TILE
         }
@@ -304,6 +399,9 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
         largest[r] = sinks ? GET(sinks + tile->query_head[r]) : -INFINITY;
         total[r] = sinks ? 1.0f : 0.0f;
     }
+#ifdef HAS_TILES
+    if (NAME(has_tiles_for)(a->head_dim)) configure_tiles(tile->num_rows);
+#endif
     for (long begin = tile->first_of_all / CHUNK * CHUNK; begin <= tile->last_of_all; begin += CHUNK) {
         chunk.begin = begin;
         chunk.first = tile->first_of_all > begin ? tile->first_of_all - begin : 0;
@@ -322,9 +420,11 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
         for (int r = 0; r < tile->num_rows; r++)
             shrink[r] = NAME(weigh)(
                 tile, r, &chunk, a, scores[r], weights[r], &largest[r], &total[r]);
-        NAME(mix_chunk)(
-            tile->num_rows, a->head_dim, sums, shrink, (const DTYPE (*)[CHUNK])weights, &chunk);
+        NAME(mix_chunk)(tile->num_rows, a->head_dim, sums, shrink, weights, &chunk);
     }
+#ifdef HAS_TILES
+    _tile_release();
+#endif
     if (a->is_int8)
         for (int r = 0; r < tile->num_rows; r++) total[r] *= 127.0f;
     if (a->value_scales)
