@@ -4,10 +4,13 @@ More than a quarter of torch's import is `torch._meta_registrations`: what the r
 look like on the device "meta", in Python, for compilers and for models through transformers. Models
 of our own need none of it; what makes their parameters has it in C++. So a process on a CPU leaves
 the module out of torch's import, and imports it with the first module that may need it.
+
+What imports make stays: collections in between would look through it again and again, for nothing.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -72,10 +75,13 @@ class _AsItIs(Loader):
 
 def main() -> int:
     """Run the engine; the process's exit code."""
+    gc.disable()
     if not has_gpu():
         MetaRegistrationsLater().import_torch()
     from penstock.engine.process.server import main as run_engine
 
+    gc.freeze()
+    gc.enable()
     return run_engine()
 
 
