@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 
 import psutil
 
 from .processes import Served, wait_until
 
 
-async def kill(served: Served, which: str) -> None:
+async def kill(served: Served, which: str, by: signal.Signals = signal.SIGKILL) -> None:
     """Kill the engine or the gateway, and wait for its successor."""
     num_back = len(starts_s(served, which)) + 1
-    named(served, which).kill()
+    named(served, which).send_signal(by)
     await asyncio.to_thread(wait_until, lambda: len(starts_s(served, which)) == num_back)
 
 

@@ -154,11 +154,17 @@ class Gateway:
             step = self.receive()
             assert isinstance(step, Step)
             numbers.append(step.number)
-            for output in step.outputs:
+            for output in outputs_of(step):
                 if output.request_id == request_id:
                     tokens.extend(output.token_ids)
                     if output.finish_reason is not None:
                         return tokens, output, numbers
+
+
+def outputs_of(step: Step) -> list[RequestOutput]:
+    """What a frame says, as if all of it were outputs."""
+    tokens = step.tokens.items()
+    return [*step.outputs, *(RequestOutput(request_id=r, token_ids=(t,)) for r, t in tokens)]
 
 
 class Engine:

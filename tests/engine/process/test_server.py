@@ -8,7 +8,7 @@ from penstock.engine.protocol.messages import Abort, DropPrefix, Heartbeat, Step
 from penstock.engine.request import FinishReason, Request, SamplingParams
 
 from ..scheduling.fake_device import expected_output
-from .stack import Connect, Engine
+from .stack import Connect, Engine, outputs_of
 
 
 def test_a_request_comes_back_token_by_token(connect: Connect) -> None:
@@ -35,10 +35,10 @@ def test_all_streams_of_an_iteration_share_a_frame(engine: Engine, connect: Conn
         step = gateway.receive()
         assert isinstance(step, Step)
         steps.append(step)
-        if any(output.finish_reason for output in step.outputs):
+        if any(output.finish_reason for output in outputs_of(step)):
             break
-    assert max(len(step.outputs) for step in steps) == 8
-    assert {o.request_id for s in steps for o in s.outputs} <= {f"r{i}" for i in range(8)}
+    assert max(len(outputs_of(step)) for step in steps) == 8
+    assert {o.request_id for s in steps for o in outputs_of(s)} <= {f"r{i}" for i in range(8)}
     assert other.finish("theirs")[0] == expected_output([9], 5)
 
 
@@ -92,7 +92,7 @@ def test_one_branch_is_aborted_and_the_others_go_on(engine: Engine, connect: Con
     while not is_over:
         step = gateway.receive()
         assert isinstance(step, Step)
-        for output in step.outputs:
+        for output in outputs_of(step):
             tokens[output.index].extend(output.token_ids)
             is_over |= output.is_last
         if step.number == 3:
@@ -153,7 +153,7 @@ def test_stats_come_with_the_steps_that_show_something_new(connect: Connect) -> 
     began_s = time.monotonic()
     gateway.submit("a", (1,), 300)
     steps = []
-    while not steps or not steps[-1].outputs[-1].is_last:
+    while not steps or not outputs_of(steps[-1])[-1].is_last:
         step = gateway.receive()
         assert isinstance(step, Step)
         steps.append(step)

@@ -71,7 +71,7 @@ def test_microbatches_share_the_sequences_equally(num_steps: int) -> None:
             for index in range(12, 18):
                 stack.add(f"r{index}", [index], max_tokens=30)
         stack.step()
-        batches = [batch for batch, _ in stack.core._in_flight]
+        batches = [batch for batch, *_ in stack.core._in_flight]
         seq_ids = [item.seq_id for batch in batches for item in batch.scheduled]
         assert len(set(seq_ids)) == len(seq_ids)
         sizes.append(max((len(batch.scheduled) for batch in batches), default=0))

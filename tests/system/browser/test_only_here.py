@@ -18,6 +18,7 @@ from .page_flow import (
     STORY,
     ask,
     choose,
+    connected,
     conversation_of,
     finished,
     growing,
@@ -129,6 +130,7 @@ async def test_axe_finds_nothing_serious_in_any_of_it(
     assert await violations(page, axe) == []
     await page.unroute("**/v1/conversations/conv_*")
     await page.goto(slow_server.base_url)
+    await connected(page)
     other = {"model": "demo", "prompt": STORY, "max_tokens": 1_500, "ignore_eos": True}
     async with (
         httpx.AsyncClient(base_url=slow_server.base_url, timeout=END_S) as client,
