@@ -156,7 +156,7 @@ class EngineStream:
             raise self._too_many()
         token_ids.append(token_id)
         self._tokens.append(token_id)
-        if self._on_ready is not None:
+        if self._on_ready is not None:  # as `_wake`, without a call for each token
             self._wake_ups.add(self._on_ready)
             self._on_ready = None
         return True
@@ -198,6 +198,9 @@ class EngineStream:
         if self._tokens:
             self._flush_tokens()
         self._add(output)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._on_ready is not None:
             self._wake_ups.add(self._on_ready)
             self._on_ready = None
@@ -226,9 +229,7 @@ class EngineStream:
             self._is_done = True
             self._is_steady = False
             self._error = error
-            if self._on_ready is not None:
-                self._wake_ups.add(self._on_ready)
-                self._on_ready = None
+            self._wake()
 
     def lose_engine(self, death: int, *, is_strike: bool) -> None:
         """The engine that computed the request is gone.

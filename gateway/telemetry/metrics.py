@@ -321,15 +321,14 @@ class StreamMeter:
 
     def output(self, index: int, num_tokens: int, num_prompt_tokens: int) -> None:
         """A branch got tokens. The prompt is counted with the first output."""
-        last_s = self._last_s.get(index)
-        if last_s is None or not num_tokens:
-            self._begin(num_prompt_tokens)
-            if not num_tokens:
-                return
+        if num_tokens and index in self._last_s:
+            self.more(num_tokens, index)
+            return
+        self._begin(num_prompt_tokens)
+        if not num_tokens:
+            return
         now = perf_counter()
-        if last_s is not None:
-            self._observe((now - last_s) / num_tokens)
-        elif not self._last_s:
+        if not self._last_s:
             self._metrics.time_to_first_token.observe(now - self._arrival_s)
             if self._request is not None:
                 self._request.note_first_token(self._metrics.model_name, now)
@@ -337,11 +336,11 @@ class StreamMeter:
         self._num_output += num_tokens
         self._last_s[index] = now
 
-    def more(self, num_tokens: int) -> None:
-        """`output` of branch 0, which had tokens before and has some now."""
+    def more(self, num_tokens: int, index: int = 0) -> None:
+        """A branch that had tokens before got some."""
         last_s, now = self._last_s, perf_counter()
-        self._observe((now - last_s[0]) / num_tokens)
-        last_s[0] = now
+        self._observe((now - last_s[index]) / num_tokens)
+        last_s[index] = now
         self._tokens.generation += num_tokens
         self._num_output += num_tokens
 

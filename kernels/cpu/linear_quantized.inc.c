@@ -678,7 +678,8 @@ static void NAME(linear_quantized_item)(const void *args, long item) {
     const long num_rows = *a->linear.num_rows, parts = num_row_parts(num_rows);
     const long row = item % parts * ROWS_PER_ITEM, groups = num_groups(a->linear.out_features);
     const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
-    NAME(quantized_rows)(a, row, end, group_of_item(item / parts, groups));
+    if (item / parts < groups) /* else a late thread's: the next step has fewer rows */
+        NAME(quantized_rows)(a, row, end, group_of_item(item / parts, groups));
 }
 
 struct job NAME(linear_quantized)(const void *args) {

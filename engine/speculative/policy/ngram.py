@@ -100,9 +100,10 @@ class NgramDrafter:
     def _find(self, num_matched: int) -> None:
         """Look the newest tokens up; none that cannot be enough, but in a prediction."""
         characters = self._own.grown()
+        least = min(num_matched, self._sizes[0])
         for guide in self._guides:
             for size in self._sizes:
-                if size < num_matched and size < self._sizes[0] and guide is not self._predicted:
+                if size < least and guide is not self._predicted:
                     break
                 place = guide.find(characters[-size:]) if size <= len(characters) else 0
                 if place > 0:
@@ -110,7 +111,7 @@ class NgramDrafter:
                     return
         end = len(characters) - 1  # nothing follows the newest themselves
         for size in self._sizes:
-            if size < num_matched and size < self._sizes[0]:
+            if size < least:
                 break
             place = characters.rfind(characters[-size:], 0, end)
             if 0 <= place <= end - size:

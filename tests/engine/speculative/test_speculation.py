@@ -31,7 +31,6 @@ from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
 AUTO = {"method": "auto"}
-NONE = {"method": "none"}
 PERSON = {
     "type": "object",
     "properties": {
@@ -74,7 +73,6 @@ def core_with(
 ) -> EngineCore:
     model = replace(model or ModelConfig(), dtype=dtype, max_model_len=256)
     cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, num_host_blocks=200)
-    scheduler = {"speculative_config": NONE} | scheduler
     config = EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(**scheduler))
     core, _ = build_core(config)
     return core
@@ -354,12 +352,11 @@ def test_drafts_by_themselves_change_nothing_but_the_time():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("config", [AUTO])
-def test_drafts_by_themselves_only_where_they_cannot_lose(config: dict[str, str] | None):
+def test_drafts_by_themselves_only_where_they_cannot_lose():
     """Not where a result may depend on the batch: here, in torch."""
     torch_model = ModelConfig(model_impl="transformers")
     for model, are_there in ((None, True), (torch_model, False)):
-        core = core_with(model=model, speculative_config=config)
+        core = core_with(model=model, speculative_config=AUTO)
         run(core, requests(allowed_token_ids=(300,), max_tokens=30)[:1])
         assert (core.scheduler.drafting.counters.num_drafts > 0) is are_there
         core.close()
@@ -379,7 +376,7 @@ def test_an_offline_prediction():
     """By a text for each prompt; the parameters can turn drafts off."""
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     messages = [{"role": "user", "content": "Tell me a story."}]
-    with LLM(max_model_len=1024, speculative_config=NONE) as llm:
+    with LLM(max_model_len=1024) as llm:
 
         def num_steps() -> int:
             return llm._core.scheduler.counters.num_steps
@@ -434,7 +431,7 @@ def test_speculation_is_off_for_one_request():
 def test_text_that_repeats_itself():
     """From a text through `LLM`: fewer steps, the same answer."""
     answers, num_steps = [], []
-    for config in (NONE, NGRAM):
+    for config in (None, NGRAM):
         with LLM(max_model_len=1024, speculative_config=config) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
             answers.append(
