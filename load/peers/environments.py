@@ -138,8 +138,8 @@ def _requirements_of(environment: Environment, dist_info: str) -> list[str]:
 def _llamacpp(environment: Environment) -> None:
     environment.install("cmake", "ninja")
     environment.pip(
-        *("download", "-q", "--no-deps", "--no-binary", ":all:", "--dest", environment.path),
-        f"llama-cpp-python=={LLAMA_CPP_PYTHON}",
+        *("download", "-q", "--no-deps", "--no-binary", "llama-cpp-python"),
+        *("--dest", environment.path, f"llama-cpp-python=={LLAMA_CPP_PYTHON}"),
     )
     with tarfile.open(next(environment.path.glob("llama_cpp_python-*.tar.gz"))) as archive:
         archive.extractall(environment.path, filter="data")
