@@ -4,7 +4,7 @@
 
 It has links to the files of the directories that it is made of, so that whatever reads a model's
 directory reads it. It is named by a digest of these and of the fields. A process of its own makes
-it, as with `gguf.directory`: the gateway knows no kernels, whose cache it is in.
+it, as with `gguf.directory`.
 """
 
 from __future__ import annotations

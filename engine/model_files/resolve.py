@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.model_files.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
 from penstock.engine.model_files.end_tokens import end_token_ids
-from penstock.engine.model_files.gguf.choice import choose_gguf
+from penstock.engine.model_files.gguf.choice import choose_gguf, gguf_folder, stands_for
 from penstock.engine.model_files.json_file import (
     ADDITIONAL_TEMPLATES,
     GGUF_MAGIC,
@@ -38,6 +38,7 @@ from penstock.engine.model_files.packaged_models import (
     packaged_path,
 )
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
+from penstock.kernels.cache_folder import NoCacheError
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo"  # where `PACKAGED_MODELS` finds it
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
@@ -144,6 +145,10 @@ def _resolve(config: ModelConfig, *, weights: bool, required: str = "config.json
 
 
 def _made_of_gguf(file: Path) -> Path:
+    with suppress(NoCacheError, OSError):  # whoever makes it says why not
+        folder = gguf_folder(file)
+        if stands_for(folder, file):
+            return folder
     return _made_by("penstock.engine.model_files.gguf.directory", str(file.absolute()))
 
 

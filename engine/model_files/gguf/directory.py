@@ -3,16 +3,13 @@
 
 It has the `config.json` and the tokenizer that the file's keys stand for, links to the file and its
 parts, and an index of its tensors. It is named by a digest of the file, so another file gets
-another one. A process of its own makes it: the gateway knows no kernels, whose cache it is in.
+another one. A process of its own makes it, whose memory, and what it imports, goes with it.
 """
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,20 +18,17 @@ from typing import Any
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files.gguf.architectures import read_architecture
+from penstock.engine.model_files.gguf.choice import gguf_folder, stands_for
 from penstock.engine.model_files.gguf.reader import GgufFile, read_gguf
 from penstock.engine.model_files.gguf.tokenizers import write_tokenizer
 from penstock.engine.model_files.json_file import (
     GGUF_FILE,
     GGUF_INDEX,
-    GGUF_MAGIC,
-    check_file,
     gguf_part,
     is_present,
-    weight_samples,
 )
-from penstock.kernels.cache_folder import NoCacheError, cache_dir, remove_orphans, unfinished
+from penstock.kernels.cache_folder import NoCacheError, remove_orphans, unfinished
 
-_VERSION = 8  # of what is written; a change makes other directories
 _SAMPLING = "general.sampling."  # begins keys of what a model's makers recommend
 # Those of llama.cpp's samplers that there are here, by the fields of a `generation_config.json`.
 _SAMPLERS = {
@@ -44,7 +38,7 @@ _SAMPLERS = {
 
 
 def gguf_directory(file: Path) -> Path:
-    """The model directory of a GGUF file, made unless it is there.
+    """The model directory of a GGUF file, made unless it is there, with links to this file.
 
     Args:
         file: of a split model, the first part.
@@ -52,35 +46,19 @@ def gguf_directory(file: Path) -> Path:
     Raises:
         ModelLoadError: with what is wrong with the file.
     """
-    check_file(file)
     try:
-        folder = cache_dir() / "gguf" / f"{file.stem[:100]}-{_digest(file)}-{_VERSION}"
+        folder = gguf_folder(file)
         if not is_present(folder / GGUF_FILE):
             folder.parent.mkdir(parents=True, exist_ok=True)
             remove_orphans(folder.parent, link=GGUF_FILE)
             _make(read_gguf(file), folder)
-        elif (folder / GGUF_FILE).resolve() != file.resolve():  # the same file, moved or copied
+        elif not stands_for(folder, file):  # the same file, moved or copied
             link_parts(read_gguf(file), folder)
     except NoCacheError as error:
         raise ModelLoadError(f"{file}: no place for its configuration: {error}") from error
     except OSError as error:
         raise ModelLoadError(f"{file}: {error}") from error
     return folder
-
-
-def _digest(file: Path) -> str:
-    """A digest of the size, the beginning and samples to the end; of a split file, of all parts."""
-    with file.open("rb") as data:
-        if data.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-            raise ModelLoadError(f"{file} is not a GGUF file")
-    name = re.fullmatch(r"(.*)-\d{5}-of-(\d{5}\.gguf)", file.name)
-    others = file.parent.glob(f"{glob.escape(name[1])}-*-of-{name[2]}") if name else ()
-    digest = hashlib.sha256()
-    for part in (file, *sorted(set(others) - {file})):
-        digest.update(str(part.stat().st_size).encode())
-        for sample in weight_samples(part):
-            digest.update(sample)
-    return digest.hexdigest()[:16]
 
 
 def _make(content: GgufFile, folder: Path) -> None:

@@ -46,6 +46,9 @@ def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: 
     first = weights_fingerprint(directory)
     monkeypatch.setattr("penstock.engine.model_files.gguf.directory._write", None)
     assert gguf_directory(demo_file) == directory
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.engine.model_files.resolve._made_by", None)  # in no other process
+        assert resolve_model(ModelConfig(model=str(demo_file)), weights=True) == directory
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     file = demo_file.rename(moved / demo_file.name)

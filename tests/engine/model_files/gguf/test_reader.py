@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.engine import ModelLoadError
-from penstock.engine.model_files.gguf.directory import _digest
+from penstock.engine.model_files.gguf.choice import gguf_folder
 from penstock.engine.model_files.gguf.reader import BLOCK_TYPES, read_gguf
 
 from .written import directory_of, write
@@ -143,10 +143,10 @@ def test_a_split_file_by_its_first_part(parts: Callable[..., list[Path]]):
 
 def test_other_weights_in_any_part_make_another_directory(parts: Callable[..., list[Path]]):
     files = parts()
-    before = _digest(files[0])
-    assert _digest(files[0]) == before
+    before = gguf_folder(files[0])
+    assert gguf_folder(files[0]) == before
     files[2].write_bytes(files[2].read_bytes()[:-4] + b"\0\0\0\1")
-    assert _digest(files[0]) != before
+    assert gguf_folder(files[0]) != before
 
 
 def test_another_part_names_the_first(parts: Callable[..., list[Path]]):
