@@ -224,6 +224,8 @@ def _layout(matrix: QuantizedMatrix) -> tuple[object, ...]:
 def join(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """The rows of parts with the same layout, where the first one lies."""
     first, blocks = parts[0], [part.block_values() for part in parts]
+    if len(parts) == 1 and first.rows_per_scale == 1 and _has_own_memory(first.codes):
+        return first
     offsets = [each for _, each in blocks if each is not None]
     like = first.scales.float()
     return QuantizedMatrix(
@@ -235,6 +237,11 @@ def join(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         permutation=first.permutation,
         column_factors=first.column_factors,
     )
+
+
+def _has_own_memory(values: Tensor) -> bool:
+    """Whether a tensor is no part of another one, or of a file that is mapped."""
+    return values.untyped_storage().nbytes() == values.nbytes
 
 
 def concatenate(parts: Sequence[Tensor], like: Tensor) -> Tensor:

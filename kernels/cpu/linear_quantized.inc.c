@@ -690,6 +690,15 @@ struct job NAME(linear_quantized)(const void *args) {
 
 /* --- packing, and reading single rows back ---------------------------------------------------- */
 
+/* What of a column is in a line of nibbles: 8 codes in its 32 bits. A product moves 4 nibbles, 16 bits from
+ * each other, beside each other at the top. */
+INLINE uint32_t nibbles_of(const uint8_t *codes) {
+    const uint64_t even = 0x000f000f000f000f, beside = 1ull << 48 | 1ull << 36 | 1ull << 24 | 1ull << 12;
+    uint64_t bytes;
+    memcpy(&bytes, codes, sizeof bytes);
+    return (uint32_t)((bytes & even) * beside >> 48 | ((bytes >> 8 & even) * beside >> 48) << 16);
+}
+
 static void NAME(pack_quantized_item)(const void *args, long group) {
     const struct pack_quantized_args *a = args;
     const struct quantized_format *f = &a->format;
@@ -713,8 +722,11 @@ static void NAME(pack_quantized_item)(const void *args, long group) {
             }
             for (; k < end; k += layout.k_per_line, w += GROUP * LINE_BYTES) {
                 uint32_t word = 0;
-                for (int i = 0; i < layout.k_per_line && k + i < end; i++)
-                    word |= (uint32_t)codes[k + i] << (bits == 4 ? nibble_shift(i) : 8 * i);
+                if (bits == 4 && k + layout.k_per_line <= end)
+                    word = nibbles_of(codes + k);
+                else
+                    for (int i = 0; i < layout.k_per_line && k + i < end; i++)
+                        word |= (uint32_t)codes[k + i] << (bits == 4 ? nibble_shift(i) : 8 * i);
                 memcpy(w + n * 4, &word, 4);
             }
             k = end;

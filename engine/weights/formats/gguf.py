@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,9 +229,9 @@ class _Type:
         codes, scales, _ = zip(*parts, strict=True)
         offsets = [part[2] for part in parts if part[2] is not None]
         return QuantizedMatrix(
-            codes=torch.cat(codes),
-            scales=torch.cat(scales),
-            offsets=torch.cat(offsets) if offsets else None,
+            codes=_below_each_other(codes),
+            scales=_below_each_other(scales),
+            offsets=_below_each_other(offsets) if offsets else None,
             codebook=self.codebook,
             columns_per_scale=self.columns_per_scale,
         )
@@ -247,6 +247,10 @@ class _Type:
             yield codes.contiguous(), scales, offsets
 
 
+def _below_each_other(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def _half(blocks: Tensor, start: int) -> Tensor:
     """float32 [num_blocks, 1]"""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
@@ -255,8 +259,15 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 def _fields(values: Tensor, bits: int, width: int) -> Tensor:
     """The fields of so many bits in bytes: of each `width` bytes first the lowest of all, then the
     next; uint8 [num_blocks, -1, fields, width]"""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
-    return (values.reshape(len(values), -1, 1, width) >> shifts) & ((1 << bits) - 1)
+    at_once = 8 if width % 8 == 0 else 1  # bytes: as one number, where its bits stay theirs
+    mask = int.from_bytes(bytes([(1 << bits) - 1] * at_once), "little")
+    numbers = values.clone(memory_format=torch.contiguous_format)
+    numbers = numbers.view(torch.int64 if at_once == 8 else torch.uint8)
+    numbers = numbers.view(len(values), -1, width // at_once)
+    fields = numbers.new_empty(*numbers.shape[:2], 8 // bits, numbers.shape[2])
+    for number, field in enumerate(fields.unbind(2)):
+        torch.bitwise_right_shift(numbers, number * bits, out=field)
+    return fields.bitwise_and_(mask).view(torch.uint8)
 
 
 def _q4(blocks: Tensor) -> Tensor:
