@@ -162,8 +162,8 @@ static __attribute__((noinline)) long NAME(wide_rows)(
 #endif
 
 #ifdef HAS_TILES
-/* A pair of tiles is written in pieces of so many rows. */
-enum { PIECE_ROWS = 8, PIECES_PER_TILE = TILE_ROWS / PIECE_ROWS, NUM_PIECES = 2 * PIECES_PER_TILE };
+/* While a pair of tiles is multiplied, so many rows of the one before it are written with each TILE_K. */
+enum { ROWS_PER_STEP = 4, CACHED_OUTPUT_BYTES = 512 << 10 };
 
 /* A pair of tiles' sums: `rows` rows from each of `begins` on. */
 struct NAME(tile_pair) {
@@ -172,14 +172,26 @@ struct NAME(tile_pair) {
     union parts sums[2 * TILE_ROWS * GROUP];
 };
 
-/* Write a piece of a pair, `rows` rows a tile: a few rows of one of its tiles. */
-INLINE void NAME(write_piece)(
-    const struct linear_args *a, const struct NAME(tile_pair) *pair, int piece, long column, int rows, int panels) {
-    const int tile = piece / PIECES_PER_TILE, begin = piece % PIECES_PER_TILE * PIECE_ROWS;
-    const int num_rows = rows - begin < PIECE_ROWS ? rows - begin : PIECE_ROWS;
-    if (tile >= pair->num_tiles || num_rows <= 0) return;
-    const union parts *sums = pair->sums + (tile * rows + begin) * panels;
-    NAME(write_tile)(a, pair->begins[tile] + begin, column, sums, num_rows, panels);
+/* Write a row of a pair, whose tiles have `rows` rows, by whole panels. */
+INLINE void NAME(write_row)(
+    const struct linear_args *a, const struct NAME(tile_pair) *pair, int row, long column, int rows, const int panels) {
+    const long at = (row < rows ? pair->begins[0] + row : pair->begins[1] + row - rows) * output_stride(a) + column;
+    const DTYPE *bias = a->bias, *residual = a->residual;
+    for (int v = 0; v < panels; v++) {
+        vec_part value = pair->sums[row * panels + v].part[0];
+        if (bias) value += LOAD_PART(bias + column + v * LANES);
+        if (residual) value = ROUND_PART(value) + LOAD_PART(residual + at + v * LANES);
+        STORE_PART((DTYPE *)a->y + at + v * LANES, value);
+    }
+}
+
+/* Write the rows of a pair from `row` on. */
+static __attribute__((noinline)) void NAME(write_rest)(
+    const struct linear_args *a, const struct NAME(tile_pair) *pair, int row, long column, int rows, int panels) {
+    for (; row < pair->num_tiles * rows; row++)
+        for (int v = 0; v < panels; v++)
+            NAME(write_columns)(a, pair->begins[row / rows] + row % rows, column + v * LANES,
+                                pair->sums + row * panels + v);
 }
 
 /* What is left of k, after the tiles' share. */
@@ -197,49 +209,56 @@ static __attribute__((noinline)) void NAME(add_rest)(
 }
 
 /* The rows of a pair by a group; prefetches `lines` cache lines of weights with each TILE_K. The unit of tiles
- * waits for nothing: meanwhile the pair before, if any, is written, piece by piece, and the lines that this one
- * will be written to are read. Registers 0 to 2 and 3 to 5 hold sums, 6 rows, 7 weights. Whatever the number of
- * rows, a sum's order is that of the instruction; what is left of k is added after it. */
+ * waits for nothing: meanwhile the pair before, if any, is written, a few rows at a time, and if the output does not
+ * stay in the cache the lines that this one will be written to are read. Registers 0 to 2 and 3 to 5 hold sums, 6
+ * rows, which are read once for a group and leave the nearest cache to the weights, 7 weights. Whatever the number
+ * of rows, a sum's order is that of the instruction; what is left of k is added after it. */
 INLINE void NAME(amx_tiles)(
     const struct linear_args *a, struct NAME(tile_pair) *pair, const struct NAME(tile_pair) *before, long group,
     const int panels, const int num_tiles, const int rows, const char *ahead, const int lines) {
     const long in = a->in_features, stride = panels * LINE_BYTES, x_stride = in * (long)sizeof(DTYPE);
     const long column = group * GROUP * LANES, num_steps = in / TILE_K;
-    const long steps_per_piece = num_steps / NUM_PIECES > 1 ? num_steps / NUM_PIECES : 1;
     const DTYPE *x = (const DTYPE *)a->x + pair->begins[0] * in, *second = (const DTYPE *)a->x + pair->begins[1] * in;
     const DTYPE *w = (const DTYPE *)a->weight + column * in;
     const long value_bytes = a->is_float ? (long)sizeof(float) : (long)sizeof(DTYPE), y_stride = output_stride(a) * value_bytes;
     const char *y = (const char *)a->y + pair->begins[0] * y_stride + column * value_bytes;
     const char *const y_end = (const char *)a->y + (pair->begins[num_tiles - 1] + rows) * y_stride;
-    const int rows_per_step = (int)ceil_div(num_tiles * rows, num_steps > 0 ? num_steps : 1);
-    int piece = before ? 0 : NUM_PIECES;
-    long due = 0;
+    const int is_cached = *a->num_rows * y_stride <= CACHED_OUTPUT_BYTES;
+    const int reads_per_step = is_cached ? 0 : (int)ceil_div(num_tiles * rows, num_steps > 0 ? num_steps : 1);
+    const int is_claimed = before && pool_claim();
+    const int num_written = is_claimed ? before->num_tiles * rows : 0;
+    const int is_whole = !a->is_float && column + panels * LANES <= a->out_features;
+    int written = 0;
 #define LOAD_WEIGHTS(v) _tile_loadd(7, w + v * LANES * PAIR, stride)
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); _tile_zero(4); _tile_zero(5);
     for (long step = 0; step < num_steps; step++, w += TILE_K * panels * LANES, x += TILE_K, second += TILE_K) {
         for (int i = 0; i < lines; i++, ahead += LINE_BYTES) __builtin_prefetch(ahead, 0, 2);
-        for (int i = 0; i < rows_per_step && y < y_end; i++, y += y_stride) {
+        for (int i = 0; i < reads_per_step && y < y_end; i++, y += y_stride) {
             __builtin_prefetch(y, 1, 3);
             __builtin_prefetch(y + panels * LANES * value_bytes - 1, 1, 3);
         }
-        _tile_loadd(6, x, x_stride);
+        _tile_stream_loadd(6, x, x_stride);
         LOAD_WEIGHTS(0);
         _tile_dpbf16ps(0, 6, 7);
         if (panels > 1) { LOAD_WEIGHTS(1); _tile_dpbf16ps(1, 6, 7); }
         if (panels > 2) { LOAD_WEIGHTS(2); _tile_dpbf16ps(2, 6, 7); }
         if (num_tiles > 1) { /* backwards: the last weights are still there */
-            _tile_loadd(6, second, x_stride);
+            _tile_stream_loadd(6, second, x_stride);
             if (panels > 2) { _tile_dpbf16ps(5, 6, 7); LOAD_WEIGHTS(1); }
             if (panels > 1) { _tile_dpbf16ps(4, 6, 7); LOAD_WEIGHTS(0); }
             _tile_dpbf16ps(3, 6, 7);
         }
-        if (piece < NUM_PIECES && step == due) {
-            NAME(write_piece)(a, before, piece++, column, rows, panels);
-            due += steps_per_piece;
+        if (written < num_written && is_whole) {
+            for (int i = 0; i < ROWS_PER_STEP && written < num_written; i++)
+                NAME(write_row)(a, before, written++, column, rows, panels);
+            if (written == num_written) pool_release();
         }
     }
 #undef LOAD_WEIGHTS
-    while (piece < NUM_PIECES) NAME(write_piece)(a, before, piece++, column, rows, panels);
+    if (written < num_written) {
+        NAME(write_rest)(a, before, written, column, rows, panels);
+        pool_release();
+    }
 #define STORE_TILE(tile, r, v) if (v < panels) { _tile_stored(tile, pair->sums + r * panels + v, stride); }
     STORE_TILE(0, 0, 0) STORE_TILE(1, 0, 1) STORE_TILE(2, 0, 2)
     if (num_tiles > 1) { STORE_TILE(3, rows, 0) STORE_TILE(4, rows, 1) STORE_TILE(5, rows, 2) }
@@ -272,8 +291,9 @@ INLINE void NAME(rows_of_group)(
         before = pair;
     }
     _tile_release();
-    for (int piece = 0; piece < NUM_PIECES; piece++)
-        NAME(write_piece)(a, before, piece, group * GROUP * LANES, rows, panels);
+    if (!pool_claim()) return;
+    NAME(write_rest)(a, before, 0, group * GROUP * LANES, rows, panels);
+    pool_release();
 }
 #endif
 
