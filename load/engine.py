@@ -77,10 +77,8 @@ class Setting:
     def config(self, model: str, *, num_threads: int = 0) -> EngineConfig:
         """The engine's settings; a mistake in them ends the command, as on any command line."""
         config = parse_engine_config(self.words, model=model)
-        device = config.device
-        return replace(
-            config, device=replace(device, num_threads=num_threads or device.num_threads)
-        )
+        own = config.device
+        return replace(config, device=replace(own, num_threads=num_threads or own.num_threads))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ something about the engine's speed:
 
 from __future__ import annotations
 
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -79,16 +78,6 @@ def make_request(
         ),
         arrival_s=float(index),
     )
-
-
-def make_requests(
-    num_seqs: int, prompt_tokens: int, output_tokens: int, *, vocab_size: int, rng: random.Random
-) -> list[Request]:
-    """Greedy requests of random tokens: no two share a prefix, none ends early."""
-    return [
-        make_request(index, rng.choices(range(vocab_size), k=prompt_tokens), output_tokens)
-        for index in range(num_seqs)
-    ]
 
 
 def run_requests(core: EngineCore, requests: Sequence[Request]) -> Run:

@@ -120,8 +120,14 @@ def running(
         try:
             process = subprocess.Popen(  # noqa: S603  (our own command)
                 [str(word) for word in command],
-                # What a bench says is not kept among the user's chats.
-                env={"PENSTOCK_DATA_DIR": "none", **os.environ, **(env or {})},
+                # What a bench says is not kept among the user's chats; and what a server compiles
+                # is kept for the next start, as where it is installed.
+                env={
+                    "PENSTOCK_DATA_DIR": "none",
+                    **os.environ,
+                    "PYTHONDONTWRITEBYTECODE": "",
+                    **(env or {}),
+                },
                 text=True,
                 process_group=0,  # Ctrl-C reaches only the bench, which then stops it
                 **streams,  # type: ignore[call-overload]

@@ -28,13 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from penstock.engine.config import (
-    DEMO_MODEL,
-    DTYPES,
-    DeviceConfig,
-    EngineConfig,
-    ModelConfig,
-)
+from penstock.engine.config import DEMO_MODEL, DTYPES, DeviceConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.model_files.resolve import resolve_model

@@ -15,6 +15,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import re
 import statistics
 import time
 import urllib.error
@@ -32,12 +33,7 @@ from tqdm import tqdm
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Address, Dialogue, StreamRecord
 from penstock.load.client.transport import Wire
-from penstock.load.report.options import (
-    add_report_arguments,
-    file_stem,
-    positive,
-    settings_of,
-)
+from penstock.load.report.options import add_out, objective, positive, settings_of
 from penstock.load.report.summary import (
     Slo,
     Summary,
@@ -85,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--flood", type=int, default=0, metavar="N",
         help="measure again beside N streams, which a process at nice 19 keeps open")  # fmt: skip
     add("--flood-api-key", help="the key of the flood; default: the same as of the measured")
-    add_report_arguments(parser)
+    group = parser.add_argument_group("report")
+    add = group.add_argument
+    add("--goodput", nargs="+", type=objective, default=[], metavar="NAME:MS",
+        help="objectives in milliseconds, such as ttft:200 tpot:50 e2e:5000")  # fmt: skip
+    add("--label", default="", help="label in the title and file names")
+    add_out(parser)
     add("--save-records", action="store_true", help="write the record of each request as JSONL")
 
 
@@ -114,7 +115,7 @@ def run(parsed: argparse.Namespace) -> int:
     wire, loads = wire_of(parsed), loads_of(parsed)
     make_dialogues(parsed, wire.endpoint, num_dialogues=1, seed=0)
     targets = [
-        target_of(name, base_url, model=parsed.model, wire=wire)
+        Target(name, base_url, parsed.model or first_model(base_url, wire.api_key))
         for name, base_url in _servers(parsed.base_url or [_DEFAULT_URL]).items()
     ]
     title = (
@@ -129,7 +130,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.flood:
         parts.append(_flood_ratios(runs))
     parts += [f"warning: {text}" for text in sorted(doubts)]
-    stem = file_stem("serve", parsed.label)
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", parsed.label)  # in the characters of file names
+    stem = f"serve-{label}" if label else "serve"
     others = [parsed.out / f"{stem}-records.jsonl"] if parsed.save_records else []
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,19 +210,13 @@ def _lines(run: Run) -> bytes:
 # -- a measured run -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """A server to measure."""
 
     name: str
     base_url: str
     model: str  # the name that requests carry
-
-
-def target_of(name: str, base_url: str, *, model: str | None, wire: Wire) -> Target:
-    """A server to measure. Raises ConfigError if no model is named and the server does not name
-    one."""
-    return Target(name=name, base_url=base_url, model=model or first_model(base_url, wire.api_key))
 
 
 def first_model(base_url: str, api_key: str | None) -> str:
@@ -244,16 +240,8 @@ async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> 
     """Send the first turns of some dialogues at once. Raises ConfigError if one had a fault,
     before every request has it."""
     first_turns = [replace(dialogue, turns=dialogue.turns[:1]) for dialogue in dialogues]
-    async with wire.open(target.base_url) as transport:
-        result = await drive(
-            transport,
-            first_turns,
-            arrivals=ClosedLoop(max(len(first_turns), 1)),
-            model=target.model,
-            extra=wire.extra,
-            ignore_eos=wire.ignore_eos,
-        )
-    for record in result.records:
+    arrivals = ClosedLoop(max(len(first_turns), 1))
+    for record in (await send(target, wire, first_turns, arrivals)).records:
         if not record.is_clean:
             raise ConfigError(
                 f"{target.base_url}: a warm-up request was {record.faults[0]}: {record.detail}"
@@ -270,17 +258,24 @@ async def measure(
         def advance(_: StreamRecord) -> None:
             bar.update()
 
-        async with wire.open(target.base_url) as transport:
-            return await drive(
-                transport,
-                dialogues,
-                arrivals=arrivals,
-                model=target.model,
-                history=wire.history,
-                extra=wire.extra,
-                ignore_eos=wire.ignore_eos,
-                on_end=advance,
-            )
+        return await send(target, wire, dialogues, arrivals, on_end=advance)
+
+
+async def send(
+    target: Target,
+    wire: Wire,
+    dialogues: Sequence[Dialogue],
+    arrivals: Arrivals,
+    *,
+    on_end: Callable[[StreamRecord], None] | None = None,
+    records: list[StreamRecord] | None = None,
+) -> RunResult:
+    """Send a workload; the last two arguments are the driver's."""
+    async with wire.open(target.base_url) as transport:
+        return await drive(
+            transport, dialogues, arrivals=arrivals, model=target.model, history=wire.history,
+            extra=wire.extra, ignore_eos=wire.ignore_eos, on_end=on_end, records=records,
+        )  # fmt: skip
 
 
 # -- another tenant's flood ----------------------------------------------------------------------
@@ -315,14 +310,8 @@ def _run_flood(target: Target, wire: Wire, dialogues: list[Dialogue], is_there: 
         if record.is_clean:
             is_there.set()
 
-    async def hold() -> None:
-        arrivals = ClosedLoop(len(dialogues))
-        again = dialogues * _FLOOD_ROUNDS
-        async with wire.open(target.base_url) as transport:
-            await drive(transport, again, arrivals=arrivals, model=target.model, extra=wire.extra,
-                        ignore_eos=wire.ignore_eos, on_end=note)  # fmt: skip
-
-    asyncio.run(hold())
+    arrivals, again = ClosedLoop(len(dialogues)), dialogues * _FLOOD_ROUNDS
+    asyncio.run(send(target, wire, again, arrivals, on_end=note))
 
 
 def _flood_ratios(runs: Sequence[Run]) -> str:

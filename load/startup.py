@@ -24,7 +24,7 @@ import uvloop
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Call, Dialogue, Message, StreamRecord
+from penstock.load.client.records import Call, Dialogue, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.client.transport import Wire
 from penstock.load.launch import Started, server
@@ -32,7 +32,7 @@ from penstock.load.machine import commit
 from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.summary import summarize
 from penstock.load.report.tables import publish, table
-from penstock.load.serve import Run, Target, measure, sweep_table
+from penstock.load.serve import Run, Target, measure, send, sweep_table
 from penstock.load.workloads.datasets import Lengths, RandomLengths, Words
 from penstock.load.workloads.driver import ClosedLoop
 from penstock.load.workloads.options import Load
@@ -135,7 +135,7 @@ async def _speeds(started: Started, parsed: argparse.Namespace) -> list[Run]:
     cases = [*((num_streams, chat) for num_streams in parsed.streams), (most, sse), (most, socket)]
     for seed, (num_streams, wire) in enumerate(cases):
         name = f"{wire.endpoint}, {wire.transport}"
-        target = Target(name=name, base_url=started.base_url, model=parsed.model)
+        target = Target(name, started.base_url, parsed.model)
         num_dialogues = max(_MIN_REQUESTS, _WAVES * num_streams) + 1
         dialogues = _dialogues(num_dialogues, parsed.output_tokens, seed=seed)
         for part in (dialogues[:1], dialogues[1:]):
@@ -160,37 +160,33 @@ async def _outlive(started: Started, parsed: argparse.Namespace) -> float:
     Raises ConfigError if one had a fault.
     """
     dialogues = _dialogues(max(parsed.streams), _ENDLESS_TOKENS, seed=_KILL_SEED)
-    records = [StreamRecord(scheduled_s=time.perf_counter()) for _ in dialogues]
+    records: list[StreamRecord] = []
     # Behind the end of a text there may be no more of it, nor in a chat behind what may be a call.
-    extra = {"temperature": 0, "min_tokens": _ENDLESS_TOKENS}
-
-    async def read(dialogue: Dialogue, record: StreamRecord) -> None:
-        messages = (Message(role="user", content=str(dialogue.turns[0].text)),)
-        call = Call(model=parsed.model, max_tokens=_ENDLESS_TOKENS, ignore_eos=True,
-                    messages=messages, extra=extra)  # fmt: skip
-        await transport.stream(call, record)
+    wire = Wire(extra={"temperature": 0, "min_tokens": _ENDLESS_TOKENS})
+    target = Target("to be killed", started.base_url, parsed.model)
+    arrivals = ClosedLoop(len(dialogues))
+    sending = asyncio.create_task(send(target, wire, dialogues, arrivals, records=records))
 
     async def reach(num_tokens: int) -> None:
-        while min(sum(record.event_tokens) for record in records) < num_tokens:
+        while len(records) < len(dialogues) or min(map(_num_tokens, records)) < num_tokens:
             for record in records:
                 if record.ended_s > 0.0:
                     raise ConfigError(f"a stream whose engine is killed ended: {record.detail}")
             await asyncio.sleep(_LOOK_S)
 
-    async with SseTransport(started.base_url, "completions") as transport:
-        readers = [
-            asyncio.create_task(read(*each)) for each in zip(dialogues, records, strict=True)
-        ]
-        try:
-            await reach(_TOKENS_AROUND)
-            killed_s, engine = time.perf_counter(), started.family()["engine"]
-            engine.kill()
-            await reach(max(sum(record.event_tokens) for record in records) + _TOKENS_AROUND)
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+    try:
+        await reach(_TOKENS_AROUND)
+        killed_s, engine = time.perf_counter(), started.family()["engine"]
+        engine.kill()
+        await reach(max(map(_num_tokens, records)) + _TOKENS_AROUND)
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
     return _longest_gap_s(records, since_s=killed_s)
+
+
+def _num_tokens(record: StreamRecord) -> int:
+    return sum(record.event_tokens)
 
 
 def _longest_gap_s(records: Iterable[StreamRecord], *, since_s: float = 0.0) -> float:

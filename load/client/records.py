@@ -171,25 +171,17 @@ def body_of(endpoint: Endpoint, call: Call) -> dict[str, Any]:
     if call.previous_response_id is not None and endpoint != "responses":
         raise ConfigError(f"previous_response_id works only with {PATHS['responses']}")
     body: dict[str, Any] = {"model": call.model, "stream": True}
-    if endpoint == "completions":
-        # It has no roles: the model continues the text.
+    messages = [{"role": each.role, "content": each.content} for each in call.messages]
+    if endpoint == "responses":
+        body |= {"input": messages, "max_output_tokens": call.max_tokens}
+        body["previous_response_id"] = call.previous_response_id
+    else:
+        body |= {"max_tokens": call.max_tokens, "stream_options": _STREAM_OPTIONS}
+    if endpoint == "chat":
+        body["messages"] = messages
+    elif endpoint == "completions":  # it has no roles: the model continues the text
         text = "".join(message.content for message in call.messages)
         body["prompt"] = call.prompt_token_ids or text
-        body["max_tokens"] = call.max_tokens
-        body["stream_options"] = _STREAM_OPTIONS
-    elif endpoint == "chat":
-        body["messages"] = _messages(call)
-        body["max_tokens"] = call.max_tokens
-        body["stream_options"] = _STREAM_OPTIONS
-    else:
-        body["input"] = _messages(call)
-        body["max_output_tokens"] = call.max_tokens
-        if call.previous_response_id is not None:
-            body["previous_response_id"] = call.previous_response_id
     if call.ignore_eos:
         body["ignore_eos"] = True
     return {name: value for name, value in {**body, **call.extra}.items() if value is not None}
-
-
-def _messages(call: Call) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in call.messages]

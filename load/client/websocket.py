@@ -165,13 +165,7 @@ class WebSocketTransport:
     a fault.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None = None,
-        stall_s: float = 60.0,
-    ) -> None:
+    def __init__(self, base_url: str, *, api_key: str | None = None, stall_s: float = 60.0) -> None:
         address = Address.parse(base_url)
         scheme = "wss" if address.is_tls else "ws"
         self._url = f"{scheme}://{address.netloc}{address.prefix}{PATHS['responses']}"

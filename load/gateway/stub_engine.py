@@ -90,10 +90,7 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     transport = Transport(settings["address"], info)
     clock = ClockFile(Path(settings["clock_file"]))
     engine = StubEngine(
-        transport,
-        clock,
-        token_id=settings["token_id"],
-        frames_per_s=settings["frames_per_s"],
+        transport, clock, token_id=settings["token_id"], frames_per_s=settings["frames_per_s"]
     )
     transport.start()
     status.ready()

@@ -55,7 +55,7 @@ def full_sizes() -> Sizes:
             vocab_size=128256,
             max_position_embeddings=8192,
             dtype="bfloat16",
-        ),
+        )
     )
 
 

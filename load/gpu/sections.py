@@ -43,7 +43,7 @@ from penstock.kernels.gpu.measuring import (
     seconds_of,
 )
 from penstock.kernels.gpu.tuning import Config
-from penstock.load.engine_runs import make_requests, run_requests
+from penstock.load.engine_runs import make_request, run_requests
 from penstock.load.gpu.bench import COPY, MATMUL, TO_DEVICE, TO_HOST, Bench
 from penstock.load.limits import ReadWeights
 from penstock.load.machine import frozen_garbage
@@ -205,9 +205,9 @@ def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: flo
 def _step_s(core: EngineCore, info: EngineInfo, bench: Bench, batch: int) -> float:
     """The median of the steps in which every sequence gets a token."""
     rng, sizes = random.Random(batch), bench.sizes.decode
-    lengths = (sizes.prompt_tokens, sizes.output_tokens)
     for _ in range(2):  # kernels are compiled, and pools filled, in the first
-        requests = make_requests(batch, *lengths, vocab_size=info.vocab_size, rng=rng)
+        prompts = [rng.choices(range(info.vocab_size), k=sizes.prompt_tokens) for _ in range(batch)]
+        requests = [make_request(*each, sizes.output_tokens) for each in enumerate(prompts)]
         with frozen_garbage():
             run = run_requests(core, requests)
     return statistics.median(step.step_s for step in run.phase("decode"))

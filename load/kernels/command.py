@@ -21,12 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.config import (
-    KV_CACHE_DTYPES,
-    QUANTIZATIONS,
-    KVCacheDType,
-    Quantization,
-)
+from penstock.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS, KVCacheDType, Quantization
 from penstock.engine.errors import ConfigError
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
@@ -175,9 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", choices=tuple(_DTYPES), help="element type")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: one a core")
     add("--rows", type=counts, default="1,8,32,160", help="rows of linear, comma-separated")
-    add(
-        "--features", type=positive, default=2048, help="input features; four times as many outputs"
-    )
+    add("--features", type=positive, default=2048, help="input features; outputs: 4 times as many")
     add("--context", type=positive, default=1024, help="tokens per sequence")
     add("--repeats", type=positive, default=9, help="runs of every case")
     add("--copies-mib", type=positive, default=256, help="data per case; more than the caches hold")

@@ -347,9 +347,5 @@ RIVALS: Mapping[str, tuple[Rival, ...]] = {
     "bf16": (_PENSTOCK, _VLLM, _LLAMACPP, _OPENVINO),
     "gguf": (_PENSTOCK, _LLAMACPP),  # the same files
     "int8": (_penstock_in("int8"), _llamacpp_in("Q8_0"), _openvino_in("int8")),
-    "int4": (
-        _penstock_in("int4"),
-        *map(_llamacpp_in, ("Q4_0", "Q4_K_M")),
-        _openvino_in("int4"),
-    ),
+    "int4": (_penstock_in("int4"), *map(_llamacpp_in, ("Q4_0", "Q4_K_M")), _openvino_in("int4")),
 }

@@ -17,12 +17,7 @@ from typing import NamedTuple
 
 from penstock.load.client.records import Dialogue, Turn
 from penstock.load.peers import models
-from penstock.load.workloads.datasets import (
-    Lengths,
-    RandomLengths,
-    ShareGpt,
-    TokenIds,
-)
+from penstock.load.workloads.datasets import Lengths, RandomLengths, ShareGpt, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

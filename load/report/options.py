@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +53,6 @@ def objective(text: str) -> tuple[str, float]:
     if name not in _OBJECTIVES or not float(value) >= 0:
         raise ValueError(text)
     return _OBJECTIVES[name], float(value)
-
-
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("report")
-    add = group.add_argument
-    add("--goodput", nargs="+", type=objective, default=[], metavar="NAME:MS",
-        help="objectives in milliseconds, such as ttft:200 tpot:50 e2e:5000")  # fmt: skip
-    add("--label", default="", help="label in the title and file names")
-    add_out(parser)
-
-
-def file_stem(bench: str, label: str) -> str:
-    """The name of a report's files: the bench and the label, in the characters of file names."""
-    return f"{bench}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}" if label else bench
 
 
 def settings_of(parsed: argparse.Namespace) -> dict[str, str | int | float | bool | None]:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,16 +90,18 @@ async def run(
     extra: Mapping[str, Any] | None = None,
     ignore_eos: bool = True,
     on_end: Callable[[StreamRecord], None] | None = None,
+    records: list[StreamRecord] | None = None,
 ) -> RunResult:
     """Hold every dialogue to its end.
 
     A first turn is scheduled at its offset (open loop), or when a place became free (closed
     loop, whose places are free from the start). A later turn is scheduled at the end of the
     answer before it. A turn with a fault ends its dialogue. `history` is either sent again in
-    full each turn, answers included, or named by the id of the last answer.
+    full each turn, answers included, or named by the id of the last answer. `records` gets the
+    record of each request when it is sent.
     """
-    on_end = on_end or (lambda _: None)
-    speaker = _Speaker(transport, model, history, extra or {}, ignore_eos, on_end)
+    on_end, records = on_end or (lambda _: None), [] if records is None else records
+    speaker = _Speaker(transport, model, history, extra or {}, ignore_eos, on_end, records)
     with frozen_garbage():
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         if isinstance(arrivals, ClosedLoop):
@@ -107,9 +109,8 @@ async def run(
         else:
             await _open_loop(speaker, dialogues, arrivals, began_s)
         ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
-    records = sorted(speaker.records, key=lambda record: (record.dialogue, record.turn))
     return RunResult(
-        records=records,
+        records=sorted(records, key=lambda record: (record.dialogue, record.turn)),
         began_s=began_s,
         ended_s=ended_s,
         client_cpu_s=ended_cpu_s - began_cpu_s,
@@ -127,7 +128,7 @@ class _Speaker:
     extra: Mapping[str, Any]
     ignore_eos: bool
     on_end: Callable[[StreamRecord], None]
-    records: list[StreamRecord] = field(default_factory=list)
+    records: list[StreamRecord]
 
     async def hold(self, index: int, dialogue: Dialogue, scheduled_s: float) -> float:
         """Hold one dialogue; return when it was over."""

@@ -24,12 +24,7 @@ from penstock.load.workloads.datasets import (
     Words,
     lengths,
 )
-from penstock.load.workloads.driver import (
-    Arrivals,
-    ClosedLoop,
-    OpenLoop,
-    gamma_offsets,
-)
+from penstock.load.workloads.driver import Arrivals, ClosedLoop, OpenLoop, gamma_offsets
 
 
 def add_wire_arguments(parser: argparse.ArgumentParser) -> None:

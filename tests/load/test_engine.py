@@ -16,7 +16,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.startup import build_core
 from penstock.load.engine import Setting, Side, limit_rows, speeds
-from penstock.load.engine_runs import Phase, Run, Step, make_requests, run_requests
+from penstock.load.engine_runs import Phase, Run, Step, make_request, run_requests
 from penstock.load.limits import Ceilings, ReadWeights
 
 from .conftest import Penstock
@@ -36,9 +36,9 @@ def core() -> Iterator[EngineCore]:
 
 
 def run_once(core: EngineCore, count: int, *, seed: int) -> Run:
-    return run_requests(
-        core, make_requests(count, 24, 12, vocab_size=1000, rng=random.Random(seed))
-    )
+    rng = random.Random(seed)
+    prompts = [rng.choices(range(1000), k=24) for _ in range(count)]
+    return run_requests(core, [make_request(*each, 12) for each in enumerate(prompts)])
 
 
 def test_every_token_is_counted_once_in_its_phase(core: EngineCore) -> None:

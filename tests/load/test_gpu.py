@@ -19,8 +19,8 @@ import torch
 from penstock.engine.protocol.messages import EngineInfo
 from penstock.kernels.gpu import measuring
 from penstock.kernels.gpu.measuring import Timer
+from penstock.load.gpu.__main__ import main
 from penstock.load.gpu.bench import BARS, Bench, full_sizes
-from penstock.load.gpu.command import main
 from penstock.load.gpu.sections import causal_flop, roofline_s
 
 from ..support.gpu_small import small_sizes

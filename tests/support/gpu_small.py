@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock.kernels.gpu.measuring import AttentionSizes
-from penstock.load.gpu import command
+from penstock.load.gpu import __main__ as command
 from penstock.load.gpu.bench import (
     MIB,
     DecodeSizes,
