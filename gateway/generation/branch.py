@@ -59,6 +59,10 @@ class Delta(msgspec.Struct, gc=False):
         return self.pieces or ((Piece("message", self.text),) if self.text else ())
 
 
+class PlainDelta(Delta, gc=False):
+    """Text and nothing else, as nearly all are."""
+
+
 class Branch:
     """One of a request's outputs.
 

@@ -41,7 +41,7 @@ from penstock.gateway.admission.admission import Reservation
 from penstock.gateway.engines.engine_pool import EnginePool
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError, SupersededError
-from penstock.gateway.generation.branch import Branch, Delta
+from penstock.gateway.generation.branch import Branch, Delta, PlainDelta
 from penstock.gateway.generation.cache_history import Comparison
 from penstock.gateway.generation.progress import Estimates, Expectation, Progress
 from penstock.gateway.sources import Source, next_of
@@ -374,7 +374,7 @@ class Generation:
             if token_ids is not None:
                 self._meter.more(len(token_ids))
                 text = self.branches[0].add_tokens(token_ids)
-                return [Delta(0, text)] if text else []
+                return [PlainDelta(0, text)] if text else []
         deltas: list[Delta] = []
         if self._due:
             deltas, self._due = self._due, deltas

@@ -149,14 +149,17 @@ class _Messages:
     def write(self, payload: bytes) -> bool:
         if self._conn.state is not _OPEN or self._transport.is_closing():
             raise WebSocketDisconnect(1006)
-        WRITES.write(self._transport, text_frame(payload))
+        size = len(payload)
+        head = _FRAME_HEADS[size] if size < _NUM_HEADS else frame_head(size)
+        WRITES.write(self._transport, head + payload)
         return self._writable.is_set()
 
     async def drained(self) -> None:
         await self._writable.wait()
 
 
-def _frame_head(size: int) -> bytes:
+def frame_head(size: int) -> bytes:
+    """The start of an unmasked text message in one frame (RFC 6455 §5.2)."""
     if size < 126:
         return b"\x81%c" % size
     if size < 1 << 16:
@@ -165,13 +168,7 @@ def _frame_head(size: int) -> bytes:
 
 
 _NUM_HEADS = 1024
-_FRAME_HEADS = [_frame_head(size) for size in range(_NUM_HEADS)]  # making one takes longer
-
-
-def text_frame(payload: bytes) -> bytes:
-    """An unmasked text message in one frame (RFC 6455 §5.2)."""
-    size = len(payload)
-    return (_FRAME_HEADS[size] if size < _NUM_HEADS else _frame_head(size)) + payload
+_FRAME_HEADS = [frame_head(size) for size in range(_NUM_HEADS)]  # making one takes longer
 
 
 def _ends_with_echo(received: bytes, sent: Close) -> bool:

@@ -15,7 +15,7 @@ from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.responses.logged_generation import packed
 from penstock.gateway.api.shared.logprobs import TokenObjects
-from penstock.gateway.generation.branch import Delta
+from penstock.gateway.generation.branch import Delta, PlainDelta
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.storage.response_log.log import Run
 from penstock.gateway.storage.response_log.record import COMPACTION, MESSAGE
@@ -84,8 +84,7 @@ class DeltaWriter:
         """Log the deltas since the last call."""
         if len(deltas) == 1 and self._newest.output_index >= 0:
             delta = deltas[0]
-            has_more = delta.pieces or delta.logprobs or self._held_logprobs or delta.is_told
-            if delta.text and not has_more:  # nearly always
+            if type(delta) is PlainDelta and not self._held_logprobs:  # nearly always
                 self._append(delta.text)
                 return
         text = ""

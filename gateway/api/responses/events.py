@@ -147,8 +147,10 @@ class EventWriter:
             or not (self._log.replica.is_resumable or self._has_told)
         ):
             return None
-        start, end = self._frame
-        return _delta(start, entry.number, entry.text, end)
+        start, end = self._frame  # as `_delta`, without a call for each token
+        return b"".join(
+            (start, orjson.dumps(entry.number), b',"delta":', orjson.dumps(entry.text), end)
+        )
 
     def _events(self, entries: Sequence[Entry | LogNotice]) -> list[Event]:
         """The events of some of the log's entries."""

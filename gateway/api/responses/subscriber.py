@@ -6,7 +6,7 @@ waking a task would cost more than the event.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from penstock.gateway.api.responses.events import EventWriter, Payloads
 from penstock.gateway.errors import RequestRefusedError
@@ -51,25 +51,44 @@ class Subscriber:
         """
         events = EventWriter(self._log, payloads, notices=self._notices, after=self._after)
         of_next_delta, write = events.of_next_delta, out.write
+        has_room, rest = True, list[Entry | LogNotice]()
 
-        def handle(entries: list[Entry | LogNotice]) -> bool:
-            if len(entries) == 1:  # nearly always a delta
-                payload = of_next_delta(entries[0])
-                if payload is not None:
-                    return write(payload)
+        def write_all(payloads: Iterable[bytes]) -> bool:
+            nonlocal has_room
             has_room = True
-            for payload in events.of(entries):
+            for payload in payloads:
                 has_room = write(payload)
             return has_room
 
-        with self._log.read(self._after) as reader:
-            has_room = True
-            for payload in events.opening():
+        def write_delta(entry: Entry) -> bool:  # a token's way
+            nonlocal has_room
+            payload = of_next_delta(entry) if has_room else None
+            if payload is None:
+                return False
+            try:
                 has_room = write(payload)
-            if not has_room:
+            except Exception:  # which the task gets, when it takes the entry
+                return False
+            return True
+
+        def handle(entries: list[Entry | LogNotice]) -> bool:
+            nonlocal rest
+            if has_room:
+                return write_all(events.of(entries))
+            rest = entries  # the last delta filled the connection
+            return False
+
+        with self._log.read(self._after) as reader:
+            if not write_all(events.opening()):
                 await out.drained()
-            while not await consume(reader, handle):
-                await out.drained()
+            reader.on_entry = write_delta
+            is_over = False
+            while not is_over:
+                is_over = await consume(reader, handle)
+                if rest or not is_over:
+                    await out.drained()
+                    entries, rest = rest, []
+                    write_all(events.of(entries))
             check_start(self._after, self._log)
 
 

@@ -38,6 +38,10 @@ class Cursor:
         notices: each with the number of entries before it. Those that exist already are not read.
         after: only entries with an event of a higher number. No event may have this number yet, as
             a reader may have read more at another gateway than this one knows of.
+
+    Attributes:
+        on_entry: called at once with an entry that comes alone while somebody waits, instead of
+            having it taken: a token's way. False: it is to be taken after all.
     """
 
     __slots__ = (
@@ -49,6 +53,7 @@ class Cursor:
         "_on_more",
         "_place",
         "_replica",
+        "on_entry",
     )
 
     def __init__(
@@ -66,6 +71,7 @@ class Cursor:
         self._failure: Exception | None = None
         self._is_cut = False
         self._on_more: Callable[[], None] | None = None
+        self.on_entry: Callable[[Entry], bool] | None = None
 
     @property
     def has_passed_all(self) -> bool:
@@ -94,9 +100,6 @@ class Cursor:
             assert self._failure is not None
             raise self._failure
         stop = replica.num_visible
-        if stop == begin + 1 and self._after < 0 and self._next_notice == len(self._notices):
-            self._place = stop  # nearly always
-            return [replica.entries[begin]]
         stop = min(stop, begin + _MAX_AT_ONCE)
         found: list[Entry | LogNotice] = []
         while self._next_notice < len(self._notices):
@@ -143,13 +146,25 @@ class Cursor:
         return next_notice < len(notices) and notices[next_notice][0] <= self._place
 
     def wake(self) -> None:
-        call, self._on_more = self._on_more, None
-        if call is not None:
-            call()
+        call = self._on_more
+        if call is None:
+            return
+        on_entry, replica, place = self.on_entry, self._replica, self._place
+        if (
+            on_entry is not None
+            and replica.num_visible == place + 1
+            and self._after < 0
+            and self._next_notice == len(self._notices)
+            and on_entry(replica.entries[place])
+        ):
+            self._place = place + 1
+            return
+        self._on_more = None
+        call()
 
     def forget_call(self) -> None:
         """Nobody waits any longer."""
-        self._on_more = None
+        self._on_more = self.on_entry = None
 
     def fail(self, error: Exception, *, at_once: bool) -> None:
         """`take` raises this error.
@@ -158,4 +173,5 @@ class Cursor:
             at_once: what is visible is not what this reader began to read.
         """
         self._failure, self._is_cut = error, at_once
+        self.on_entry = None
         self.wake()

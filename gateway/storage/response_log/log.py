@@ -216,22 +216,24 @@ class Run:
     def append_more(self, text: str, token_ids: tuple[int, ...], output_index: int) -> bool:
         """Append another delta of the same item as the last entry, as `append_delta` would. False:
         that is of another item, or of none; nothing was appended."""
-        entries = self.log.entries
+        log = self.log
+        entries = log.entries
         last = entries[-1] if entries else None
         if type(last) is not DeltaEntry or last.output_index != output_index:
             return False
         number = last.number + last.num_events
-        self.append(DeltaEntry(number, text, token_ids, (), output_index, last.kind))
-        return True
-
-    def append(self, entry: Entry) -> None:
-        """Append the next entry. Nothing follows an `EndEntry`."""
-        log = self.log
-        commands = log.replica.append(self.epoch, entry)
+        commands = log.replica.append(
+            self.epoch, DeltaEntry(number, text, token_ids, (), output_index, last.kind)
+        )
         if commands == _STORE:  # nearly always
             log.storage.store(log)
         else:
             log.do(commands)
+        return True
+
+    def append(self, entry: Entry) -> None:
+        """Append the next entry. Nothing follows an `EndEntry`."""
+        self.log.do(self.log.replica.append(self.epoch, entry))
 
     def notify(self, kind: str, **values: Any) -> None:
         """Send a notice to current readers, in order with the entries."""

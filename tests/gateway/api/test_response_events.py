@@ -24,7 +24,7 @@ from penstock.gateway.api.responses.events import (
 from penstock.gateway.api.responses.routes import _joined
 from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.api.responses.websocket import Lane
-from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.errors import GenerationFailedError, RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, LogHeader
@@ -232,6 +232,20 @@ async def test_a_connection_that_breaks_ends_its_reader_alone() -> None:
             await task
         assert len(log.readers) == 1
         assert [event["delta"] for event in seen.events[-4:]] == list("abcd")
+
+
+async def test_a_reader_that_is_cut_gets_nothing_that_came_meanwhile() -> None:
+    log, seen = ResponseLog(header()), Seen()
+    task = asyncio.create_task(Subscriber(log).write_to(seen, jsons))
+    await asyncio.sleep(0)
+    run_of(log).append(DeltaEntry(log.next_number, "a", (1,)))
+    log.replica.append(1, DeltaEntry(log.next_number, "b", (2,)))
+    log.replica.acknowledged(1, 2)
+    for reader in log.readers:
+        reader.fail(GenerationFailedError("cut"), at_once=True)
+    with pytest.raises(GenerationFailedError):
+        await task
+    assert seen.events[-1]["delta"] == "a"
 
 
 @pytest.mark.parametrize(

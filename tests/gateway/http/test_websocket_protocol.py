@@ -15,7 +15,7 @@ import pytest
 from websockets.frames import Frame, Opcode
 
 from penstock.gateway.http import websocket_protocol
-from penstock.gateway.http.websocket_protocol import text_frame
+from penstock.gateway.http.websocket_protocol import frame_head
 
 from ..conftest import ANSWER, Serve, Served
 from ..sockets import send, until_end
@@ -258,4 +258,4 @@ async def test_a_cut_within_a_frame_is_a_reader_that_left(
 @pytest.mark.parametrize("size", [0, 1, 125, 126, (1 << 16) - 1, 1 << 16])
 def test_frames_that_we_write_ourselves(size: int) -> None:
     payload = b"x" * size
-    assert text_frame(payload) == Frame(Opcode.TEXT, payload).serialize(mask=False)
+    assert frame_head(size) + payload == Frame(Opcode.TEXT, payload).serialize(mask=False)
