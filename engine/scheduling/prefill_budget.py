@@ -7,7 +7,8 @@ so do turns of sessions, as one that goes first may come. Otherwise they get wha
 told how far it is. So a small model, or a GPU, is never limited, and a large model on a CPU, where
 2,048 tokens take many seconds, keeps streaming while a long prompt is computed (Sarathi-Serve, OSDI
 2024, §4.3, also derives the budget from such a limit). While several tenants are here, steps are
-short: whose request comes next does not wait for another's long prompt.
+short: whose request comes next does not wait for another's long prompt. So they are, though less
+so, while a session's turn that goes first is likely to come.
 
 Tenants get equal parts of the budget; what one does not use goes to the others. Otherwise a long
 prompt would take whole steps until its end, and other tenants' new requests would wait for it. A
@@ -28,6 +29,8 @@ MIN_PROMPT_TOKENS = 128
 # A step reads all weights, 40 ms for 740 MB: with steps of 1 s a prompt took 4.5 % longer.
 MAX_STEP_MS = 4000.0
 SHORT_STEP_MS = 10.0  # while several tenants are here
+# While a turn that goes first is likely to come. 64 rows cost AMX a tenth more each than 128.
+AWAITING_STEP_MS, MIN_AWAITING_TOKENS = 100.0, 64
 
 
 def step_budget(
@@ -36,6 +39,7 @@ def step_budget(
     num_decoding: int,
     prefill_tokens_per_s: float,
     are_sessions: bool = False,
+    is_awaiting: bool = False,
     are_several_tenants: bool = False,
     num_microbatches: int = 1,
 ) -> int:
@@ -45,6 +49,7 @@ def step_budget(
         num_decoding: sequences that wait for their next token.
         prefill_tokens_per_s: measured rate; 0 before the first prompt.
         are_sessions: turns of sessions are here, and one that goes first may come.
+        is_awaiting: such a turn is likely to come soon (`Sessions.awaits_turn`).
         are_several_tenants: so are others' requests, none of whom is heavy (`heavy_tenants`).
         num_microbatches: steps that are computed at once, which share the limit.
     """
@@ -53,13 +58,15 @@ def step_budget(
         most = -(-most // num_microbatches)
     if not config.enable_chunked_prefill or not (prefill_tokens_per_s or are_several_tenants):
         return most
-    limit_ms = config.max_stall_ms
+    limit_ms, least = config.max_stall_ms, MIN_PROMPT_TOKENS
     if are_several_tenants:
         limit_ms = min(limit_ms, SHORT_STEP_MS)
+    elif is_awaiting:
+        limit_ms, least = min(limit_ms, AWAITING_STEP_MS), MIN_AWAITING_TOKENS
     elif not num_decoding and not are_sessions:
         limit_ms = max(limit_ms, MAX_STEP_MS)
     in_time = int(prefill_tokens_per_s * limit_ms / 1e3)
-    return min(most, num_decoding + max(MIN_PROMPT_TOKENS, in_time))
+    return min(most, num_decoding + max(least, in_time))
 
 
 def prefill_budgets(

@@ -44,7 +44,7 @@ from penstock.engine.scheduling.output_processor import (
 from penstock.engine.scheduling.preemption import PreemptionCosts
 from penstock.engine.scheduling.prefill_budget import prefill_budgets, step_budget
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
-from penstock.engine.scheduling.sessions import Sessions
+from penstock.engine.scheduling.sessions import SHORT_PROMPT_TOKENS, Sessions
 from penstock.engine.scheduling.waiting_queue import QueueStats, ServiceOrder, WaitingQueue
 from penstock.engine.speculative.policy.drafting import Drafting
 
@@ -279,14 +279,18 @@ class Scheduler:
         tenant_slots = self._running_set.tenant_slots
         are_several = tenant_slots.are_several and self._num_microbatches == 1
         heavy = tenant_slots.heavy_tenants() if are_several else frozenset()
+        is_awaiting = not are_several and self._sessions.awaits_turn()
         budget = step_budget(
             self._config,
             num_decoding=len(decoding),
             are_sessions=self._sessions.num_live > 0,
+            is_awaiting=is_awaiting,
             are_several_tenants=are_several and not heavy,
             num_microbatches=self._num_microbatches,
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
         )
+        if is_awaiting:
+            budget = max(budget, self._budget_of_uncut(decoding, in_prompt))
         if heavy:
             self._fill_beside_light(scheduled, heavy, decoding, in_prompt, budget)
         elif are_several and self._config.enable_chunked_prefill:
@@ -296,6 +300,22 @@ class Scheduler:
         if not scheduled:
             self._make_way(scheduled)
         return scheduled
+
+    def _budget_of_uncut(self, decoding: list[Sequence], in_prompt: list[Sequence]) -> int:
+        """Tokens of a step that is short but for a person's prompt."""
+        head = self._running_set.waiting.peek() if self._running_set.num_free_slots > 0 else None
+        num_uncut = self._sessions.num_uncut(in_prompt, head)
+        is_short = num_uncut <= SHORT_PROMPT_TOKENS
+        rate = self._costs.prefill_tokens_per_s
+        most = step_budget(
+            self._config,
+            num_decoding=len(decoding),
+            are_sessions=not is_short,  # another's may come
+            num_microbatches=self._num_microbatches,
+            # It was measured in short steps, in which each token takes longer.
+            prefill_tokens_per_s=1.5 * rate if is_short else rate,
+        )
+        return min(most, len(decoding) + num_uncut)
 
     def _by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences that decode, and those inside a prompt. They are scheduled in this

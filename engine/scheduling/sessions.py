@@ -17,6 +17,12 @@ blocks are gone those of other agents, except once in a while: taking them may u
 `_SPACING + 1` of the time. Nothing is pinned: whoever has waited for its patience, or finds nothing
 running, takes what it needs, and a running sequence always does.
 
+**Short steps.** Whoever comes waits for the step under way, which may take longer than a person's
+prompt. All steps short would cost a tenth of the time, so they are short only while somebody is
+likely to come: a person beside agents, from a part of the usual pause on, or, while several
+sessions are here, a new one soon after another (`awaits_turn`). A person's prompt is not cut for
+that (`num_uncut`).
+
 Source: of the trade, InferCept (Abhyankar et al., ICML 2024) and Continuum (Li et al., 2025), which
 keep the KV of agents for limited times.
 """
@@ -49,7 +55,11 @@ _NEW_PATIENCE = 5.0  # times what a session's first prompt takes to compute
 _WAITING_S = 30.0  # how much longer a hold lasts at least once its session waits
 _SPACING = 2.0  # times what an agent's prompt cost that took others' blocks, until the next may
 _ONE_SPARED_OF = 16  # blocks; left by agents to what runs and to persons
-_MAX_ENDED, _MAX_SESSIONS, _MAX_TENANTS = 256, 4096, 1024
+_MAX_ENDED, _MAX_AWAY, _MAX_SESSIONS, _MAX_TENANTS = 256, 256, 4096, 1024
+# When a person is likely to come, by the usual pause, and where that is not known.
+_FROM_PAUSE, _UNTIL_PAUSE, _FIRST_PAUSE_S = 1 / 3, 3.0, 20.0
+_BEGINNING_S = 5.0  # after a session's first turn, in which others are likely to begin
+SHORT_PROMPT_TOKENS = 512  # a message; agents begin with thousands of tokens
 
 
 @dataclass(slots=True)
@@ -93,6 +103,10 @@ class Sessions:
         # Tenants with a person's prompt that ends in this step, and whether there may be any.
         self._hurried: set[str] = set()
         self._may_leave_out = self._has_left_out = False
+        # Persons beside agents, until their next prompt is computed: from when and until when each
+        # is likely to come.
+        self._away: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._began_s = -math.inf  # a session's first turn
 
     def enter(self, request: Request) -> None:
         """Count a sequence that lives from now on."""
@@ -121,11 +135,18 @@ class Sessions:
         """A turn has ended and left these contents. Whether in a tool call, `hold` says later."""
         known = self._known.get(request.session) or _Session()
         known.ended_s = self._clock()
+        self._away.pop(request.session, None)
         _put(self._known, request.session, known, _MAX_SESSIONS)
         hold = None
         # Nobody waits for what an agent answered at its end, until somebody has come back to it.
         if (known.is_persons or not request.is_agent) and self._has_agents(request.tenant):
             hold = self._hold(request, contents, return_s=_PERSON_RETURN_S, is_persons=True)
+            from_s, until_s = 0.0, _FIRST_PAUSE_S
+            if known.gap_s is not None:
+                from_s = _FROM_PAUSE * known.gap_s
+                until_s = min(_UNTIL_PAUSE * known.gap_s, _MAX_RETURN_S)
+            likely = known.ended_s + from_s, known.ended_s + until_s
+            _put(self._away, request.session, likely, _MAX_AWAY)
         _put(self._ended, request.request_id, (request, contents, hold), _MAX_ENDED)
 
     def hold(self, request_id: str, return_s: float) -> None:
@@ -140,6 +161,7 @@ class Sessions:
         if ended is None:
             return
         request, contents, hold = ended
+        self._away.pop(request.session, None)
         if hold is not None:
             self._blocks.end_hold(hold)
         self._tenant(request.tenant).agents_s = self._clock()
@@ -183,6 +205,10 @@ class Sessions:
             gap_s = max(0.0, request.arrival_s - known.ended_s)
             known.gap_s = gap_s if known.gap_s is None else (known.gap_s + gap_s) / 2
             known.is_persons |= not request.is_agent
+        else:
+            self._began_s = self._clock()
+        if self._away.pop(request.session, None) is not None and not request.is_agent:
+            self._away[request.session] = (-math.inf, math.inf)  # until its prompt is computed
         sequence.patience_s = self._patience_s(sequence)
 
     def has_lost_blocks(self, sequence: Sequence) -> bool:
@@ -216,13 +242,51 @@ class Sessions:
         self._may_leave_out, self._has_left_out = not self._has_left_out, False
         self._hurried.clear()
 
+    def awaits_turn(self) -> bool:
+        """Whether the step should be short, as somebody is likely to come who goes first."""
+        if self.num_live < 2 and not self._num_agents:
+            return False
+        now_s = self._clock()
+        if self.num_live > 1 and now_s < self._began_s + _BEGINNING_S:
+            return True
+        if not self._num_agents:
+            return False
+        for session, (from_s, until_s) in tuple(self._away.items()):
+            if now_s >= until_s:
+                del self._away[session]
+            elif now_s >= from_s:
+                return True
+        return False
+
+    def num_uncut(self, in_prompt: Ordered[Sequence], head: Sequence | None) -> int:
+        """Tokens of a prompt that a short step computes nevertheless: a person's who was here
+        before, or a short one of whom nobody knows whose it is; 0: there is none.
+
+        Args:
+            head: comes next of those that wait.
+        """
+        num_tokens = 0
+        for sequence in in_prompt if head is None else (*in_prompt, head):
+            if sequence.request.is_agent:
+                continue
+            missing = size = len(sequence.token_ids) - sequence.num_computed_tokens
+            if sequence is head and not is_returning(sequence):
+                missing = size = size - self._blocks.num_cached(sequence, hold_s=0.0)
+            elif sequence.request.session not in self._known:
+                size = len(sequence.token_ids)
+            if size <= SHORT_PROMPT_TOKENS or sequence.request.session in self._known:
+                num_tokens = max(num_tokens, missing)
+        return num_tokens
+
     def note_prompt(self, sequence: Sequence, num_new: int) -> None:
         """The step computes so many tokens of a prompt; so a person's may end in it."""
         request = sequence.request
-        if not self._may_leave_out or request.is_agent or not request.session:
+        if request.is_agent or not request.session:
             return
         if len(sequence.token_ids) - sequence.num_computed_tokens <= num_new:
-            self._hurried.add(request.tenant)
+            self._away.pop(request.session, None)
+            if self._may_leave_out:
+                self._hurried.add(request.tenant)
 
     def leaves_out(self, sequence: Sequence, num_new: int) -> bool:
         """Whether the step should not compute so many tokens of a prompt, as a person's prompt ends

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.config import SchedulerConfig
 
+from . import agent_replay
 from .agent_replay import PERSON, Replay, Turn, num_needed
 from .fake_device import expected_output
 from .stack import Stack
@@ -40,7 +41,12 @@ def make_trace(*, num_agents: int, num_turns: int) -> dict[str, list[Turn]]:
 
 
 @pytest.mark.exhaustive
-def test_agents_in_a_quarter_of_the_pool_that_they_need() -> None:
+@pytest.mark.parametrize("prompt_token_s", [0.002, 0.0005])
+def test_agents_in_a_quarter_of_the_pool_that_they_need(
+    monkeypatch: pytest.MonkeyPatch, prompt_token_s: float
+) -> None:
+    """Also where the step under way, 500 ms, takes longer than a person's prompt."""
+    monkeypatch.setattr(agent_replay, "PROMPT_TOKEN_S", prompt_token_s)
     trace = make_trace(num_agents=6, num_turns=14)
     pool: Any = {"pool_tokens": num_needed(trace) // 4}
     before = Replay(trace, knows_sessions=False, **pool).run()
@@ -214,6 +220,53 @@ def test_an_agent_that_was_preempted_waits_for_blocks_like_anybody() -> None:
     assert stack.scheduler.counters.num_preemptions > 0
     for who in range(2):
         assert stack.tokens(f"{who}") == expected_output([2 + who] * 30, 16)
+
+
+def num_tokens_of_agents_step(stack: Stack) -> int:
+    stack.step()
+    return stack.device.batches[-1].num_tokens
+
+
+def test_steps_are_short_while_a_person_beside_agents_is_likely_to_come() -> None:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512)
+    stack = Stack(num_blocks=600, config=config, enable_prefix_caching=True, max_model_len=2000)
+    stack.device.tokens_per_s = 1000.0
+    finish(stack, "calls", [1] * 200, session="agent")  # since then the engine knows how fast it is
+    stack.scheduler.hold("calls", RETURN_S)
+    stack.clock.now_s = 10.0
+    first = finish(stack, "hello", [5] * 8, session="person")
+    stack.clock.now_s = 20.0
+    second = finish(stack, "again", [*first, 6], session="person")
+    stack.add("agent", [2] * 1900, max_tokens=1, session="agent", is_agent=True, arrival=20.0)
+    sizes = {}
+    for after_s in (1.0, 5.0, 29.0, 31.0):  # the usual pause was 10 s
+        stack.clock.now_s = 20.0 + after_s
+        sizes[after_s] = num_tokens_of_agents_step(stack)
+    assert sizes == {1.0: 500, 5.0: 100, 29.0: 100, 31.0: 500}
+    # Her own prompt is not cut for that, and has the step for itself.
+    stack.clock.now_s = 45.0
+    stack.add("long", [*second, *[7] * 300], max_tokens=9, session="person", arrival=45.0)
+    stack.step()
+    assert stack.tokens("long")
+    assert stack.device.batches[-1].num_tokens < 320
+    stack.run()
+    assert stack.tokens("agent") == expected_output([2] * 1900, 1)
+
+
+def test_steps_are_short_while_sessions_begin_and_short_prompts_are_not_cut() -> None:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=2048)
+    stack = Stack(num_blocks=1200, config=config, max_model_len=3000)
+    stack.device.tokens_per_s = 1000.0
+    finish(stack, "first", [1] * 200)
+    for name, size in (("a", 1500), ("b", 1500)):
+        stack.add(name, [2] * size, max_tokens=1, session=name, arrival=0.0)
+    assert num_tokens_of_agents_step(stack) == 100
+    stack.add("hello", [3] * 400, max_tokens=1, session="hello", arrival=0.0)
+    assert num_tokens_of_agents_step(stack) == 400
+    assert stack.tokens("hello") == expected_output([3] * 400, 1)
+    stack.clock.now_s = 6.0
+    assert num_tokens_of_agents_step(stack) == 500
+    stack.run()
 
 
 TURNS = st.lists(
