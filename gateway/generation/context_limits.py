@@ -44,6 +44,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
         prediction: what it may be.
         model: the name of the model, or of an adapter.
         has_end_logprobs: logprobs are reported of the token that ends it, too, which has no text.
+        tells_every_token: tokens without text are told as they come, too: special ones, those of a
+            character or of a stop string that is not whole.
         effort: how much to think, where `thinking_token_budget` does not say it.
     """
 
@@ -59,6 +61,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     prediction: str = ""
     model: str | None = None
     has_end_logprobs: bool = False
+    tells_every_token: bool = False
     effort: Effort | None = None
 
 

@@ -102,7 +102,7 @@ class Generation:
         output_format: how thoughts and tool calls are found in it; None: it is one message.
         epoch: see `EnginePool.submit`.
         reservation: released when the generation is left or discarded; None: nothing is reserved.
-        has_end_logprobs: see `GenerationOptions`.
+        has_end_logprobs, tells_every_token: see `GenerationOptions`.
         ledger: where its usage is recorded; None: nowhere, or whoever runs it records it.
         key_id: of its caller's API key.
         estimates: of times to first tokens; None: there are none.
@@ -129,6 +129,7 @@ class Generation:
         epoch: int = 1,
         reservation: Reservation | None = None,
         has_end_logprobs: bool = False,
+        tells_every_token: bool = False,
         ledger: Ledger | None = None,
         key_id: str = "",
         estimates: Estimates | None = None,
@@ -141,6 +142,7 @@ class Generation:
         self.key_id = key_id
         self.output_format = output_format
         self._epoch = epoch
+        self._tells_every_token = tells_every_token
         self._reservation = reservation or Reservation()
         self.branches = [
             Branch(
@@ -374,7 +376,9 @@ class Generation:
             if token_ids is not None:
                 self._meter.more(len(token_ids))
                 text = self.branches[0].add_tokens(token_ids)
-                return [PlainDelta(0, text)] if text else []
+                if text:
+                    return [PlainDelta(0, text)]
+                return [Delta(0, "")] if self._tells_every_token else []
         deltas: list[Delta] = []
         if self._due:
             deltas, self._due = self._due, deltas
@@ -497,6 +501,8 @@ class Generation:
             delta.estimated_wait_ms = round(wait_s * 1e3)
             return delta
         if delta.text or delta.pieces or delta.logprobs or delta.finish_reason or delta.notice:
+            return delta
+        if self._tells_every_token and num_tokens:
             return delta
         return None
 

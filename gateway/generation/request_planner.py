@@ -450,6 +450,7 @@ class RequestPlanner:
             reservation=reservation,
             output_format=options.output_format,
             has_end_logprobs=options.has_end_logprobs,
+            tells_every_token=options.tells_every_token,
             key_id=caller.key_id,
             comparison=self._comparison(shape, predecessor, info),
         )
@@ -616,6 +617,7 @@ class RequestPlanner:
         reservation: Reservation | None = None,
         output_format: OutputFormat | None = None,
         has_end_logprobs: bool = False,
+        tells_every_token: bool = False,
         key_id: str = "",
         comparison: Comparison | None = None,
     ) -> Generation:
@@ -635,6 +637,7 @@ class RequestPlanner:
             epoch=epoch,
             reservation=reservation,
             has_end_logprobs=has_end_logprobs,
+            tells_every_token=tells_every_token,
             ledger=self._ledger,
             key_id=key_id,
             comparison=comparison,

@@ -201,7 +201,8 @@ class _Answer(Answer):
         changes = [change for piece in delta.pieces if (change := self._change(index, piece))]
         if delta.text:
             changes = [{"content": delta.text}]
-        has_content = bool(changes or tokens or delta.pieces)
+        is_silence = not changes and self.is_silence(delta)
+        has_content = bool(changes or tokens or delta.pieces or is_silence)
         if index not in self._begun and (has_content or delta.finish_reason):
             self._begun.add(index)  # not before the first text: the first event means progress
             opening = {"role": "assistant", "content": None}
@@ -210,7 +211,8 @@ class _Answer(Answer):
             else:
                 opening |= {"content": ""} if changes or delta.finish_reason else self._silence
                 pieces.append(self._piece(index, opening))
-        if tokens and not changes:  # of text that is held back, or not shown
+        # Of text that is held back, or not shown:
+        if not changes and (tokens or (is_silence and not pieces)):
             changes = [self._silence]
         for change in changes:
             pieces.append(self._piece(index, change, tokens=tokens))

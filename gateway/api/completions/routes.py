@@ -223,7 +223,8 @@ class _Answer(Answer):
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
         pieces: list[Choice] = []
         is_echo_due = self._completion.echo and index not in self._begun
-        if delta.text or delta.logprobs or (is_echo_due and delta.finish_reason):
+        has_content = bool(delta.text or delta.logprobs or self.is_silence(delta))
+        if has_content or (is_echo_due and delta.finish_reason):
             pieces.append(self._choice(index, delta.text, delta.logprobs))
         if delta.finish_reason is not None:
             pieces.append(

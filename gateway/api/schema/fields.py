@@ -199,6 +199,10 @@ class StreamOptions(Model):
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
+    @property
+    def is_usage_continuous(self) -> bool:
+        return self.include_usage and self.continuous_usage_stats
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branching:
@@ -306,6 +310,7 @@ class SamplingRequest(_Common):
             prediction="" if self.prediction is None else self.prediction.text,
             model=self.model,
             has_end_logprobs=self.has_end_logprobs,
+            tells_every_token=self.tells_every_token,
             effort=self.effort,
         )
 
@@ -386,6 +391,11 @@ class SamplingRequest(_Common):
     @property
     def has_end_logprobs(self) -> bool:
         """Whether logprobs are also wanted of the token that ends the output."""
+        return False
+
+    @property
+    def tells_every_token(self) -> bool:
+        """Whether tokens without text are told too, as what is told beside the text changes."""
         return False
 
     @property
@@ -503,6 +513,10 @@ class ChoicesRequest(SamplingRequest):
     @property
     def has_end_logprobs(self) -> bool:
         return self.return_token_ids  # then there are as many logprobs as ids
+
+    @property
+    def tells_every_token(self) -> bool:
+        return self.return_token_ids or self.stream_options.is_usage_continuous
 
     @property
     def num_prompt_logprobs(self) -> int | None:

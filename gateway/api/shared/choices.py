@@ -85,9 +85,8 @@ class Answer(abc.ABC):
         self._returns_token_ids = returns_token_ids
         self._num_sent: dict[int, int] = {}  # token ids sent in chunks, by choice
         has_logprobs = first.sampling_params.logprobs is not None
-        self._has_only_text = not (
-            returns_token_ids or has_logprobs or options.continuous_usage_stats
-        )
+        self._tells_every_token = returns_token_ids or options.is_usage_continuous
+        self._has_only_text = not (has_logprobs or self._tells_every_token)
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # around the text of a chunk, by choice
 
     @abc.abstractmethod
@@ -97,6 +96,11 @@ class Answer(abc.ABC):
     @abc.abstractmethod
     def choice(self, index: int, output: Output) -> Choice:
         """A whole choice."""
+
+    def is_silence(self, delta: Delta) -> bool:
+        """Whether a delta without anything that is shown has a chunk all the same, as there are
+        more tokens."""
+        return self._tells_every_token and not (delta.text or delta.finish_reason or delta.is_told)
 
     @abc.abstractmethod
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
@@ -318,7 +322,7 @@ class StreamUsage:
 
     def __init__(self, options: StreamOptions) -> None:
         self.is_shown = options.include_usage
-        self._is_continuous = options.include_usage and options.continuous_usage_stats
+        self._is_continuous = options.is_usage_continuous
 
     def of_chunk(self, generations: Sequence[DeltaSource]) -> dict[str, Any] | None:
         """Usage in a chunk before the last: null, unless a running count was asked for."""

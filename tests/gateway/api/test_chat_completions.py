@@ -56,6 +56,43 @@ async def test_continuous_usage(served: Served) -> None:
     assert counts[-1] == len(served.engine.script) + 1
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "hello"})],
+)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"return_token_ids": True},
+    ],
+)
+async def test_tokens_without_text_are_told_where_more_than_text_is(
+    served: Served, path: str, prompt: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """As with `ignore_eos` a model may say its end over and over, whose text is not shown."""
+    engine = served.engine
+    engine.script = script = [*served.tokenizer.encode("H"), *[0] * 9]
+    engine.holds_in = num_first = len(script) - 4  # what is told by then has come by itself
+    body = {"stream": True, "ignore_eos": True, "max_tokens": len(script), **prompt, **asked}
+    text, token_ids, counts = "", [], [0]
+    async with served.http.stream("POST", path, json=body) as response:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            for choice in chunk["choices"]:
+                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                token_ids += choice.get("token_ids", ())
+            if usage := chunk.get("usage"):
+                counts.append(usage["completion_tokens"])
+            if max(counts[-1], len(token_ids)) == num_first:
+                engine.may_speak.set()
+    assert text == "H"
+    assert counts == sorted(counts)
+    assert token_ids == script if "return_token_ids" in asked else counts[-1] == len(script)
+
+
 async def test_stream_on_the_wire(served: Served) -> None:
     body = {"messages": HELLO, "stream": True}  # without a model: the only one
     response = await served.http.post("/v1/chat/completions", json=body)
