@@ -26,6 +26,7 @@ from penstock.gateway.api.responses.events import num_closing_events
 from penstock.gateway.api.responses.logged_generation import usage_record
 from penstock.gateway.api.responses.reader_grace import ReaderGrace
 from penstock.gateway.api.responses.running_turn import (
+    correct_end,
     ended_turn,
     replace_end,
     store_end,
@@ -233,6 +234,8 @@ class ResponseTask:
         ended = self._ended(end)
         patience_s = self._settings.store_patience_s
         is_stored = await store_end(conversations, ended, within_s=patience_s)
+        if succession is None and self.log.replica.epoch > 1:
+            await correct_end(conversations, ended)
         if succession is not None:
             begun = await succession.begin(end)
             # Another gateway may have stored the turn, and have died before it logged the end.

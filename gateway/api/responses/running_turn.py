@@ -58,6 +58,18 @@ async def replace_end(conversations: ConversationStore, ended: StoredTurn) -> No
         _LOG.warning("cannot store what became of turn %s: %s", ended.turn_id, error)
 
 
+async def correct_end(conversations: ConversationStore, ended: StoredTurn) -> None:
+    """Have a turn say what the end says that will be logged. Another gateway may have stored it and
+    have died before it logged its end: its output is the same, but not what it has used."""
+    try:
+        stored = await conversations.turn(ended.tenant, ended.turn_id)
+        is_whole = (stored.items, stored.output) == (ended.items, ended.output)
+        if is_whole and stored.response != ended.response:  # else items were deleted
+            await conversations.replace_items(ended)
+    except RequestRefusedError as error:  # it was deleted, or the store is away
+        _LOG.warning("cannot correct what turn %s has used: %s", ended.turn_id, error)
+
+
 def turn_of(header: LogHeader) -> StoredTurn:
     """The turn of a response, as stored while it runs."""
     request = header.request

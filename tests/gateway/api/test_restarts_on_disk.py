@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.request import Request
+from penstock.engine.request import Request, Spent
 from penstock.gateway.generation.request_planner import RequestPlanner
+from penstock.gateway.storage.response_log.log import Run
+from penstock.gateway.storage.response_log.record import EndEntry, Entry
 
 from ..conftest import ANSWER, Serve, Served, until
 from ..storage.response_log.records import header
@@ -101,6 +103,38 @@ async def test_a_response_goes_on_or_ends(serve: Serve, data_dir: str, goes_on: 
         again = {**_BODY, "input": [], "previous_response_id": response_id, "stream": False}
         rest = await served.http.post(_RESPONSES, json={**again, "penstock": {"continue": True}})
         assert rest.status_code == 200, rest.text
+
+
+async def test_what_it_used_is_told_alike_after_a_stop_between_turn_and_end(
+    serve: Serve, data_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn was stored, with what it had used by then; its end was not logged."""
+    body = {**_BODY, "stream": False, "background": True}
+    with monkeypatch.context() as patch:
+        append = Run.append
+        ended = []
+
+        def died(run: Run, entry: Entry) -> None:
+            if isinstance(entry, EndEntry):
+                ended.append(entry)
+            else:
+                append(run, entry)
+
+        patch.setattr(Run, "append", died)
+        async with serve(data_dir=data_dir) as served:
+            served.engine.spent = Spent(compute_us=1_000_000, block_us=2_000_000)
+            begun = (await served.http.post(_RESPONSES, json=body)).json()
+            await until(lambda: ended)
+    async with serve(data_dir=data_dir) as served:
+        events = await resumed(served, begun["id"], 0)
+        told = events[-1]["response"]
+        assert told["penstock"]["usage"]["compute_seconds"] == 0.0, "as its engine here says"
+        stored = (await served.http.get(f"{_RESPONSES}/{begun['id']}")).json()
+        assert stored == told
+        (sums,) = (await served.http.get("/v1/usage")).json()["data"][-1]["results"]
+        assert sums["num_model_requests"] == 1
+        assert sums["input_cached_tokens"] == told["usage"]["input_tokens_details"]["cached_tokens"]
+        assert sums["penstock"]["compute_seconds"] == 0.0
 
 
 async def test_a_conversation_is_free_again(serve: Serve, data_dir: str) -> None:
