@@ -4,6 +4,9 @@ An engine tells when a request's position, what is prepared for it, or the numbe
 tokens changes. In between, at least once a second, the last of it is told again: tokens of a prompt
 as they are at the measured rate, marked as interpolated.
 
+What prompts took is kept on disk, so that the first one after a start has an estimate too; where
+none was ever computed, it comes with the prompt's first step.
+
 Predictions are of measured rates, and of what tokens took at their positions in earlier prompts. At
 admission they are corrected by how far earlier ones were off, of prompts of about the size. While a
 prompt is computed, it is known what its tokens so far took and, from it and from earlier prompts,
@@ -12,12 +15,19 @@ how much longer later tokens take, which attend to more.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Notice, RequestOutput
+from penstock.kernels.cache_folder import NoCacheError, cache_dir, unfinished
 
 INTERVAL_S = 0.9
 _MIN_INTERVAL_S = 0.2  # between events about one stage
@@ -28,6 +38,9 @@ _MOST_OFF = math.log(8.0)  # of a correction, which one outlier must not turn ar
 _DOUBLED_AT = 8192.0  # tokens; of a model of half a billion weights
 _SPREAD = 512.0  # tokens between steps, from which on the line is more theirs than assumed
 _MIN_OBSERVED_S = 0.05  # shorter times are the event loop's
+_KEPT_OVER_START = 0.25  # of the weight of steps: the machine may have changed
+_KEEP_EVERY_S = 60.0
+_SUMS = ("_num", "_x", "_xx", "_y", "_xy")
 
 
 class TokenCosts:
@@ -41,11 +54,21 @@ class TokenCosts:
     def note(self, start: int, stop: int, seconds: float) -> None:
         """The tokens from one position to another took so long."""
         num, x = float(stop - start), (start + stop) / 2
-        for name, value in (
-            ("_num", num), ("_x", num * x), ("_xx", num * x * x), ("_y", seconds),
-            ("_xy", seconds * x),
-        ):  # fmt: skip
-            setattr(self, name, getattr(self, name) * _KEPT + value)
+        new = (num, num * x, num * x * x, seconds, seconds * x)
+        self._set(kept * _KEPT + value for kept, value in zip(self.sums, new, strict=True))
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """All that is known, for `restore`."""
+        return tuple(getattr(self, name) for name in _SUMS)
+
+    def restore(self, sums: Iterable[float]) -> None:
+        """Begin with what an earlier process knew."""
+        self._set(each * _KEPT_OVER_START for each in sums)
+
+    def _set(self, sums: Iterable[float]) -> None:
+        for name, value in zip(_SUMS, sums, strict=True):
+            setattr(self, name, value)
 
     def seconds(self, start: float, stop: float, *, rate: float = 0.0) -> float:
         """What the tokens between two positions take; 0 if nothing is known.
@@ -75,10 +98,43 @@ class Estimates:
     """
 
     def __init__(self, rate: Callable[[], float], observe: Callable[[float], None]) -> None:
-        self.rate = rate
+        self._measured_rate = rate
+        self._kept_rate = 0.0
+        self._kept_in: Path | None = None
+        self._kept_s = -math.inf  # when
+        self._has_news = False  # that were not kept
+        self._is_begun = False
         self._observe = observe
         self.costs = TokenCosts()
         self._logs: dict[int, float] = {}  # by size: of the factor
+
+    def begin(self, engine: EngineInfo) -> None:
+        """Know what prompts took before the start, in an engine like this one; once."""
+        if self._is_begun:
+            return
+        self._is_begun = True
+        self._kept_in = _file(engine)
+        if self._kept_in is not None and (kept := _read(self._kept_in)) is not None:
+            self._kept_rate, *sums = kept
+            self.costs.restore(sums)
+
+    def rate(self) -> float:
+        """Prompt tokens in a second; 0 if that was never measured."""
+        return self._measured_rate() or self._kept_rate
+
+    def close(self) -> None:
+        """Keep what is known for the next start."""
+        if self._kept_in is not None and self._has_news:
+            _write(self._kept_in, (self.rate(), *self.costs.sums))
+
+    def _keep_sometimes(self) -> None:
+        """The same in a thread, as the process may be killed."""
+        self._has_news = True
+        now_s = perf_counter()
+        if self._kept_in is not None and now_s - self._kept_s >= _KEEP_EVERY_S:
+            self._kept_s, self._has_news = now_s, False
+            kept = (self.rate(), *self.costs.sums)
+            asyncio.get_running_loop().run_in_executor(None, _write, self._kept_in, kept)
 
     def prompt_s(self, start: float, stop: float) -> float:
         """What the tokens between two positions of a prompt take; 0 if nothing was measured."""
@@ -95,6 +151,7 @@ class Estimates:
             told_s: what the client was told; 0: nothing had been measured.
             seconds: what it was.
         """
+        self._keep_sometimes()
         if predicted_s <= 0 or seconds < _MIN_OBSERVED_S:
             return
         if told_s > 0:
@@ -108,6 +165,36 @@ class Estimates:
         if not self._logs:
             return 0.0
         return self._logs[min(self._logs, key=lambda known: abs(known - size))]
+
+
+def _file(engine: EngineInfo) -> Path | None:
+    """Where what the prompts of such engines took is kept; None: nowhere."""
+    if not engine.cache_root:
+        return None
+    # What their speed depends on. The root names weights and number format.
+    kind = (engine.cache_root.hex(), engine.device, engine.num_threads, engine.quantization)
+    digest = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
+    with contextlib.suppress(NoCacheError):
+        return cache_dir() / "prompts" / f"{digest}.json"
+    return None
+
+
+def _read(path: Path) -> list[float] | None:
+    try:
+        found = [float(each) for each in json.loads(path.read_bytes())]
+    except (OSError, ValueError, TypeError):
+        return None
+    is_sound = all(0 <= each < 1e18 for each in found)
+    return found if is_sound and len(found) == 1 + len(_SUMS) else None
+
+
+def _write(path: Path, numbers: Sequence[float]) -> None:
+    with contextlib.suppress(OSError):  # where there is no place, it is measured again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished(path.parent) as own:
+            fresh = own / path.name
+            fresh.write_text(json.dumps(numbers), "utf-8")
+            fresh.replace(path)
 
 
 class Expectation:

@@ -187,6 +187,7 @@ class RequestPlanner:
         self.long_work.close()
         self.paced_work.close()
         self.images.close()
+        self._estimates.close()
         await self.grammars.close()
         if self._templates is not None:
             await self._templates.close()
@@ -626,6 +627,8 @@ class RequestPlanner:
         texts = [
             self._output_text(params, output_format, context) for _ in range(params.num_branches)
         ]
+        if self._engine.info is not None:
+            self._estimates.begin(self._engine.info)
         generation = Generation(
             self._engine,
             request,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from penstock.engine.protocol.messages import EngineStats
 from penstock.engine.request import Notice
 
 from ..conftest import ANSWER, Serve, Served
@@ -140,6 +142,26 @@ async def test_who_waits_is_told_again_and_again_for_what(served: Served, path: 
                 served.engine.may_speak.set()
     assert len(told) >= 3
     assert "".join(map(text_of, others)) == ANSWER
+
+
+async def test_how_right_estimates_were_is_a_metric(serve: Serve) -> None:
+    """Of the first request nothing is said: no rate was measured."""
+    name = "penstock:time_to_first_token_estimate_ratio_count"
+    counts = []
+    async with serve() as served:
+        for _ in range(2):
+            served.engine.submitted.clear()
+            served.engine.may_speak.clear()
+            body = {"prompt": "hello", "max_tokens": 1}
+            answer = asyncio.create_task(served.http.post("/v1/completions", json=body))
+            await served.submitted()
+            served.engine.stats = EngineStats(prefill_tokens_per_s=10.0)  # told with the token
+            await asyncio.sleep(0.06)  # less would be the event loop's
+            served.engine.may_speak.set()
+            assert (await answer).status_code == 200
+            lines = (await served.http.get("/metrics")).text.splitlines()
+            counts += [line.rpartition(" ")[2] for line in lines if line.startswith(name)]
+    assert counts == ["0.0", "1.0"]
 
 
 def text_of(event: dict[str, Any]) -> str:

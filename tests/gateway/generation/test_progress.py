@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from penstock.engine.protocol.messages import EngineInfo
 from penstock.engine.request import Notice, RequestOutput
 from penstock.gateway.generation.progress import (
     INTERVAL_S,
@@ -13,6 +17,8 @@ from penstock.gateway.generation.progress import (
     Expectation,
     Progress,
 )
+
+from ..fake_engine import INFO
 
 RATE, NUM_TOKENS = 100.0, 1000
 
@@ -143,6 +149,46 @@ def test_short_prompts_say_little_about_what_late_tokens_of_long_ones_take(told:
             short.hear(num_tokens_ahead=400 - num_computed)
             short.now_s += seconds
     assert 8.0 < told.estimates.prompt_s(0, 8000) < 24.0
+
+
+def test_the_first_prompt_after_a_start_has_an_estimate(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    engine = msgspec.structs.replace(INFO, cache_root=b"weights")
+
+    def started(rate: float = 0.0, of: EngineInfo = engine) -> Estimates:
+        estimates = Estimates(lambda: rate, lambda _: None)
+        estimates.begin(of)
+        return estimates
+
+    before = started(RATE)
+    assert before.prompt_s(0, 8000) == pytest.approx(80.0, rel=0.5), "nothing is kept yet"
+    long = Told(before, 10_000)
+    for num_computed in range(1000, 10_000, 1000):
+        long.hear(num_tokens_ahead=10_000 - num_computed)
+        long.now_s += cost_s(num_computed, num_computed + 1000)
+    before.close()
+    assert not list(tmp_path.rglob("*.json")), "no prompt has come to its first token"
+    asyncio.run(_met(before))
+    (kept,) = tmp_path.rglob("*.json")
+    after = started()
+    assert after.prompt_s(0, 8000) == pytest.approx(cost_s(0, 8000), rel=0.05)
+    assert after.rate() == RATE
+    for _ in range(12):  # the machine has become slower
+        after.costs.note(0, 1000, 3 * cost_s(0, 1000))
+    assert after.prompt_s(0, 1000) > 2.0 * cost_s(0, 1000)
+    others = msgspec.structs.replace(engine, num_threads=7), INFO
+    assert [started(of=other).prompt_s(0, 8000) for other in others] == [0.0, 0.0]
+    for broken in ("", "{}", "[1, 2]", "[1, 1, 1, 1, 1, NaN]", '["x"]', "[-1, 1, 1, 1, 1, 1]"):
+        kept.write_text(broken)
+        assert started().prompt_s(0, 8000) == 0.0
+
+
+async def _met(estimates: Estimates) -> None:
+    """A request's first token; and the server's end, which waits for what is written."""
+    estimates.learn(1.0, 1.0, 1.0, 10_000)
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 def test_the_next_prediction_is_not_corrected_for_what_the_steps_have_told(
