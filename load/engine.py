@@ -222,7 +222,7 @@ def _raised(side: Side) -> Ceilings:
         raise ConfigError("--limits are of the C kernels, in none, int8, int4 and fp8")
     library.start_threads(info.num_threads)
     kind: Any = info.quantization
-    now = Ceilings.of(library, info.num_threads, kind, in_bytes=side.in_bytes)
+    now = Ceilings.of(library, ReadWeights.of(info).num_bytes, kind, in_bytes=side.in_bytes)
     return Ceilings(
         read_bytes_per_s=max(now.read_bytes_per_s, best.read_bytes_per_s),
         products_per_s=max(now.products_per_s, best.products_per_s),

@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Barrier
 from typing import Any, Self
 
 import torch
@@ -26,14 +24,14 @@ from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.quantized_codes import QuantizedCodes
 
-# A matrix of which each core's L2 cache holds its part, so that only instructions take time.
+# A quantized matrix of which each core's L2 cache holds its part.
 _NUM_ROWS, _IN_FEATURES, _OUT_FEATURES = 256, 1024, 768
-_NUM_BYTES = 512 << 20  # many times what caches hold
+_PART_BYTES, _TILE_IN = 256 << 10, 128  # as in limits.inc.c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """The machine's limits, with as many threads as the kernels have."""
+    """The machine's limits, with the kernels' threads."""
 
     read_bytes_per_s: float = 0.0
     products_per_s: float = 0.0
@@ -42,13 +40,13 @@ class Ceilings:
     def of(
         cls,
         library: CpuLibrary,
-        num_threads: int,
+        num_bytes: int,
         kind: Quantization = "none",
         *,
         in_bytes: bool = False,
     ) -> Self:
-        """The rates of now."""
-        read = read_bytes_per_s(num_threads)
+        """The rates of now, where so much memory is read again and again."""
+        read = read_bytes_per_s(library, num_bytes)
         products = products_per_s(library, kind, in_bytes=in_bytes)
         return cls(read_bytes_per_s=read, products_per_s=products)
 
@@ -86,25 +84,28 @@ class ReadWeights:
 def products_per_s(
     library: CpuLibrary, kind: Quantization, *, in_bytes: bool, num_passes: int = 100
 ) -> float:
-    """The rate of the kernels' instructions: that of the best pass over a small matrix, dense or
-    with one scale in a row.
+    """The rate of the kernels' instructions, of the best pass: dense, those of a tile whose numbers
+    are in the nearest cache; quantized, the product of a small matrix with one scale in a row.
 
     Args:
         in_bytes: a quantized matrix multiplies rows that were rounded to bytes before, where its
             kernel can.
     """
-    sizes = {"in_features": _IN_FEATURES, "out_features": _OUT_FEATURES}
-    given: dict[str, Any] = {
-        "num_rows": ctypes.c_int64(_NUM_ROWS),
-        "x": torch.randn(_NUM_ROWS, _IN_FEATURES).to(library.dtype),
-        "y": torch.empty(_NUM_ROWS, _OUT_FEATURES, dtype=library.dtype),
-    }
-    program = CpuProgram(library)
+    num_products, program = ctypes.c_int64(), CpuProgram(library)
     if kind == "none":
-        weight = torch.randn(_OUT_FEATURES, _IN_FEATURES).to(library.dtype)
-        program.add("linear", weight=library.pack(weight), **sizes, **given)
+        x, weights = (torch.randn(size, _TILE_IN).to(library.dtype) for size in (32, 48))
+        sums = torch.empty(8 * library.num_threads)
+        program.add(
+            "multiply_tiles", num_products=num_products, sums=sums, x=x, weights=weights,
+            num_items=len(sums), num_repeats=200,
+        )  # fmt: skip
     else:
         codes = random_codes(kind, _OUT_FEATURES, _IN_FEATURES, columns_per_scale=_IN_FEATURES)
+        given: dict[str, Any] = {
+            "num_rows": ctypes.c_int64(_NUM_ROWS),
+            "x": torch.randn(_NUM_ROWS, _IN_FEATURES).to(library.dtype),
+            "y": torch.empty(_NUM_ROWS, _OUT_FEATURES, dtype=library.dtype),
+        }
         in_bytes = in_bytes and not codes.is_float8
         if in_bytes:
             given["x"] = torch.randint(256, (_NUM_ROWS, _IN_FEATURES), dtype=torch.uint8)
@@ -112,11 +113,12 @@ def products_per_s(
             given["x_sums"] = torch.zeros(_NUM_ROWS, 1, dtype=torch.int32)
         packed = PackedCodes(library, codes, in_bytes=in_bytes)
         program.add("linear_quantized", **packed.arguments(), **given)
+        num_products.value = _NUM_ROWS * _IN_FEATURES * _OUT_FEATURES
     program.record()
     program.run()  # wakes the threads
     best_s = min(duration_s(program.run) for _ in range(num_passes))
     library.settle()  # a late thread may still read the matrix
-    return _NUM_ROWS * _IN_FEATURES * _OUT_FEATURES / best_s
+    return num_products.value / best_s
 
 
 def random_codes(
@@ -143,20 +145,17 @@ def duration_s(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def read_bytes_per_s(num_threads: int, *, num_passes: int = 10) -> float:
-    """The best of some passes over memory larger than any cache, by as many threads as the compared
-    run has: each reads one contiguous part, on huge pages where the system has them, as the kernels
-    do."""
-    words = WeightMemory().allocate(_NUM_BYTES).view(torch.int64)
+def read_bytes_per_s(library: CpuLibrary, num_bytes: int, *, num_passes: int = 10) -> float:
+    """The best of some passes over so much memory, by the kernels' threads: each reads a contiguous
+    part of it as it reads weights, of which a cache may hold as many as of these."""
+    sums = torch.zeros(-(-num_bytes // _PART_BYTES), dtype=torch.int64)
+    words = WeightMemory().allocate(len(sums) * _PART_BYTES).view(torch.int32)
     words.fill_(1)  # a page exists from its first write on
-    parts = [part.numpy() for part in words.chunk(num_threads)]
-    with ThreadPoolExecutor(num_threads) as threads:
-        # The pool starts a thread only if none is idle: the barrier makes it start them all.
-        barrier = Barrier(len(parts))
-        list(threads.map(lambda _: barrier.wait(), parts))
-
-        def read() -> None:
-            sums = threads.map(lambda part: part.sum(), parts)  # without the GIL
-            assert sum(map(int, sums)) * 8 == words.nbytes, "not all of it was read"
-
-        return words.nbytes / min(duration_s(read) for _ in range(num_passes))
+    program = CpuProgram(library)
+    program.add("read_words", sums=sums, words=words, num_bytes=words.nbytes)
+    program.record()
+    program.run()  # wakes the threads
+    best_s = min(duration_s(program.run) for _ in range(num_passes))
+    library.settle()
+    assert int(sums.sum()) == words.numel(), "not all of it was read"
+    return words.nbytes / best_s

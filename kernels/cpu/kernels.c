@@ -174,6 +174,7 @@ const int64_t NAME(verify_rows)[] = {DENSE_ROWS, BYTE_TILES * BYTE_ROWS, QUANTIZ
 #include "attention.inc.c"
 #include "draw.inc.c"
 #include "elementwise.inc.c"
+#include "limits.inc.c"
 #include "linear.inc.c"
 #include "linear_quantized.inc.c"
 #include "lora.inc.c"

@@ -390,6 +390,21 @@ struct gather_rows_args {
     int64_t size;
 };
 
+/* The sum of each 256 KiB of words, of whole ones: how fast memory is read. */
+struct read_words_args {
+    int64_t *sums; /* [num_bytes / 256 KiB] */
+    const uint32_t *words;
+    int64_t num_bytes;
+};
+
+/* x · weights, by each item so many times: how fast numbers that are at hand are multiplied. */
+struct multiply_tiles_args {
+    int64_t *num_products; /* of all items; each with its addition */
+    float *sums; /* [num_items], without a meaning */
+    const void *x, *weights; /* [32, 128], [128, 48] */
+    int64_t num_items, num_repeats;
+};
+
 /* The next token of each row of logits, as specified by kernels/reference/sampling.py. */
 struct sample_tokens_args {
     int64_t *token_ids; /* [num_rows] */

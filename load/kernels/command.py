@@ -184,7 +184,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError("no C kernels to measure: see the line above")
     num_threads = library.start_threads(parsed.num_threads or num_usable_cores())
     torch.set_num_threads(num_threads)
-    ceilings = Ceilings.of(library, num_threads)
+    ceilings = Ceilings.of(library, parsed.copies_mib << 20)
     maker = CaseMaker(library=library, min_bytes=parsed.copies_mib << 20)
     costs = [measure(case, ceilings, repeats=parsed.repeats) for case in _cases(maker, parsed)]
     title = f"{parsed.dtype}, {library.isa}, CPU threads: {num_threads}"

@@ -12,7 +12,7 @@ from penstock.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from penstock.kernels.cache_folder import CACHE_VARIABLE
 from penstock.kernels.cpu.library import load_library
 from penstock.load.kernels.command import CaseMaker, measure
-from penstock.load.limits import Ceilings, products_per_s
+from penstock.load.limits import Ceilings, products_per_s, read_bytes_per_s
 
 from .conftest import Penstock
 
@@ -63,6 +63,7 @@ def test_every_kind_of_weights_has_a_rate() -> None:
     for kind in QUANTIZATIONS:
         for in_bytes in (True, False):
             assert products_per_s(library, kind, in_bytes=in_bytes, num_passes=1) > 0.0
+    assert read_bytes_per_s(library, 3 << 20, num_passes=1) > 0.0  # which adds up what it reads
 
 
 @pytest.mark.exhaustive
