@@ -6,9 +6,10 @@ longer than its own prompt. Who is heavy by its sequences, `TenantSlots` says; t
 
     a step with a light tenant's prompt   leaves the heavy ones' sequences out, at most twice in a
                                           row and in half of all steps
-    any other step                        has about as many of their tokens as a short prompt; those
-                                          that decode take turns, so each of n has its token in one
-                                          of the next `n ÷ MIN_DECODES` such steps
+    any other step                        has about as many of their tokens as the former have, at
+                                          most as a short prompt; those that decode take turns, so
+                                          each of n has its token in one of the next
+                                          `n ÷ MIN_DECODES` such steps
 
 Heavy by their prompts are those with more tokens of them than another (`with_long_prompts`). Their
 prompts have no part of the steps that leave them out, and a short one's tokens of any other.
@@ -30,7 +31,10 @@ _SHORT_PROMPT = 128  # tokens
 # 128 17.3, and what a step costs beside them 0.4.
 _FULL_RATE, _MAX_TOKENS = 8, 128
 _DECODE_TOKENS = 2  # what a decode costs, in tokens of a prompt: it has logits, and draws a token
-MIN_DECODES = 32  # beside prompts
+MIN_DECODES = 16  # beside prompts
+# Of a step, however short light tenants' prompts are: a step costs something beside its tokens.
+_LEAST_TOKENS = 48
+_WEIGHT = 0.2  # of a new measurement in the running mean
 _MIN_LEFT_OUT, _MAX_LEFT_OUT = 32, 2  # tokens; steps in a row
 
 
@@ -56,6 +60,7 @@ class HeavyTenants:
         self._min_tokens = min(_FULL_RATE * num_verify_rows, _MAX_TOKENS)
         self._last_served: dict[int, None] = {}  # ids of those that decode, the longest ago first
         self._num_spare = _MAX_LEFT_OUT  # steps that may leave them out
+        self._num_light_tokens = 0.0  # of these steps, the mean; 0: none yet
 
     def may_be_left_out(self, num_tokens: int) -> bool:
         """Whether the next step may do without them.
@@ -68,6 +73,12 @@ class HeavyTenants:
     def note(self, *, left_out: bool) -> None:
         """Record whether the step that was planned leaves them out."""
         self._num_spare = min(self._num_spare + (-1 if left_out else 1), _MAX_LEFT_OUT)
+
+    def note_light(self, num_tokens: int) -> None:
+        """Record how many tokens the step that was planned without them has. A light tenant waits
+        for one like it in any case, so those with heavy tenants are to take about as long."""
+        known = self._num_light_tokens or num_tokens
+        self._num_light_tokens = known + _WEIGHT * (num_tokens - known)
 
     def share(
         self,
@@ -87,6 +98,8 @@ class HeavyTenants:
             prefill_tokens_per_s: measured rate; 0 before the first prompt.
         """
         num_tokens = self._short_step(prefill_tokens_per_s)
+        if self._num_light_tokens:
+            num_tokens = min(num_tokens, max(int(self._num_light_tokens), _LEAST_TOKENS))
         num_decodes = max(2 * MIN_DECODES, num_tokens // _DECODE_TOKENS) // (1 + have_prompts)
         waiting = {sequence.seq_id: sequence for sequence in decoding}
         order = {seq_id: None for seq_id in self._last_served if seq_id in waiting}

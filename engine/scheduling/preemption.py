@@ -1,4 +1,5 @@
-"""When blocks run out: which sequence is preempted, and whether its KV is swapped out or dropped.
+"""When blocks run out, or a flood makes way for another tenant: which sequence is preempted, and
+whether its KV is swapped out or dropped.
 
 A victim keeps its tokens, so its stream only pauses. Swapped KV comes back from the host tier with
 the same bytes; dropped KV is computed again. `auto` picks the cheaper one by measured rates: blocks

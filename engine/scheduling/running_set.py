@@ -8,7 +8,7 @@ No other module changes a sequence's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from penstock.engine.blocks import BlockManager
@@ -75,6 +75,7 @@ class RunningSet:
         # preempted again.
         self._watermark_blocks = max(1, blocks.num_blocks // 100)
         self._left: list[int] = []  # ids for the device to forget
+        self._displaced: set[int] = set()  # parked ones that `displace` chose
 
     def take_left(self) -> tuple[int, ...]:
         """Return, and clear, the ids of sequences that left the device."""
@@ -98,12 +99,12 @@ class RunningSet:
 
     def may_enter(self, sequence: Sequence, num_forks: int, *, is_first: bool) -> bool:
         """Whether tenants' shares allow a waiting sequence a slot, and slots for its forks. A
-        preempted sequence may always return.
+        preempted sequence may always return, unless it was displaced.
 
         Args:
             is_first: no tenant before it was passed over.
         """
-        if is_returning(sequence):
+        if is_returning(sequence) and sequence.seq_id not in self._displaced:
             return True
         tenant, num_slots = sequence.request.tenant, 1 + num_forks
         if self.tenant_slots.is_within_share(tenant, num_slots):
@@ -134,6 +135,35 @@ class RunningSet:
             self.reserved[sequence.seq_id] = num_forks
         return True
 
+    def displace(self, heavy: Set[str]) -> Sequence | None:
+        """The sequence to preempt next, since a light tenant's request waits and those that came
+        before it have not left the slots free that they leave to others; None if there is no need.
+        It returns when its tenant leaves enough, so it takes none of those slots.
+
+        Args:
+            heavy: the tenants with far more slots than another.
+        """
+        head = self.waiting.peek(heavy)
+        if head is None or head.request.tenant in heavy or is_returning(head):
+            return None
+        slots = self.tenant_slots
+        beyond = {each for each in heavy if not slots.is_within_share(each, 0)}
+        if all(slots.leaves_enough(each, 0) for each in beyond):
+            return None
+        order = self.waiting.order
+        victims = [
+            each
+            for each in self.running.values()
+            if each.request.tenant in beyond
+            and each.params.num_branches == 1
+            and each.params.beam_search is None  # no other one waits for it
+        ]
+        victim = choose_victim(victims, order) if victims else None
+        if victim is None or order.band(victim) < order.band(head):
+            return None
+        self._displaced.add(victim.seq_id)
+        return victim
+
     def preempt(self, sequence: Sequence, *, is_idle: bool = False) -> None:
         """Park a running sequence: it gives up its blocks and goes back to the queue.
 
@@ -159,6 +189,7 @@ class RunningSet:
         """
         if sequence.status is SequenceStatus.RUNNING:
             self._stop_running(sequence)
+        self._displaced.discard(sequence.seq_id)
         self.waiting.discard(sequence)
         self.waiting.charge(sequence, _num_new_tokens(sequence))
         contents = self.blocks.release(sequence, retention=retention, has_invalid_kv=has_invalid_kv)
@@ -198,6 +229,7 @@ class RunningSet:
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.move_to(SequenceStatus.RUNNING)
+        self._displaced.discard(sequence.seq_id)
         self.tenant_slots.acquire(sequence.request.tenant)
         self.running[sequence.seq_id] = sequence
 

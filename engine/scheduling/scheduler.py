@@ -270,15 +270,17 @@ class Scheduler:
 
     def _plan(self) -> dict[int, ScheduledSequence]:
         scheduled: dict[int, ScheduledSequence] = {}
+        tenant_slots = self._running_set.tenant_slots
+        are_several = tenant_slots.are_several and self._num_microbatches == 1
+        heavy = tenant_slots.heavy_tenants() if are_several else frozenset()
+        while heavy and (victim := self._running_set.displace(heavy)) is not None:
+            self._preempt(victim)
         decoding, in_prompt = self._by_phase()
         self._sessions.begin_step()
         if self._num_microbatches > 1:
             # What others in flight leave, but no more than their share: so they become alike.
             share = -(-len(decoding) // self._num_microbatches)
             decoding = [each for each in decoding if self._num_uncomputed(each) > 0][:share]
-        tenant_slots = self._running_set.tenant_slots
-        are_several = tenant_slots.are_several and self._num_microbatches == 1
-        heavy = tenant_slots.heavy_tenants() if are_several else frozenset()
         is_awaiting = not are_several and self._sessions.awaits_turn()
         budget = step_budget(
             self._config,
@@ -352,6 +354,8 @@ class Scheduler:
                 self._fill(scheduled, of(decoding, are_heavy=False), prompts, budget, limits)
         self._heavy_tenants.note(left_out=bool(scheduled))
         if scheduled:
+            num_tokens = sum(each.num_new_tokens for each in scheduled.values())
+            self._heavy_tenants.note_light(num_tokens)
             return
         served, limits = self._heavy_tenants.share(
             heavy,

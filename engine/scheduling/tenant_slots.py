@@ -3,7 +3,8 @@
 The slots are shared by weight among the tenants that are active or were so recently; a share is at
 least one slot. Up to its share a tenant may use any free slot. Tenants beyond their share leave a
 few slots to the others, so that beside a flood another tenant's request starts in the next step,
-not when one of the flood's sequences ends. A single tenant may use all slots.
+not when one of the flood's sequences ends. A single tenant may use all slots; then another's first
+request displaces a few of its sequences (`RunningSet.displace`).
 
 Who holds many slots beside a tenant that holds few is heavy: `heavy_tenants` limits what it gets of
 a step.

@@ -230,8 +230,11 @@ class _Band:
         return head
 
     def peek_past(self, passed: Collection[str]) -> Sequence | None:
-        """The first sequence in the order of service, new ones of some tenants left out."""
+        """The first sequence in the order of service, those of some tenants left out."""
         head = self._head(self._returning)
+        if head is not None and head.request.tenant in passed:
+            others = [each for each in self._returning if each[2].request.tenant not in passed]
+            head = self._head(sorted(others))  # a heap too
         if head is not None:
             return head
         heads = {

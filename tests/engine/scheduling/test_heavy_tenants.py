@@ -28,9 +28,9 @@ NUM_SLOTS, PROMPT_TOKENS = 96, 128  # those of heavy tenants may be longer
 class Simulation:
     """The scheduler beside a device that only takes its time: tenants in closed loops."""
 
-    def __init__(self, *, num_heavy_prompt_tokens: int = PROMPT_TOKENS) -> None:
+    def __init__(self, *, light: int, heavy: int = PROMPT_TOKENS) -> None:
         self.clock = Clock()
-        self._num_prompt_tokens = {"light": PROMPT_TOKENS, "heavy": num_heavy_prompt_tokens}
+        self._num_prompt_tokens = {"light": light, "heavy": heavy}
         blocks = BlockManager(
             num_blocks=16384, block_size=16, num_host_blocks=0, enable_prefix_caching=False,
             clock=self.clock,
@@ -96,19 +96,26 @@ def p99(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("num_heavy", "num_prompt_tokens"),
+    ("num_heavy", "num_prompt_tokens", "light_prompt_tokens"),
     tiered(
-        [(150, PROMPT_TOKENS), (6, 1000), (3, 1000), (1, 1900)], [(150, PROMPT_TOKENS), (3, 1000)]
+        [
+            (150, PROMPT_TOKENS, PROMPT_TOKENS),
+            (150, PROMPT_TOKENS, 32),
+            (6, 1000, PROMPT_TOKENS),
+            (3, 1000, PROMPT_TOKENS),
+            (1, 1900, PROMPT_TOKENS),
+        ],
+        [(150, PROMPT_TOKENS, 32), (3, 1000, PROMPT_TOKENS)],
     ),
 )
 def test_a_light_tenant_waits_at_most_half_as_long_again_beside_a_heavy_one(
-    num_heavy: int, num_prompt_tokens: int
+    num_heavy: int, num_prompt_tokens: int, light_prompt_tokens: int
 ) -> None:
     """In the time of a simulated device; and the heavy one loses little."""
-    alone = Simulation()
+    alone = Simulation(light=light_prompt_tokens)
     alone.open("light", 2)
     alone.run(6.0)
-    beside = Simulation(num_heavy_prompt_tokens=num_prompt_tokens)
+    beside = Simulation(light=light_prompt_tokens, heavy=num_prompt_tokens)
     beside.open("light", 2)
     beside.run(1.0)
     beside.open("heavy", num_heavy)

@@ -68,15 +68,41 @@ def test_a_flood_leaves_slots_to_whoever_comes_and_they_start_at_once() -> None:
     add(stack, "flood", 100)
     stack.step()
     assert holders(stack) == {"flood": NUM_SLOTS}  # nobody else has been seen
-    late = add(stack, "small", 1, max_tokens=2)
-    while late[0] not in stack.ended:
-        stack.step()
     for _ in range(20):
         names = add(stack, "small", NUM_KEPT, max_tokens=2)
-        assert holders(stack)["flood"] <= NUM_SLOTS - NUM_KEPT
         first = {output.request_id for output in stack.step()}
         assert first >= set(names)  # the next step has their first tokens
+        assert holders(stack)["flood"] <= NUM_SLOTS - NUM_KEPT
         stack.step()
+    stack.run()
+    assert stack.scheduler.counters.num_preemptions == NUM_KEPT  # once, for the first
+
+
+def test_a_flood_is_displaced_only_by_who_may_go_before_it() -> None:
+    config = SchedulerConfig(
+        max_num_seqs=NUM_SLOTS, max_num_batched_tokens=4096, scheduling_policy="priority"
+    )
+    stack = Stack(num_blocks=512, config=config)
+    add(stack, "flood", NUM_SLOTS)
+    stack.step()
+    stack.add("later", [1, 2, 3], tenant="small", max_tokens=2, priority=1)
+    stack.step()
+    assert holders(stack) == {"flood": NUM_SLOTS}
+    stack.add("small", [1, 2, 3], tenant="small", max_tokens=2)
+    assert "small" in {output.request_id for output in stack.step()}
+    stack.run()
+
+
+def test_of_wide_requests_none_is_displaced() -> None:
+    """A part of one waits for the others."""
+    stack = stack_of()
+    add(stack, "flood", NUM_SLOTS // 4, n=4)
+    stack.step()
+    stack.step()
+    assert holders(stack) == {"flood": NUM_SLOTS}
+    add(stack, "small", 1, max_tokens=2)
+    stack.step()
+    assert stack.scheduler.counters.num_preemptions == 0
     stack.run()
 
 
