@@ -19,7 +19,7 @@ _AVX512_EXTRAS = ("avx512_bf16", "avx512_vnni")
 # For each machine, best first: the CPU features required; all have `portable`.
 _NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_AVX512, *_AVX512_EXTRAS, "amx_tile", "amx_bf16"),
+        "amx": (*_AVX512, *_AVX512_EXTRAS, "amx_tile", "amx_bf16", "amx_int8"),
         "avx512": _AVX512,
         "avx2": ("avx2", "fma", "f16c"),
     },

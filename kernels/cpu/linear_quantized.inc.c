@@ -490,6 +490,18 @@ static __attribute__((noinline)) void NAME(add_outliers)(
     }
 }
 
+INLINE void NAME(add_outliers_of_rows)(
+    const struct linear_quantized_args *a, long row, long end, const struct quantized_layout *layout, const char *w,
+    bvec table, union parts *results, const int code_bits) {
+    for (; a->outlier_columns && row < end; row++, results += GROUP) {
+        const long list = row * a->most_outliers;
+        if (a->outlier_columns[list] >= 0)
+            NAME(add_outliers)(
+                &a->format, layout, results, a->outlier_columns + list, a->outlier_values + list,
+                a->linear.in_features, w, table, code_bits);
+    }
+}
+
 /* Of products of a block: minus `zero` times the sum of x. */
 INLINE void NAME(start_sums)(uvec_part *sums, const int32_t *x_sums, long stride, const int rows) {
     enum { PARTS = GROUP * NUM_PARTS };
@@ -616,6 +628,15 @@ INLINE void NAME(tile_of_group)(
 
 enum { ROWS_AT_ONCE = 32 }; /* whose results are written together: a multiple of a tile's rows */
 
+/* What is written after the products, without waiting then. */
+INLINE void NAME(prefetch_outputs)(const struct linear_args *a, long row, long end, long column) {
+    for (; row < end; row++) {
+        const DTYPE *y = (const DTYPE *)a->y + row * output_stride(a) + column;
+        __builtin_prefetch(y, 1, 3);
+        __builtin_prefetch(y + GROUP_LANES - 1, 1, 3);
+    }
+}
+
 INLINE void NAME(quantized_rows_of_group)(
     const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
     const int is_exact, const int is_common) {
@@ -629,15 +650,10 @@ INLINE void NAME(quantized_rows_of_group)(
     bvec table = {0};
     if (!is_exact && f->table) memcpy(&table, f->table, sizeof table);
     union parts results[ROWS_AT_ONCE * GROUP];
-    const long column = group * GROUP_LANES;
     while (row < end) {
         const long first = row, last = end - row < ROWS_AT_ONCE ? end : row + ROWS_AT_ONCE;
         union parts *at = results;
-        for (long r = first; r < last; r++) { /* what is written after the products, without waiting then */
-            const DTYPE *y = (const DTYPE *)a->linear.y + r * output_stride(&a->linear) + column;
-            __builtin_prefetch(y, 1, 3);
-            __builtin_prefetch(y + GROUP_LANES - 1, 1, 3);
-        }
+        NAME(prefetch_outputs)(&a->linear, first, last, group * GROUP_LANES);
 #define TILE(n) NAME(tile_of_group)(a, row, w, &ahead, at, n, code_bits, is_exact, is_common)
         for (; row + most <= last; row += most, at += most * GROUP) {
             TILE(most);
@@ -647,22 +663,229 @@ INLINE void NAME(quantized_rows_of_group)(
         FEW_ROWS(last - row, most)
 #undef TILE
         row = last;
-        for (long r = first; !is_exact && a->outlier_columns && r < last; r++) {
-            const long list = r * a->most_outliers;
-            if (a->outlier_columns[list] >= 0)
-                NAME(add_outliers)(
-                    f, &layout, results + (r - first) * GROUP, a->outlier_columns + list,
-                    a->outlier_values + list, a->linear.in_features, w, table, code_bits);
-        }
+        if (!is_exact) NAME(add_outliers_of_rows)(a, first, last, &layout, w, table, results, code_bits);
         NAME(write_quantized_rows)(a, first, last, group, results, (const float *)start);
     }
 }
+
+#ifdef HAS_TILES
+/* --- rows of bytes by AMX's tiles --------------------------------------------------------------
+ *
+ * The numbers are those of the tiles above: integers are exact, and scaled in the same order. So any number of rows
+ * may go there, where that is faster: blocks of 32 scale every 32 products, which takes longer than to make them, so
+ * that only many rows gain. A span of k becomes signed bytes once for the rows of an item. Its products are made
+ * before they are scaled: beside tiles' instructions the processor has one of its two units for floats. */
+
+enum { SPAN_K = 256, MAX_SPAN_BLOCKS = SPAN_K / 32, PANEL_BYTES = SPAN_K * LANES };
+
+/* Codes less `zero` must be signed bytes; those of 8 bits that start at 0 are multiplied as unsigned. */
+INLINE int fits_byte_tiles(const struct quantized_format *f, long in, long rows) {
+    const long size = f->columns_per_scale, least = size % LINE_BYTES ? 4 * TILE_ROWS : TILE_ROWS;
+    return rows >= least && size % 32 == 0 && in % size == 0 && (f->code_bits == 4 || f->zero == 0 || f->zero == 128);
+}
+
+/* Blocks, or a part of one that is longer, for all panels. */
+struct byte_span {
+    long block, num_blocks, block_bytes, k, k_per_block, k_per_tile;
+    int starts, ends;           /* its blocks' sums */
+    const char *scales, *lines; /* of the first block */
+};
+
+INLINE struct byte_span first_byte_span(
+    const struct quantized_format *f, const struct quantized_layout *layout, const char *w) {
+    const long size = f->columns_per_scale, scales = layout->scales * (f->has_offsets ? 2 : 1);
+    struct byte_span span = {.scales = w, .lines = w + scales};
+    span.block_bytes = scales + size / layout->k_per_line * GROUP * LINE_BYTES;
+    span.k_per_tile = size % LINE_BYTES ? 32 : LINE_BYTES;
+    return span;
+}
+
+/* The part of the blocks from span->block and span->k on that a span has room for. */
+INLINE void limit_byte_span(struct byte_span *span, long size, long num_blocks) {
+    const long left = num_blocks - span->block, most = SPAN_K / size > 1 ? SPAN_K / size : 1, k_left = size - span->k;
+    span->num_blocks = left < most ? left : most;
+    span->k_per_block = k_left < SPAN_K ? k_left : SPAN_K;
+    span->starts = span->k == 0;
+    span->ends = span->k_per_block == k_left;
+}
+
+INLINE void advance_byte_span(struct byte_span *span, const struct quantized_layout *layout, long scale_bytes) {
+    if (!span->ends) {
+        span->k += span->k_per_block;
+        span->lines += span->k_per_block / layout->k_per_line * GROUP * LINE_BYTES;
+        return;
+    }
+    span->k = 0;
+    span->block += span->num_blocks;
+    span->scales += span->num_blocks * span->block_bytes;
+    span->lines = span->scales + scale_bytes;
+}
+
+/* bytes [panel][k / 4][16][4] = the codes of a span less `zero` */
+INLINE void NAME(decode_byte_span)(
+    uint8_t (*bytes)[PANEL_BYTES], const struct quantized_format *f, const struct byte_span *span, bvec table,
+    const int code_bits) {
+    typedef uint8_t bytes_part __attribute__((vector_size(PART_BYTES)));
+    const bytes_part zero = (uint8_t)f->zero - (bytes_part){0};
+    const long num_lines = span->k_per_block / k_per_line(code_bits);
+    long at = 0;
+    for (long block = 0; block < span->num_blocks; block++) {
+        const char *lines = span->lines + block * span->block_bytes;
+        for (long line = 0; line < num_lines; line++, at += 8 / code_bits * LINE_BYTES)
+#pragma GCC unroll 4
+            for (long v = 0; v < GROUP; v++, lines += LINE_BYTES) {
+                uvec_part codes;
+                memcpy(&codes, lines, sizeof codes);
+#pragma GCC unroll 2
+                for (int half = 0; half < 8 / code_bits; half++) {
+                    const uvec_part each =
+                        code_bits == 8 ? codes
+                                       : codes_or_entries(codes >> 4 * half & 0x0f0f0f0f, table, f->table != NULL);
+                    const bytes_part less = (bytes_part)each - zero;
+                    memcpy(bytes[v] + at + half * LINE_BYTES, &less, sizeof less);
+                }
+            }
+    }
+}
+
+/* sums [block][row] = a tile of rows times a panel's span. A block's are stored after products after it have begun.
+ * Registers 0 to 3 hold sums, 6 rows, 7 weights. */
+static __attribute__((noinline)) void NAME(multiply_byte_span)(
+    uvec_part (*sums)[TILE_ROWS], const uint8_t *x, long stride, const uint8_t *w, const struct byte_span *span,
+    int is_unsigned) {
+    const long num_blocks = span->num_blocks, k_per_block = span->k_per_block, k_per_tile = span->k_per_tile;
+#define MULTIPLY(block, tile) \
+    if (block < num_blocks) { \
+        if (span->starts) _tile_zero(tile); \
+        else _tile_loadd(tile, sums[block], LINE_BYTES); \
+        for (long k = 0; k < k_per_block; k += k_per_tile, x += k_per_tile, w += k_per_tile * LANES) { \
+            _tile_loadd(6, x, stride); \
+            _tile_loadd(7, w, LINE_BYTES); \
+            if (is_unsigned) _tile_dpbsud(tile, 6, 7); \
+            else _tile_dpbssd(tile, 6, 7); \
+        } \
+    }
+#define STORE_SUMS(block, tile) \
+    if (block >= 0 && block < num_blocks) { _tile_stored(tile, sums[block], LINE_BYTES); }
+    for (long block = 0; block < num_blocks + 2; block += 4) {
+        MULTIPLY(block, 0) MULTIPLY((block + 1), 1)
+        STORE_SUMS((block - 2), 2) STORE_SUMS((block - 1), 3)
+        MULTIPLY((block + 2), 2) MULTIPLY((block + 3), 3)
+        STORE_SUMS(block, 0) STORE_SUMS((block + 1), 1)
+    }
+#undef STORE_SUMS
+#undef MULTIPLY
+}
+
+/* results [row][panel] of panel `v` += a span's sums times its blocks' scales, but for the first `skip` rows */
+INLINE void NAME(scale_byte_span)(
+    const struct linear_quantized_args *a, const struct byte_span *span, uvec_part (*sums)[TILE_ROWS],
+    long row, long skip, long v, union parts *results, struct ahead *ahead) {
+    const struct quantized_format *f = &a->format;
+    const long stride = a->linear.in_features / f->columns_per_scale, at = row * stride + span->block;
+    vec_part totals[TILE_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) totals[r] = results[r * GROUP + v].part[0];
+    for (long block = 0; block < span->num_blocks; block++) {
+        const char *scales = span->scales + block * span->block_bytes;
+        const float *x_scales = a->x_scales + at + block;
+        vec_part factors = load_scales(scales, v, f->is_half);
+        prefetch_step(ahead);
+#pragma GCC unroll 16
+        for (int r = 0; r < TILE_ROWS; r++)
+            totals[r] += float_of_ints(sums[block][r]) * (splat_part(x_scales[r * stride]) * factors);
+        if (!f->has_offsets) continue;
+        const float *x_sums = a->x_float_sums + at + block;
+        factors = load_scales(scales + GROUP_LANES * (f->is_half ? 2 : 4), v, f->is_half);
+#pragma GCC unroll 16
+        for (int r = 0; r < TILE_ROWS; r++) totals[r] -= splat_part(x_sums[r * stride]) * factors;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++)
+        if (r >= skip) results[r * GROUP + v].part[0] = totals[r];
+}
+
+/* Outliers and what follows a product, of a tile whose first `skip` rows are another's. */
+INLINE void NAME(finish_byte_tile)(
+    const struct linear_quantized_args *a, long row, long skip, long group, const struct quantized_layout *layout,
+    bvec table, union parts *results) {
+    const char *start = (const char *)a->linear.weight + group * layout->group, *w = start + GROUP_LANES * 4;
+    const long first = row + skip, end = row + TILE_ROWS;
+    results += skip * GROUP;
+    if (a->format.code_bits == 4) NAME(add_outliers_of_rows)(a, first, end, layout, w, table, results, 4);
+    else NAME(add_outliers_of_rows)(a, first, end, layout, w, table, results, 8);
+    NAME(write_quantized_rows)(a, first, end, group, results, (const float *)start);
+}
+
+/* A tile's rows or more by a group. The last tile begins early, so that it is full. */
+static __attribute__((noinline)) void NAME(multiply_byte_rows)(
+    const struct linear_quantized_args *a, long row, long end, long group) {
+    enum { MAX_TILES = ROWS_PER_ITEM / TILE_ROWS };
+    enum { MAX_SUMS = MAX_SPAN_BLOCKS > MAX_TILES * GROUP ? MAX_SPAN_BLOCKS : MAX_TILES * GROUP };
+    const struct quantized_format *f = &a->format;
+    const long in = a->linear.in_features, num_tiles = ceil_div(end - row, TILE_ROWS), last = end - TILE_ROWS;
+    const struct quantized_layout layout = quantized_layout(f, in, (int)f->code_bits);
+    const char *w = (const char *)a->linear.weight + group * layout.group + GROUP_LANES * 4;
+    const long scale_bytes = layout.scales * (f->has_offsets ? 2 : 1);
+    const int is_unsigned = f->code_bits == 8 && !f->zero;
+    bvec table = {0};
+    if (f->table) memcpy(&table, f->table, sizeof table);
+    uint8_t bytes[GROUP][PANEL_BYTES] __attribute__((aligned(LINE_BYTES)));
+    uvec_part sums[MAX_SUMS][TILE_ROWS]; /* of a span's blocks, or of each tile's panels while a block lasts */
+    union parts results[ROWS_PER_ITEM * GROUP];
+    memset(results, 0, (end - row) * GROUP * sizeof *results);
+    struct byte_span span = first_byte_span(f, &layout, w);
+    for (; span.block < layout.num_blocks; advance_byte_span(&span, &layout, scale_bytes)) {
+        limit_byte_span(&span, f->columns_per_scale, layout.num_blocks);
+        if (f->code_bits == 4) NAME(decode_byte_span)(bytes, f, &span, table, 4);
+        else NAME(decode_byte_span)(bytes, f, &span, table, 8);
+        const long line_bytes = span.k_per_block / layout.k_per_line * GROUP * LINE_BYTES;
+        const long span_bytes = span.num_blocks * (scale_bytes + line_bytes);
+        struct ahead ahead = {span.lines + span_bytes, NULL, 0};
+        ahead.lines = (int)ceil_div(span_bytes, LINE_BYTES * GROUP * num_tiles * span.num_blocks);
+        const int is_last = span.ends && span.block + span.num_blocks == layout.num_blocks;
+        BEFORE_TILES();
+        for (long i = 0; i < num_tiles; i++) {
+            const long next = row + i * TILE_ROWS, at = next < last ? next : last;
+            const uint8_t *x = (const uint8_t *)a->linear.x + at * in + span.block * f->columns_per_scale + span.k;
+            union parts *own = results + (at - row) * GROUP;
+            if (is_last) NAME(prefetch_outputs)(&a->linear, next, at + TILE_ROWS, group * GROUP_LANES);
+            for (long v = 0; v < GROUP; v++) {
+                uvec_part (*of_panel)[TILE_ROWS] = span.starts && span.ends ? sums : sums + i * GROUP + v;
+                NAME(multiply_byte_span)(of_panel, x, in, bytes[v], &span, is_unsigned);
+                BEFORE_TILES();
+                if (span.ends) NAME(scale_byte_span)(a, &span, of_panel, at, next - at, v, own, &ahead);
+            }
+            if (is_last) NAME(finish_byte_tile)(a, at, next - at, group, &layout, table, own);
+        }
+    }
+}
+
+/* Rows of bytes by tiles, but for a few that are left; returns the row after them. */
+static long NAME(byte_tiles_of_group)(const struct linear_quantized_args *a, long row, long end, long group) {
+    configure_tiles_for(TILE_ROWS, a->format.columns_per_scale % LINE_BYTES ? 32 : LINE_BYTES);
+    while (end - row >= TILE_ROWS) {
+        long last = end - row < ROWS_PER_ITEM ? end : row + ROWS_PER_ITEM;
+        const long rest = (last - row) % TILE_ROWS;
+        if (rest <= TILE_ROWS / 2) last -= rest;
+        NAME(multiply_byte_rows)(a, row, last, group);
+        row = last;
+    }
+    _tile_release();
+    return row;
+}
+#endif
 
 /* The same of any codes and rows. */
 static __attribute__((noinline)) void NAME(quantized_rows)(
     const struct linear_quantized_args *a, long row, long end, long group) {
     const struct quantized_format *f = &a->format;
     const int is_exact = !a->x_scales;
+#ifdef HAS_TILES
+    if (!is_exact && fits_byte_tiles(f, a->linear.in_features, end - row))
+        row = NAME(byte_tiles_of_group)(a, row, end, group);
+    if (row == end) return;
+#endif
     const int is_common =
         f->columns_per_scale == 32 && f->is_half && (is_exact || !(f->table || a->linear.in_features % 32));
 #define ROWS(bits, exact, common) \
@@ -673,13 +896,19 @@ static __attribute__((noinline)) void NAME(quantized_rows)(
 #undef ROWS
 }
 
+/* By tiles, threads take the groups in turn for one part of the rows, which stays in the cache, then for the next;
+ * by vectors the parts in turn for one group, which does. */
 static void NAME(linear_quantized_item)(const void *args, long item) {
     const struct linear_quantized_args *a = args;
-    const long num_rows = *a->linear.num_rows, parts = num_row_parts(num_rows);
-    const long row = item % parts * ROWS_PER_ITEM, groups = num_groups(a->linear.out_features);
+    const long num_rows = *a->linear.num_rows, groups = num_groups(a->linear.out_features);
+#ifdef HAS_TILES
+    const long row = item / groups * ROWS_PER_ITEM, number = item % groups;
+#else
+    const long parts = num_row_parts(num_rows), row = item % parts * ROWS_PER_ITEM, number = item / parts;
+#endif
     const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
-    if (item / parts < groups) /* else a late thread's: the next step has fewer rows */
-        NAME(quantized_rows)(a, row, end, group_of_item(item / parts, groups));
+    if (row < num_rows && number < groups) /* else a late thread's: the next step has fewer rows */
+        NAME(quantized_rows)(a, row, end, group_of_item(number, groups));
 }
 
 struct job NAME(linear_quantized)(const void *args) {

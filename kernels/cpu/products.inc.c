@@ -45,15 +45,19 @@ INLINE void NAME(add_products)(
 /* Before tiles are loaded from memory that was just written: GCC does not know that these instructions read it. */
 #define BEFORE_TILES() __asm__ volatile("" : : : "memory")
 
-/* Tiles 0 to 6 of so many rows; tile 7, of weights or the like, of all. */
-INLINE void configure_tiles(int rows) {
+/* Tiles 0 to 6 of so many rows; tile 7, of weights or the like, of all. Of tile 6, which is multiplied by it, so
+ * many bytes of k. */
+INLINE void configure_tiles_for(int rows, int k_bytes) {
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = LINE_BYTES, shape.rows[i] = (uint8_t)(i < 7 ? rows : TILE_ROWS);
+    for (int i = 0; i < 8; i++) shape.bytes[i] = LINE_BYTES, shape.rows[i] = (uint8_t)rows;
+    shape.bytes[6] = (uint16_t)k_bytes, shape.rows[7] = (uint8_t)(k_bytes / 4);
     BEFORE_TILES();
     _tile_loadconfig(&shape);
 }
+
+INLINE void configure_tiles(int rows) { configure_tiles_for(rows, LINE_BYTES); }
 #endif

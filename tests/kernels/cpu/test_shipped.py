@@ -18,7 +18,7 @@ from penstock.kernels.cpu.library import load_library
 from . import operations
 
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"}
-_AMX = {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
+_AMX = {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
 _DEFINES = ("DTYPE=b16", "DTYPE_PAIRS")
 
 
