@@ -54,7 +54,8 @@ _PONG_S = 20.0  # a slow reader gets pings only after all earlier data
 _UNDER_WAY_S = 0.1  # for requests that a client has sent, and this process not read
 _FLUSH_S = 2  # for connections to close once their streams have ended
 _SWITCH_S = 0.0005  # for which the event loop waits for a thread that holds Python's lock
-_GC_OBJECTS = 50_000  # allocated and not freed between two collections
+_GC_OBJECTS = 5_000  # allocated and not freed between two collections: a pause of 1 ms
+_GC_GENERATIONS = 200, 100  # collections of a generation between two of the next
 _OPEN_MAX = 10_240  # on a Mac
 _SPARE_FILES = 128  # for files other than connections: Redis, the engine, the log, …
 _TRIM_EVERY_S = 1.0
@@ -145,7 +146,7 @@ def _calm_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GC_OBJECTS, 20, 100)
+    gc.set_threshold(_GC_OBJECTS, *_GC_GENERATIONS)
 
 
 def _make_room_for(max_connections: int) -> int:

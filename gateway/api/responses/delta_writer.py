@@ -20,6 +20,19 @@ from penstock.gateway.generation.generation import Generation
 from penstock.gateway.storage.response_log.log import Run
 from penstock.gateway.storage.response_log.record import COMPACTION, MESSAGE
 
+_ALONE: dict[int, tuple[int, ...]] = {}  # by token: a new tuple would be garbage to look through
+_MAX_ALONE = 1 << 15
+
+
+def _alone(token_id: int) -> tuple[int, ...]:
+    """A tuple of one token, shared by all entries."""
+    found = _ALONE.get(token_id)
+    if found is None:
+        if len(_ALONE) >= _MAX_ALONE:
+            _ALONE.clear()
+        found = _ALONE[token_id] = (token_id,)
+    return found
+
 
 @dataclass(frozen=True, slots=True)
 class _Newest:
@@ -180,7 +193,10 @@ class DeltaWriter:
     def _append(self, text: str) -> None:
         newest = self._newest
         token_ids = self._writing.branches[0].token_ids
-        new = tuple(token_ids[self._num_logged :])
+        if len(token_ids) == self._num_logged + 1:  # nearly always
+            new = _alone(token_ids[-1])
+        else:
+            new = tuple(token_ids[self._num_logged :])
         self._num_logged += len(new)
         index = newest.output_index
         is_more = newest.begun_by is None and not self._logprobs
