@@ -195,6 +195,9 @@ async def _check(
         assert stream.response_id is not None
         for served in (pair.first, pair.second):
             assert await replay(served.base_url, stream.response_id) == stream.events
+        async with httpx.AsyncClient(base_url=pair.second.base_url, timeout=END_S) as http:
+            stored = await http.get(f"/v1/responses/{stream.response_id}")
+        assert stored.json() == stream.events[-1]["response"]  # with what it has used
     print("longest pauses", *(f"{stream.longest_pause_s:.2f}" for stream in streams))
     print("connections", *(stream.num_connections for stream in streams))
 
