@@ -42,7 +42,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = get_args(KVCacheDType)
 SPECULATIVE_METHODS = ("auto", "ngram", "draft_model", "eagle3", "none")
 MAX_SPECULATIVE_TOKENS = 31
-MAX_PROMPT_LOOKUP = 16  # a drafter notes an n-gram of each length at every token
+MAX_PROMPT_LOOKUP = 16  # a drafter may look each length up at every token
 _PROMPT_LOOKUP = 3
 _AUTO_LOOKUP = (8, 3)
 DEMO_MODEL = "demo"
@@ -307,6 +307,8 @@ class SchedulerConfig(Section):
     """Budgets of one step.
 
     Attributes:
+        speculative_config: None: as `auto`, where one process runs a model for which that costs
+            nothing.
         max_steps_in_flight: batches handed to the device before the first result is awaited; None
             means 2 on a GPU, which runs one while the next is planned, and 1 on a CPU; where the
             layers are cut into stages, one for each.
@@ -318,9 +320,10 @@ class SchedulerConfig(Section):
     max_num_batched_tokens: int = setting(2048, Group.SCHEDULING, "tokens computed per step",
         TOKENS, is_daily=True)
     speculative_config: str | Mapping[str, str | int] | None = setting(None, Group.SCHEDULING,
-        'draft several tokens a step, which changes no token: auto on a CPU, while it copies text; '
-        '{"method": "ngram"} wherever the text repeats itself, {"model": DIRECTORY_OR_ID} by a '
-        'smaller model, {"method": "eagle3", "model": …} by an EAGLE-3 head (CPU only); '
+        'draft several tokens a step, which changes no token: auto, the default on a CPU, while '
+        'text is copied; none; {"method": "ngram"} wherever the text repeats itself, {"model": '
+        'DIRECTORY_OR_ID} by a smaller model, {"method": "eagle3", "model": …} by an EAGLE-3 head '
+        '(CPU only); '
         '"num_speculative_tokens": at most so many', JSON,
         spellings={each: f'{{"method": "{each}"}}' for each in ("auto", "none")},
         parts={"spec-method": Part("method"), "spec-model": Part("model"),

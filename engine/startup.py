@@ -80,7 +80,7 @@ def _build_core(
     kv_root = root_key(cache_root, device.kv_layout.encode())
     max_steps_in_flight = _max_steps_in_flight(config, device)
     scheduler = Scheduler(
-        _scheduling(config.scheduler, device),
+        _scheduling(config, device),
         BlockManager(
             num_blocks=device.num_blocks,
             block_size=device.block_size,
@@ -139,13 +139,18 @@ def _build_core(
     return core, info
 
 
-def _scheduling(config: SchedulerConfig, device: RunnerInfo) -> SchedulerConfig:
-    """The settings, without drafts where those that start by themselves might lose."""
-    speculation = config.speculation
-    is_auto = speculation is not None and speculation.method == "auto"
-    if not is_auto or device.drafts_cost_little:
-        return config
-    return replace(config, speculative_config=None)
+def _scheduling(config: EngineConfig, device: RunnerInfo) -> SchedulerConfig:
+    """The settings, with drafts that start by themselves if nothing is said of drafts, but never
+    where such drafts might lose."""
+    scheduling, speculation = config.scheduler, config.scheduler.speculation
+    cost_little = device.drafts_cost_little
+    if scheduling.speculative_config is None:
+        method = "auto" if cost_little and config.device.num_ranks == 1 else "none"
+    elif speculation is not None and speculation.method == "auto" and not cost_little:
+        method = "none"
+    else:
+        return scheduling
+    return replace(scheduling, speculative_config={"method": method})
 
 
 def _max_steps_in_flight(config: EngineConfig, device: RunnerInfo) -> int:

@@ -177,12 +177,16 @@ class Watch:
             if item.entry is not None:
                 self._tokens[item.seq_id] = list(item.entry.token_ids)
         result = self._runner.execute(batch)
-        rows = self._given[0] if self._given else ()
-        for row, (seq_id, drawn) in zip(rows, result.token_ids.items(), strict=True):
+        num_drafts = {item.seq_id: item.num_drafts for item in batch.scheduled}
+        rows = iter(self._given[0] if self._given else ())
+        for seq_id, drawn in result.token_ids.items():
             tokens = self._tokens[seq_id]
-            data = row.view(torch.uint8).numpy().tobytes()
-            self._answers.logits.setdefault(tuple(tokens), set()).add(data)
-            tokens.extend(drawn)
+            of_sequence = [next(rows) for _ in range(1 + num_drafts[seq_id])]
+            for row, token_id in zip(of_sequence, drawn, strict=False):  # up to a wrong draft
+                data = row.view(torch.uint8).numpy().tobytes()
+                self._answers.logits.setdefault(tuple(tokens), set()).add(data)
+                tokens.append(token_id)
+        assert next(rows, None) is None
         return result
 
 

@@ -37,7 +37,9 @@ class Pace:
     @property
     def command(self) -> tuple[str, ...]:
         """What starts the server."""
-        return ("env", f"{_FILE}={self._file}", sys.executable, "-m", __name__)
+        # A step is a token of each stream.
+        settings = (f"{_FILE}={self._file}", "PENSTOCK_SPECULATIVE_CONFIG=none")
+        return ("env", *settings, sys.executable, "-m", __name__)
 
     def allow(self, num_steps: int) -> None:
         """They stop after so many steps more; one that is started later, after so many in all."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import CacheConfig, EngineConfig
+from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.models.language_model import DrawnTokens
 from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.engine.runner.input_batch import SteadyDecode, SteadyVerify
@@ -153,7 +153,9 @@ def test_a_step_again_gives_what_a_prepared_one_gives(monkeypatch):
     read = DrawnTokens.read
     results = []
     for can_repeat in (False, True):
-        core, _ = build_core(EngineConfig(cache=CacheConfig(num_blocks=200)))
+        one_by_one = SchedulerConfig(speculative_config={"method": "none"})
+        cache = CacheConfig(num_blocks=200)
+        core, _ = build_core(EngineConfig(cache=cache, scheduler=one_by_one))
         runner = core._executor._runner
         runner._can_repeat &= can_repeat
         repeats: list[int] = []  # how many sequences each such step had

@@ -318,7 +318,7 @@ def test_an_answer_is_drafted_from_its_siblings():
 def test_drafts_by_themselves_start_on_evidence():
     """A copied answer is drafted once its first tokens were those of the answer before; where
     nothing repeats, nothing is."""
-    core, plain = core_with(speculative_config=AUTO), core_with()
+    core, plain = core_with(speculative_config=None), core_with()
     asked = requests(max_tokens=40)[1:4:2]
     expected = run(plain, asked, at_once=False)
     num_steps, counters = plain.scheduler.counters.num_steps, core.scheduler.drafting.counters
@@ -338,7 +338,7 @@ def test_drafts_by_themselves_change_nothing_but_the_time():
     them, and each log-probability comes alone."""
     asked = requests(features=FEATURES, max_tokens=24)[1::2]
     expected = run(core_with(max_num_seqs=32), asked)
-    core = core_with(speculative_config=AUTO, max_num_seqs=32)
+    core = core_with(speculative_config=None, max_num_seqs=32)
     drafting = core.scheduler.drafting
     drafting.num_verify_rows = 200
     for num_least in (0, sum(len(tokens) for tokens, *_ in expected.values()) // 4):
@@ -352,11 +352,12 @@ def test_drafts_by_themselves_change_nothing_but_the_time():
 
 
 @pytest.mark.exhaustive
-def test_drafts_by_themselves_only_where_they_cannot_lose():
+@pytest.mark.parametrize("config", [None, AUTO], ids=["as it is", "auto"])
+def test_drafts_by_themselves_only_where_they_cannot_lose(config: dict[str, str] | None):
     """Not where a result may depend on the batch: here, in torch."""
     torch_model = ModelConfig(model_impl="transformers")
     for model, are_there in ((None, True), (torch_model, False)):
-        core = core_with(model=model, speculative_config=AUTO)
+        core = core_with(model=model, speculative_config=config)
         run(core, requests(allowed_token_ids=(300,), max_tokens=30)[:1])
         assert (core.scheduler.drafting.counters.num_drafts > 0) is are_there
         core.close()
