@@ -221,7 +221,8 @@ class SpeculativeConfig:
             in the dtype and quantization of the model that it drafts for. Or an EAGLE-3 head, held
             in its dtype.
         num_speculative_tokens: at most so many drafts of a sequence in a step. The default fills
-            the eight rows that the CPU kernels multiply at once.
+            the eight rows that the CPU kernels multiply at once; drafts by `auto` are limited by
+            the rows only.
         prompt_lookup_min: tokens that must be equal before others are copied.
         prompt_lookup_max: so many are looked up first, then fewer, down to the least: what followed
             the longest occurrence is copied. Where only one of the two is named, the other is the
@@ -258,11 +259,13 @@ class SpeculativeConfig:
                 f"--speculative-config has no key {name!r}: choose from {', '.join(known)}",
             )
         given = {name: value for name, value in found.items() if value is not None}
+        is_auto = given.get("method") == "auto"
         config = cls(
             **{
                 "method": "draft_model" if "model" in given else "ngram",
                 "prompt_lookup_min": given.get("prompt_lookup_max", _PROMPT_LOOKUP),
                 "prompt_lookup_max": given.get("prompt_lookup_min", _PROMPT_LOOKUP),
+                **({"num_speculative_tokens": MAX_SPECULATIVE_TOKENS} if is_auto else {}),
                 **given,
             }
         )
@@ -296,7 +299,7 @@ class SpeculativeConfig:
             f"--speculative-config: prompt_lookup_min must be at most prompt_lookup_max ({most}), "
             f"not {least}",
         )
-        if config.method == "auto":
+        if is_auto:
             sized = sorted(given.keys() & {"prompt_lookup_min", "prompt_lookup_max"})
             _check(not sized, f"--speculative-config: the method auto has no {' and '.join(sized)}")
         return None if config.method == "none" else config

@@ -31,6 +31,7 @@ from penstock.kernels.cpu.isa import ISA_VARIABLE, usable_isas
 NUM_PROMPTS, MAX_TOKENS = 20, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
 AUTO = {"method": "auto"}
+NONE = {"method": "none"}
 PERSON = {
     "type": "object",
     "properties": {
@@ -73,6 +74,7 @@ def core_with(
 ) -> EngineCore:
     model = replace(model or ModelConfig(), dtype=dtype, max_model_len=256)
     cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, num_host_blocks=200)
+    scheduler = {"speculative_config": NONE} | scheduler
     config = EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(**scheduler))
     core, _ = build_core(config)
     return core
@@ -319,6 +321,7 @@ def test_drafts_by_themselves_start_on_evidence():
     """A copied answer is drafted once its first tokens were those of the answer before; where
     nothing repeats, nothing is."""
     core, plain = core_with(speculative_config=None), core_with()
+    core.scheduler.drafting.num_verify_rows = 8
     asked = requests(max_tokens=40)[1:4:2]
     expected = run(plain, asked, at_once=False)
     num_steps, counters = plain.scheduler.counters.num_steps, core.scheduler.drafting.counters
@@ -327,8 +330,12 @@ def test_drafts_by_themselves_start_on_evidence():
     before = core.scheduler.counters.num_steps
     num_right, num_drafts = counters.num_accepted_tokens, counters.num_draft_tokens
     assert run(core, asked, at_once=False) == expected
-    # Nine tokens one by one, four in a step, then eight in each.
-    assert core.scheduler.counters.num_steps - before <= len(asked) * (9 + 1 + 27 // 8 + 1)
+    # Nine tokens one by one, four in a step, then eight; and as it is alone, up to sixteen in each.
+    assert core.scheduler.counters.num_steps - before <= len(asked) * (9 + 1 + 1 + 19 // 16 + 1)
+    assert len(counters.accepted_by_position) == 15
+    before = counters.accepted_by_position[7]
+    assert run(core, asked) == expected
+    assert counters.accepted_by_position[7] == before  # beside another, eight rows for both
     num_right = counters.num_accepted_tokens - num_right
     assert num_right > 0.9 * (counters.num_draft_tokens - num_drafts)
 
@@ -377,7 +384,7 @@ def test_an_offline_prediction():
     """By a text for each prompt; the parameters can turn drafts off."""
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     messages = [{"role": "user", "content": "Tell me a story."}]
-    with LLM(max_model_len=1024) as llm:
+    with LLM(max_model_len=1024, speculative_config=NONE) as llm:
 
         def num_steps() -> int:
             return llm._core.scheduler.counters.num_steps
@@ -432,7 +439,7 @@ def test_speculation_is_off_for_one_request():
 def test_text_that_repeats_itself():
     """From a text through `LLM`: fewer steps, the same answer."""
     answers, num_steps = [], []
-    for config in (None, NGRAM):
+    for config in (NONE, NGRAM):
         with LLM(max_model_len=1024, speculative_config=config) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
             answers.append(
