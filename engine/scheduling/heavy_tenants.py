@@ -6,10 +6,10 @@ longer than its own prompt. Who is heavy by its sequences, `TenantSlots` says; t
 
     a step with a light tenant's prompt   leaves the heavy ones' sequences out, at most twice in a
                                           row and in half of all steps
-    any other step                        has about as many of their tokens as the former have, at
-                                          most as a short prompt; those that decode take turns, so
-                                          each of n has its token in one of the next
-                                          `n ÷ MIN_DECODES` such steps
+    any other step                        has about as many of their tokens as a short prompt, as
+                                          the former steps have if that is much less; those that
+                                          decode take turns, so each of n has its token in one of
+                                          the next `n ÷ MIN_DECODES` such steps
 
 Heavy by their prompts are those with more tokens of them than another (`with_long_prompts`). Their
 prompts have no part of the steps that leave them out, and a short one's tokens of any other.
@@ -25,7 +25,7 @@ from itertools import islice
 from penstock.engine.request import Sequence
 from penstock.engine.scheduling.prefill_budget import SHORT_STEP_MS
 
-_SHORT_PROMPT = 128  # tokens
+_SHORT_PROMPT, _VERY_SHORT_PROMPT = 128, 64  # tokens
 # Of a step; where more are computed in `SHORT_STEP_MS`, it has more. As many times the rows that
 # take the time of one are computed at their full rate: on a CPU with AMX 64 rows took 8.7 ms,
 # 128 17.3, and what a step costs beside them 0.4.
@@ -76,7 +76,8 @@ class HeavyTenants:
 
     def note_light(self, num_tokens: int) -> None:
         """Record how many tokens the step that was planned without them has. A light tenant waits
-        for one like it in any case, so those with heavy tenants are to take about as long."""
+        for one like it in any case, so beside very short prompts those with heavy tenants are to
+        take about as long. Beside longer ones that would cost more work than it spares waiting."""
         known = self._num_light_tokens or num_tokens
         self._num_light_tokens = known + _WEIGHT * (num_tokens - known)
 
@@ -98,7 +99,7 @@ class HeavyTenants:
             prefill_tokens_per_s: measured rate; 0 before the first prompt.
         """
         num_tokens = self._short_step(prefill_tokens_per_s)
-        if self._num_light_tokens:
+        if 0 < self._num_light_tokens <= _VERY_SHORT_PROMPT:
             num_tokens = min(num_tokens, max(int(self._num_light_tokens), _LEAST_TOKENS))
         num_decodes = max(2 * MIN_DECODES, num_tokens // _DECODE_TOKENS) // (1 + have_prompts)
         waiting = {sequence.seq_id: sequence for sequence in decoding}
