@@ -310,8 +310,6 @@ class SchedulerConfig(Section):
     """Budgets of one step.
 
     Attributes:
-        speculative_config: None: as `auto`, where one process runs a model for which that costs
-            nothing.
         max_steps_in_flight: batches handed to the device before the first result is awaited; None
             means 2 on a GPU, which runs one while the next is planned, and 1 on a CPU; where the
             layers are cut into stages, one for each.
@@ -322,6 +320,7 @@ class SchedulerConfig(Section):
         whole(1, _MAX_COUNT), is_daily=True)
     max_num_batched_tokens: int = setting(2048, Group.SCHEDULING, "tokens computed per step",
         TOKENS, is_daily=True)
+    # None: `auto`, where one process runs a model for which that costs nothing.
     speculative_config: str | Mapping[str, str | int] | None = setting(None, Group.SCHEDULING,
         'draft several tokens a step, which changes no token: auto, the default on a CPU, while '
         'text is copied; none; {"method": "ngram"} wherever the text repeats itself, {"model": '
