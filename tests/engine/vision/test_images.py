@@ -155,7 +155,10 @@ class Model:
                     block_size=8, num_blocks=num_blocks, num_host_blocks=200, **cache
                 ),
                 scheduler=SchedulerConfig(
-                    max_num_batched_tokens=24, max_num_seqs=max_num_seqs, preemption=preemption
+                    max_num_batched_tokens=24,
+                    max_num_seqs=max_num_seqs,
+                    preemption=preemption,
+                    speculative_config={"method": "none"},  # sequences would end too soon to meet
                 ),
                 device=DeviceConfig(device="cpu", num_threads=1),
                 lora=lora or LoraConfig(),
