@@ -40,35 +40,31 @@ _SPREAD = 512.0  # tokens between steps, from which on the line is more theirs t
 _MIN_OBSERVED_S = 0.05  # shorter times are the event loop's
 _KEPT_OVER_START = 0.25  # of the weight of steps: the machine may have changed
 _KEEP_EVERY_S = 60.0
-_SUMS = ("_num", "_x", "_xx", "_y", "_xy")
+_NUM_SUMS = 5  # of `TokenCosts`
 
 
 class TokenCosts:
     """What a prompt's token takes at its position: a line, fitted to the steps of prompts so far.
     Newer ones weigh more. As long as they were at about one position, it is assumed that a token
-    takes twice as long at `_DOUBLED_AT` as at the start."""
+    takes twice as long at `_DOUBLED_AT` as at the start.
+
+    Attributes:
+        sums: all that is known, for `restore`: of tokens, of their positions and these squared, of
+            seconds and these by position.
+    """
 
     def __init__(self) -> None:
-        self._num = self._x = self._xx = self._y = self._xy = 0.0
+        self.sums: tuple[float, ...] = (0.0,) * _NUM_SUMS
 
     def note(self, start: int, stop: int, seconds: float) -> None:
         """The tokens from one position to another took so long."""
         num, x = float(stop - start), (start + stop) / 2
         new = (num, num * x, num * x * x, seconds, seconds * x)
-        self._set(kept * _KEPT + value for kept, value in zip(self.sums, new, strict=True))
-
-    @property
-    def sums(self) -> tuple[float, ...]:
-        """All that is known, for `restore`."""
-        return tuple(getattr(self, name) for name in _SUMS)
+        self.sums = tuple(kept * _KEPT + value for kept, value in zip(self.sums, new, strict=True))
 
     def restore(self, sums: Iterable[float]) -> None:
         """Begin with what an earlier process knew."""
-        self._set(each * _KEPT_OVER_START for each in sums)
-
-    def _set(self, sums: Iterable[float]) -> None:
-        for name, value in zip(_SUMS, sums, strict=True):
-            setattr(self, name, value)
+        self.sums = tuple(each * _KEPT_OVER_START for each in sums)
 
     def seconds(self, start: float, stop: float, *, rate: float = 0.0) -> float:
         """What the tokens between two positions take; 0 if nothing is known.
@@ -76,13 +72,14 @@ class TokenCosts:
         Args:
             rate: tokens in a second near the start, if no step of a prompt is known yet.
         """
-        if not self._num:
+        num, x, xx, y, xy = self.sums
+        if not num:
             usual = (start + stop) / 2 / _DOUBLED_AT
             return (stop - start) * (1.0 + usual) / rate if rate > 0 else 0.0
-        mean, at = self._y / self._num, self._x / self._num
-        variance = max(0.0, self._xx / self._num - at**2)
+        mean, at = y / num, x / num
+        variance = max(0.0, xx / num - at**2)
         usual = mean / (_DOUBLED_AT + at)
-        found = self._xy / self._num - mean * at
+        found = xy / num - mean * at
         slope = (found + usual * _SPREAD**2) / (variance + _SPREAD**2)
         # Later tokens never take less: where it seems so, others had a part of the time.
         slope = min(max(0.0, slope), mean / at if at else 0.0)  # the first one takes time too
@@ -185,7 +182,7 @@ def _read(path: Path) -> list[float] | None:
     except (OSError, ValueError, TypeError):
         return None
     is_sound = all(0 <= each < 1e18 for each in found)
-    return found if is_sound and len(found) == 1 + len(_SUMS) else None
+    return found if is_sound and len(found) == 1 + _NUM_SUMS else None
 
 
 def _write(path: Path, numbers: Sequence[float]) -> None:
