@@ -87,7 +87,7 @@ def costs(evidence: Evidence) -> list[Cost]:
             for outcome in journal.outcomes
             if any(outcome.began_s <= t.ended_s and outcome.ended_s >= t.began_s for t in times)
         ]
-        gaps_s = _within(gaps, times)
+        gaps_s = _touching(gaps, times)
         seconds = sum(each.ended_s - each.began_s for each in times)
         found.append(
             Cost(
@@ -167,6 +167,13 @@ def _within(points: Sequence[Point], times: Sequence[Adversity]) -> list[float]:
         last = bisect.bisect_right(points, (each.ended_s, math.inf))
         values += [value for _, value in points[first:last]]
     return values
+
+
+def _touching(gaps: Sequence[Point], times: Sequence[Adversity]) -> list[float]:
+    """The gaps of which a part was at these times: a freeze's began with the event before it."""
+    begins_s, gaps_s = np.array(gaps, np.float64).reshape(-1, 2).T
+    met = [(begins_s <= t.ended_s) & (begins_s + gaps_s > t.began_s) for t in times]
+    return [float(gap_s) for each in met for gap_s in gaps_s[each]]
 
 
 def _percentile(values: Sequence[float], share: float) -> float | None:

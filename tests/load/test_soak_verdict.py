@@ -22,6 +22,7 @@ from penstock.load.soak.verdict import (
     Evidence,
     Fate,
     Finding,
+    costs,
     fate_of,
     findings,
     slopes,
@@ -268,6 +269,14 @@ def test_large_prompts_may_double_the_gaps_of_others_and_no_more() -> None:
     assert whats(attacked(Kind.LARGE_PROMPTS, gap_s=0.041)) == [
         "largest gap of other streams during 4 MB prompts"
     ]
+
+
+def test_a_gap_counts_where_any_part_of_it_was() -> None:
+    """The last event of a stream comes before the freeze, its next after the end of it."""
+    for begin_s, length_s, is_met in ((9.5, 11.0, True), (9.5, 0.4, False), (20.5, 11.0, False)):
+        seen = attacked(Kind.FREEZE, probing=Probing(gaps=[(begin_s, length_s)]))
+        _, cost = costs(seen)
+        assert cost.largest_gap_s == (length_s if is_met else None)
 
 
 def test_memory_must_come_back_after_each_adversity() -> None:
