@@ -143,8 +143,8 @@ def _write_tokenizer(size: int, path: Path) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": END,
+        # Without the last one, Qwen2's class adds its own, an id too many.
+        **dict.fromkeys(("eos_token", "pad_token", "unk_token"), END),
         "model_max_length": _MAX_MODEL_LEN,
         "clean_up_tokenization_spaces": False,
     }
