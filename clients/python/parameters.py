@@ -30,8 +30,8 @@ Extensions = TypedDict(
     "Extensions",
     {
         "speculation": bool,
-        "continue": bool,  # this and `events`: of responses
-        "events": Sequence[Literal["queue", "prefill", "preempted", "resumed"]],
+        "continue": bool,  # of responses; so are all `events` but `progress`
+        "events": Sequence[Literal["progress", "queue", "preempted", "resumed"]],
     },
     total=False,
 )
