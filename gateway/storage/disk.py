@@ -123,7 +123,7 @@ class Disk:
     def start(self) -> None:
         """Start the threads. Called on the event loop that gets the results."""
         self._loop = asyncio.get_running_loop()
-        for name, run in (("writer", self._write), ("reader", self._read)):
+        for name, run in (("reader", self._read), ("writer", self._write)):
             thread = threading.Thread(target=run, name=f"disk {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -134,9 +134,10 @@ class Disk:
         """Execute the jobs that wait, and close the database."""
         if self._eraser is not None:  # closing the database does the same
             self._eraser.cancel()
-        self._writes.put(None)
-        self._reads.put(None)
-        for thread in self._threads:
+        # The writer's connection last, by itself: of two that close at once neither is the last,
+        # whose closing empties and removes the WAL.
+        for jobs, thread in zip((self._reads, self._writes), self._threads, strict=False):
+            jobs.put(None)
             await asyncio.to_thread(thread.join)
 
     # -- jobs --------------------------------------------------------------------------------

@@ -243,9 +243,11 @@ def test_an_id_that_is_in_use_is_refused_whatever_the_name(
     engine: Engine, connect: Connect
 ) -> None:
     other, gateway = connect(), connect()
+    engine.device.hold()
     other.submit("a", (2,), 1900, name="x")
     engine.wait_for_step(1)
     gateway.submit("a", (1,), 5, name="y")
+    engine.device.set_free()
     step = gateway.receive()
     assert isinstance(step, Step)
     assert step.outputs[0].is_refused
