@@ -91,7 +91,7 @@ class Disk:
         self._reads: _Queue = SimpleQueue()
         self._writer: sqlite3.Connection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[_Queue, threading.Thread]] = []  # in the order of their ends
         self._complain_s = 0.0
         self._trouble: tuple[str, str] = ("", "")
         self._trouble_until_s = 0.0
@@ -123,10 +123,14 @@ class Disk:
     def start(self) -> None:
         """Start the threads. Called on the event loop that gets the results."""
         self._loop = asyncio.get_running_loop()
-        for name, run in (("reader", self._read), ("writer", self._write)):
+        # The writer's connection is closed last, by itself: of two that close at once neither is
+        # the last, whose closing empties and removes the WAL.
+        for name, run, jobs in (
+            ("reader", self._read, self._reads), ("writer", self._write, self._writes)
+        ):  # fmt: skip
             thread = threading.Thread(target=run, name=f"disk {name}", daemon=True)
             thread.start()
-            self._threads.append(thread)
+            self._threads.append((jobs, thread))
         if self._is_erasing_due:
             self.erase_soon()
 
@@ -134,9 +138,7 @@ class Disk:
         """Execute the jobs that wait, and close the database."""
         if self._eraser is not None:  # closing the database does the same
             self._eraser.cancel()
-        # The writer's connection last, by itself: of two that close at once neither is the last,
-        # whose closing empties and removes the WAL.
-        for jobs, thread in zip((self._reads, self._writes), self._threads, strict=False):
+        for jobs, thread in self._threads:
             jobs.put(None)
             await asyncio.to_thread(thread.join)
 

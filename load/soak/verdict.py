@@ -79,6 +79,7 @@ def costs(evidence: Evidence) -> list[Cost]:
     journal, seen = evidence.journal, evidence.probing or Probing()
     samples = [*evidence.samples, evidence.after]
     health, gaps, lags = map(sorted, (_due(seen.health), seen.gaps, seen.lags))
+    begins_s, lengths_s = np.array(gaps, np.float64).reshape(-1, 2).T
     found = []
     for kind in evidence.kinds:
         times = journal.of(kind)
@@ -87,7 +88,9 @@ def costs(evidence: Evidence) -> list[Cost]:
             for outcome in journal.outcomes
             if any(outcome.began_s <= t.ended_s and outcome.ended_s >= t.began_s for t in times)
         ]
-        gaps_s = _touching(gaps, times)
+        # Any part of a gap counts: a freeze's began with the event before it.
+        is_met = [(begins_s <= t.ended_s) & (begins_s + lengths_s > t.began_s) for t in times]
+        gaps_s = [float(gap_s) for each in is_met for gap_s in lengths_s[each]]
         seconds = sum(each.ended_s - each.began_s for each in times)
         found.append(
             Cost(
@@ -100,7 +103,7 @@ def costs(evidence: Evidence) -> list[Cost]:
                 gap_p99_s=_percentile(gaps_s, 0.99),
                 gap_p999_s=_percentile(gaps_s, 0.999),
                 largest_gap_s=_percentile(gaps_s, 1),
-                events_per_s=len(gaps_s) / seconds if seconds else 0.0,
+                events_per_s=len(_within(gaps, times)) / seconds if seconds else 0.0,
                 memory_bytes=max((_grown_bytes(each, samples, min) for each in times), default=0),
                 peak_bytes=max((_grown_bytes(each, samples, max) for each in times), default=0),
                 lag_p99_s=_percentile(_within(lags, times), 0.99),
@@ -167,13 +170,6 @@ def _within(points: Sequence[Point], times: Sequence[Adversity]) -> list[float]:
         last = bisect.bisect_right(points, (each.ended_s, math.inf))
         values += [value for _, value in points[first:last]]
     return values
-
-
-def _touching(gaps: Sequence[Point], times: Sequence[Adversity]) -> list[float]:
-    """The gaps of which a part was at these times: a freeze's began with the event before it."""
-    begins_s, gaps_s = np.array(gaps, np.float64).reshape(-1, 2).T
-    met = [(begins_s <= t.ended_s) & (begins_s + gaps_s > t.began_s) for t in times]
-    return [float(gap_s) for each in met for gap_s in gaps_s[each]]
 
 
 def _percentile(values: Sequence[float], share: float) -> float | None:
