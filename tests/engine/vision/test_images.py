@@ -222,7 +222,7 @@ def test_other_language_models_within(text: str, tmp_path: Path) -> None:
     model = Model("llava", tmp_path, **TEXTS[text])
     core = model.core(num_blocks=100)
     assert isinstance(core._executor._runner._model, CpuModel)  # type: ignore[attr-defined]
-    for parts in PROMPTS[:2]:
+    for parts in PROMPTS[1:3]:  # the first has two likeliest tokens 7e-6 apart in Qwen2
         found = run(core, model.request(parts, "a"))
         assert tokens_of(found["a"]) == model.expected(parts)
 
