@@ -8,7 +8,7 @@ told how far it is. So a small model, or a GPU, is never limited, and a large mo
 2,048 tokens take many seconds, keeps streaming while a long prompt is computed (Sarathi-Serve, OSDI
 2024, §4.3, also derives the budget from such a limit). While several tenants are here, steps are
 short: whose request comes next does not wait for another's long prompt. So they are, though less
-so, while a session's turn that goes first is likely to come.
+so, while another tenant, or a session's turn that goes first, is likely to come.
 
 Tenants get equal parts of the budget; what one does not use goes to the others. Otherwise a long
 prompt would take whole steps until its end, and other tenants' new requests would wait for it. A
@@ -29,6 +29,7 @@ MIN_PROMPT_TOKENS = 128
 # A step reads all weights, 40 ms for 740 MB: with steps of 1 s a prompt took 4.5 % longer.
 MAX_STEP_MS = 4000.0
 SHORT_STEP_MS = 10.0  # while several tenants are here
+ABSENT_STEP_MS = 30.0  # while another tenant may come back
 # While a turn that goes first is likely to come; at least as many rows as cost little beside the
 # weights that are read for them.
 AWAITING_STEP_MS, MIN_AWAITING_TOKENS = 100.0, 32
@@ -42,6 +43,7 @@ def step_budget(
     are_sessions: bool = False,
     is_awaiting: bool = False,
     are_several_tenants: bool = False,
+    may_another_come: bool = False,
     num_microbatches: int = 1,
 ) -> int:
     """Tokens of the next step.
@@ -52,6 +54,7 @@ def step_budget(
         are_sessions: turns of sessions are here, and one that goes first may come.
         is_awaiting: such a turn is likely to come soon (`Sessions.awaits_turn`).
         are_several_tenants: so are others' requests, none of whom is heavy (`heavy_tenants`).
+        may_another_come: another tenant was here a while ago (`TenantSlots.another_may_come`).
         num_microbatches: steps that are computed at once, which share the limit.
     """
     most = config.max_num_batched_tokens
@@ -64,6 +67,8 @@ def step_budget(
         limit_ms = min(limit_ms, SHORT_STEP_MS)
     elif is_awaiting:
         limit_ms, least = min(limit_ms, AWAITING_STEP_MS), MIN_AWAITING_TOKENS
+    elif may_another_come:
+        limit_ms = min(limit_ms, ABSENT_STEP_MS)
     elif not num_decoding and not are_sessions:
         limit_ms = max(limit_ms, MAX_STEP_MS)
     in_time = int(prefill_tokens_per_s * limit_ms / 1e3)

@@ -288,6 +288,7 @@ class Scheduler:
             are_sessions=self._sessions.num_live > 0,
             is_awaiting=is_awaiting,
             are_several_tenants=are_several and not heavy,
+            may_another_come=not are_several and tenant_slots.another_may_come(),
             num_microbatches=self._num_microbatches,
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s,
         )

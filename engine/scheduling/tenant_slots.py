@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 _ONE_KEPT_OF, _MAX_KEPT = 8, 4  # slots; of fewer than eight none is kept free
 _MEMORY_S = 10.0  # how long an inactive tenant still counts
+# After this, steps are no shorter than for one tenant: what another would wait for is not worth it.
+_RETURN_S, _MAX_AWAY = 300.0, 100
 _HEAVY = 4.0  # times the slots of the lightest, by weight
 _NOBODY: Set[str] = frozenset()
 
@@ -46,12 +48,14 @@ class TenantSlots:
         self._holders: dict[str, _Tenant] = {}  # of slots
         self._total_weight = 0.0
         self._leavers: deque[tuple[float, str]] = deque()  # inactive tenants, oldest first
+        self._away: dict[str, float] = {}  # forgotten ones: when they left, oldest first
 
     def add_sequence(self, tenant: str, weight: float) -> None:
         """Count a sequence of this tenant."""
         found = self._tenants.get(tenant)
         if found is None:
             found = self._tenants[tenant] = _Tenant(0.0)
+            self._away.pop(tenant, None)
         self._total_weight += weight - found.weight
         found.weight = weight
         found.num_here += 1
@@ -99,6 +103,14 @@ class TenantSlots:
             self._forget()
         return len(self._tenants) > 1
 
+    def another_may_come(self) -> bool:
+        """Whether a tenant that is not active was so in the last minutes."""
+        self._forget()
+        until_s = self._clock() - _RETURN_S
+        while self._away and (oldest := next(iter(self._away.items())))[1] <= until_s:
+            del self._away[oldest[0]]
+        return bool(self._away)
+
     def heavy_tenants(self) -> Set[str]:
         """Those that hold four times as many slots, by weight, as the tenant that holds fewest; one
         without a slot counts as if it had one. Empty if all hold about as many."""
@@ -128,3 +140,6 @@ class TenantSlots:
             if tenant is not None and not tenant.num_here and tenant.left_s == left_s:
                 self._total_weight -= tenant.weight
                 del self._tenants[name]
+                self._away[name] = left_s
+                if len(self._away) > _MAX_AWAY:
+                    del self._away[next(iter(self._away))]

@@ -84,3 +84,19 @@ def test_where_nobody_decodes_a_step_is_full() -> None:
         2048,
         2 * LONG - 2048,
     ]
+
+
+def test_a_step_is_short_for_minutes_after_another_tenant_has_left() -> None:
+    """It may come back, and would wait for a step of the other's; no longer than five minutes."""
+    stack = Stack(num_blocks=2000, config=CONFIG, max_model_len=2 * LONG)
+    stack.device.tokens_per_s = TOKENS_PER_S
+    stack.add("light", list(range(200)), tenant="light", max_tokens=1)
+    stack.run()
+    sizes = []
+    for after_s in (100.0, 250.0):
+        stack.clock.now_s += after_s
+        before = len(stack.device.batches)
+        stack.add(f"heavy{after_s}", [int(after_s), *range(LONG - 1)], tenant="heavy", max_tokens=1)
+        stack.run()
+        sizes.append(max(batch.num_tokens for batch in stack.device.batches[before:]))
+    assert sizes == [MIN_PROMPT_TOKENS, LONG]

@@ -211,3 +211,29 @@ def are_shared(stack: Stack) -> bool:
     return running_set.num_free_slots <= NUM_KEPT and not any(
         running_set.tenant_slots.is_within_share(tenant, 1) for tenant in waiting
     )
+
+
+def test_who_left_may_come_back_for_some_minutes() -> None:
+    clock = Clock()
+    slots = TenantSlots(NUM_SLOTS, clock)
+    for tenant in ("stays", "leaves"):
+        slots.add_sequence(tenant, 1.0)
+    slots.remove_sequence("leaves")
+    assert slots.are_several
+    assert not slots.another_may_come()  # it still counts
+    clock.now_s += 11.0
+    assert not slots.are_several
+    assert slots.another_may_come()
+    slots.add_sequence("leaves", 1.0)
+    assert not slots.another_may_come()
+    slots.remove_sequence("leaves")
+    clock.now_s += 299.0
+    assert slots.another_may_come()
+    clock.now_s += 2.0
+    assert not slots.another_may_come()
+    for number in range(1000):
+        slots.add_sequence(f"t{number}", 1.0)
+        slots.remove_sequence(f"t{number}")
+    clock.now_s += 11.0
+    assert slots.another_may_come()
+    assert len(slots._away) <= 100
