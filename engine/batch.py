@@ -106,6 +106,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         left_seq_ids: sequences that finished, were aborted or preempted since the last batch;
             the device forgets them before it reads `scheduled`.
         wants_forced: the tokens that grammars force are of use: there is room to draft them.
+        spares_core: of two cores one is left to the gateway, which has many tokens to send.
     """
 
     step: int
@@ -113,6 +114,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     left_seq_ids: tuple[int, ...] = ()
     moves: BlockMoves = BlockMoves()
     wants_forced: bool = False
+    spares_core: bool = False
 
     @property
     def num_tokens(self) -> int:

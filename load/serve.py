@@ -202,7 +202,7 @@ def _lines(run: Run) -> bytes:
         for name in ("scheduled_s", "sent_s", "ended_s"):
             values[name] -= began_s
         values["event_times_s"] = [time_s - began_s for time_s in record.event_times_s]
-        return {"server": run.server, "load": str(run.load), **values}
+        return {"server": run.server, "load": str(run.load), "is_flooded": run.is_flooded, **values}
 
     return b"".join(orjson.dumps(plain(record)) + b"\n" for record in run.result.records)
 

@@ -77,7 +77,7 @@ class CpuModel:
         self._context: ForwardContext | None = None
         self._given: tuple[object, ...] = ()
         self._output: StepOutput | None = None
-        self._is_shared = False
+        self._is_shared = self.spares_core = False
 
     def __del__(self) -> None:
         self._library.settle()  # a late thread may still read weights, to no effect
@@ -116,7 +116,7 @@ class CpuModel:
             self._output = replace(output, features=features)
             self._is_shared = self._is_worth_sharing(len(input_ids))
             self._context = context
-        self._run(is_shared=self._is_shared)
+        self._run(is_shared=self._is_shared and not (self.spares_core and self.num_threads == 2))
         return self._output
 
     def logits(self, hidden: Tensor) -> Tensor:

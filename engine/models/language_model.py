@@ -147,7 +147,13 @@ NUM_VERIFY_ROWS = {"cpu": 8, "cuda": 32}
 
 
 class LanguageModel(ModelFacts, Protocol):
-    """Token ids in, hidden states out; logits only for the rows that need them."""
+    """Token ids in, hidden states out; logits only for the rows that need them.
+
+    Attributes:
+        spares_core: of two threads one may compute the next step alone (`Batch`).
+    """
+
+    spares_core: bool
 
     @property
     def num_threads(self) -> int:

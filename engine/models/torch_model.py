@@ -31,6 +31,8 @@ class TorchModel:
         adapter_rows: as in `Decoder`.
     """
 
+    spares_core = False
+
     def __init__(
         self,
         decoder: Decoder,

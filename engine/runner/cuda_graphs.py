@@ -98,6 +98,8 @@ class GraphedModel:
         max_blocks: maximum number of blocks of a sequence.
     """
 
+    spares_core = False
+
     def __init__(
         self, model: TorchModel, kv_pool: Tensor, sizes: GraphSizes, maker: GraphMaker, *,
         max_blocks: int,

@@ -395,6 +395,7 @@ class ModelRunner:
             inputs = self._batch.prepare(
                 batch, self._kv_pool, needs_prompt_lens=self.info.needs_prompt_lens
             )
+            self._model.spares_core = batch.spares_core
             output = self._forward(inputs)
             chosen = None if self._sends_on else self._choose(output, inputs.sampling)
             parts: list[ResultPart] = []

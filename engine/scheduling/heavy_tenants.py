@@ -33,6 +33,10 @@ _FULL_RATE, _MAX_TOKENS = 8, 128
 # it. With 10 ms, 200 streams of the demo model got 9,300 tokens/s, a light one 130, and its p99 of
 # TTFT was 3.4 to 5 times as long as alone; with 3 ms 6,200, 300, and 1.9 to 2.2 times.
 _DECODING_STEP_MS = 3.0
+# Of prompts. Where more are computed, the gateway takes a good part of a core for a flood's tokens:
+# of two cores it gets one, or a light tenant's request waits for it. So p99 is 1.5 to 1.7 times as
+# long as alone.
+MANY_TOKENS_PER_S = 5000.0
 _DECODE_TOKENS = 2  # what a decode costs, in tokens of a prompt: it has logits, and draws a token
 MIN_DECODES = 16
 # Of a step, however short light tenants' prompts are: a step costs something beside its tokens.

@@ -35,7 +35,11 @@ from penstock.engine.request import (
     SequenceStatus,
     num_blocks_needed,
 )
-from penstock.engine.scheduling.heavy_tenants import HeavyTenants, with_long_prompts
+from penstock.engine.scheduling.heavy_tenants import (
+    MANY_TOKENS_PER_S,
+    HeavyTenants,
+    with_long_prompts,
+)
 from penstock.engine.scheduling.output_processor import (
     LiveRequest,
     OutputProcessor,
@@ -124,6 +128,7 @@ class Scheduler:
         self._notices: list[RequestOutput] = []
         self._planned: dict[int, ScheduledSequence] = {}  # the last step, by seq_id
         self._items: tuple[ScheduledSequence, ...] = ()  # the same
+        self._spares_core = False  # the same step
         self._queue_stats = QueueStats(self._running_set.waiting, clock)
 
     # -- requests ---------------------------------------------------------------------------
@@ -222,6 +227,7 @@ class Scheduler:
             left_seq_ids=self._running_set.take_left(),
             moves=self.blocks.take_moves(),
             wants_forced=has_room and drafting.step >= drafting.next_question,
+            spares_core=self._spares_core,
         )
 
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
@@ -270,6 +276,7 @@ class Scheduler:
 
     def _plan(self) -> dict[int, ScheduledSequence]:
         scheduled: dict[int, ScheduledSequence] = {}
+        self._spares_core = False
         tenant_slots = self._running_set.tenant_slots
         are_several = tenant_slots.are_several and self._num_microbatches == 1
         heavy = tenant_slots.heavy_tenants() if are_several else frozenset()
@@ -358,6 +365,7 @@ class Scheduler:
             num_tokens = sum(each.num_new_tokens for each in scheduled.values())
             self._heavy_tenants.note_light(num_tokens)
             return
+        self._spares_core = self._costs.prefill_tokens_per_s > MANY_TOKENS_PER_S
         served, limits = self._heavy_tenants.share(
             heavy,
             (each for each in heavy_decoding if self._num_uncomputed(each) > 0),

@@ -504,6 +504,7 @@ class TransformersModel(nn.Module):
 
     needs_prompt_lens = False
     sends_on = False
+    spares_core = False
     expected_bytes = 0
 
     def __init__(

@@ -75,6 +75,17 @@ def test_a_step_equals_its_parts(model, context, sampled_tokens):
     assert (token_ids, is_valid) == tuple(each.tolist() for each in expected)
 
 
+def test_of_two_threads_one_may_compute_a_step_alone(model, context, monkeypatch):
+    monkeypatch.setattr(model, "_is_worth_sharing", lambda _: True)
+    run, shared, found = model._run, [], []
+    noted = lambda *, is_shared: (shared.append(is_shared), run(is_shared=is_shared))  # noqa: E731
+    monkeypatch.setattr(model, "_run", noted)
+    for model.num_threads, model.spares_core in [(2, False), (2, True), (2, False), (4, True)]:
+        found.append(model.step(IDS, context).logits.clone())
+    assert shared == [True, False, True, True]
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
 def test_what_is_not_asked_for_is_not_drawn(model, context):
     greedy = torch.zeros(4, NUM_SEQS, dtype=torch.float64)
     output = model.step(IDS, context, LAST, greedy, None)

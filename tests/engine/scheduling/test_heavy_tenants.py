@@ -159,6 +159,22 @@ def test_a_light_tenants_prompt_has_a_step_of_its_own_but_not_always() -> None:
     assert sizes == [1, 1, 1 + MIN_DECODES, 1, 1 + MIN_DECODES, 1]
 
 
+@pytest.mark.parametrize("tokens_per_s", [1000.0, 50_000.0])
+def test_where_tokens_are_many_a_floods_steps_leave_the_gateway_a_core(tokens_per_s: float) -> None:
+    stack = stack_of(64)
+    stack.device.tokens_per_s = tokens_per_s
+    for number in range(40):
+        stack.add(f"heavy{number}", list(range(100)), tenant="heavy", max_tokens=400)
+    for _ in range(5):
+        stack.step()
+    assert not any(batch.spares_core for batch in stack.device.batches)
+    stack.add("light", [5] * 20, tenant="light", max_tokens=3)
+    first, second = (stack.step() and stack.device.batches[-1] for _ in range(2))
+    assert (len(first.scheduled), first.spares_core) == (1, False)
+    assert len(second.scheduled) > 1
+    assert second.spares_core == (tokens_per_s > 5000.0)
+
+
 TENANTS = {"light": 1.0, "other": 1.0, "heavy": 1.0, "paying": 4.0}
 
 
