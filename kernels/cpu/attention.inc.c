@@ -40,6 +40,9 @@ struct NAME(attention_chunk) {
     long key_stride;                   /* from one k (pair) of a key to the next */
     const DTYPE *keys[CHUNK / LANES];  /* of LANES positions each */
     const DTYPE *values[CHUNK / PAIR]; /* of PAIR positions each */
+    /* Of each panel, whose scores prefetch them: memory is read while products are computed. NULL: find_values
+     * does, as tiles take too few instructions for it. */
+    const DTYPE *values_ahead[CHUNK / LANES];
     DTYPE gathered[CHUNK * MAX_HEAD_DIM], widened[CHUNK * MAX_HEAD_DIM];
     DTYPE masked[2][MAX_HEAD_DIM * PAIR]; /* pairs at the ends, of which one is not seen */
     float key_scales[CHUNK], value_scales[CHUNK]; /* in int8 */
@@ -99,6 +102,7 @@ INLINE void NAME(widen_chunk)(
             for (long d = 0; d < a->head_dim; d += PAIR)
                 NAME(widen_bytes)(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR, is_int8);
         chunk->keys[i / LANES] = to;
+        chunk->values_ahead[i / LANES] = NULL;
         if (is_int8) {
             const long scales = start + a->block_size * a->head_dim + offset * (long)sizeof(float);
             memcpy(chunk->key_scales + i, (const char *)a->key_cache + scales, run * sizeof(float));
@@ -114,10 +118,18 @@ INLINE void NAME(widen_chunk)(
     }
 }
 
+INLINE int NAME(has_tiles_for)(long head_dim) {
+#ifdef HAS_TILES
+    return head_dim % TILE_K == 0;
+#else
+    return (void)head_dim, 0;
+#endif
+}
+
 static void NAME(find_keys)(
     const struct attention_args *a, const struct NAME(attention_tile) *tile,
     struct NAME(attention_chunk) *chunk) {
-    const int is_whole = a->block_size % LANES == 0;
+    const int is_whole = a->block_size % LANES == 0, has_ahead = is_whole && !NAME(has_tiles_for)(a->head_dim);
     chunk->key_stride = (is_whole ? a->block_size : LANES) * PAIR;
     for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         long position = chunk->begin + i;
@@ -126,6 +138,9 @@ static void NAME(find_keys)(
         chunk->keys[i / LANES] =
             is_whole ? NAME(find_block)(a, tile, a->key_cache, position) + position % a->block_size * PAIR
                      : gathered;
+        chunk->values_ahead[i / LANES] =
+            has_ahead ? NAME(find_block)(a, tile, a->value_cache, position) + position % a->block_size * a->head_dim
+                      : NULL;
         if (is_whole)
             for (long d = 0; d < a->head_dim / PAIR; d++)
                 prefetch(chunk->keys[i / LANES] + d * chunk->key_stride, LANES * PAIR * sizeof(DTYPE));
@@ -141,7 +156,7 @@ static void NAME(find_values)(
             NAME(find_block)(a, tile, a->value_cache, chunk->begin + i) + offset * a->head_dim;
         for (; run > 0 && i < chunk->end; run -= PAIR, i += PAIR, values += PAIR * a->head_dim) {
             chunk->values[i / PAIR] = values;
-            prefetch(values, PAIR * a->head_dim * sizeof(DTYPE));
+            if (!chunk->values_ahead[i / LANES]) prefetch(values, PAIR * a->head_dim * sizeof(DTYPE));
         }
     }
 }
@@ -161,16 +176,22 @@ static void NAME(mask_ends)(const struct attention_args *a, struct NAME(attentio
 #endif
 }
 
-/* scores[row][key] of `rows` queries and `panels` times LANES keys */
+/* How many steps of k (pairs) take a line of a panel's values. */
+#define STEPS_OF_LINE (LINE_BYTES > LANES * PAIR * (long)sizeof(DTYPE) ? LINE_BYTES / (LANES * PAIR * (long)sizeof(DTYPE)) : 1)
+
+/* scores[row][key] of `rows` queries and `panels` times LANES keys; prefetches the panels' values, unless NULL */
 INLINE void NAME(score_tile)(
     const DTYPE *query, long head_dim, const DTYPE *const *keys, long key_stride, float (*scores)[CHUNK],
-    const int rows, const int panels) {
+    const DTYPE *const *values_ahead, const int rows, const int panels) {
     const int parts = panels * NUM_PARTS;
     vec_part sums[MAX_ROWS * MAX_PANELS * NUM_PARTS];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * parts; i++) sums[i] = (vec_part){0};
     for (long d = 0, at = 0; d < head_dim; d += PAIR, at += key_stride) {
         NAME(weights) weights[MAX_PANELS * NUM_PARTS];
+        if (values_ahead && d % (PAIR * STEPS_OF_LINE) == 0)
+#pragma GCC unroll 8
+            for (int v = 0; v < panels; v++) __builtin_prefetch(values_ahead[v] + d * LANES, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < parts; i++)
             weights[i] = NAME(load_weights)(keys[i / NUM_PARTS] + at + i % NUM_PARTS * NAME(part_stride));
@@ -212,8 +233,6 @@ INLINE void NAME(mix_tile)(
 
 #ifdef HAS_TILES
 enum { MIX_DIMS = 4 * LANES }; /* whose sums have registers at once */
-
-INLINE int NAME(has_tiles_for)(long head_dim) { return head_dim % TILE_K == 0; }
 
 /* The same as score_chunk by tiles of registers: 0 to 3 hold the scores of panels, 4 queries, 7 keys. */
 static __attribute__((noinline)) void NAME(score_by_tiles)(
@@ -317,7 +336,9 @@ static __attribute__((noinline)) void NAME(score_chunk)(
             panels = i + panels_for(rows) * LANES <= round_up(chunk->end, LANES) ? panels_for(rows) : 1;
             const DTYPE *const *keys = chunk->keys + i / LANES;
             float (*to)[CHUNK] = (float (*)[CHUNK])&scores[row][i];
-#define TILE(n, v) NAME(score_tile)(query, head_dim, keys, chunk->key_stride, to, n, v)
+            const DTYPE *const *ahead = chunk->values_ahead + i / LANES;
+            if (row || !*ahead) ahead = NULL;
+#define TILE(n, v) NAME(score_tile)(query, head_dim, keys, chunk->key_stride, to, ahead, n, v)
             DISPATCH(rows, panels)
 #undef TILE
         }
