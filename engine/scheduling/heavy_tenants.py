@@ -29,10 +29,10 @@ _SHORT_PROMPT, _VERY_SHORT_PROMPT = 128, 64  # tokens
 # take the time of one are computed at their full rate: on a CPU with AMX 64 rows took 8.7 ms,
 # 128 17.3, and what a step costs beside them 0.4.
 _FULL_RATE, _MAX_TOKENS = 8, 128
-# Of a step of those with many sequences, which has half as many tokens: light ones also decode in
-# it. With 10 ms, 200 streams of the demo model got 9,300 tokens/s, a light one 130, and its p99 of
-# TTFT was 3.4 to 5 times as long as alone; with 3 ms 6,200, 300, and 1.9 to 2.2 times.
-_DECODING_STEP_MS = 3.0
+# A step of those with many sequences is shorter, since light ones decode in it too. With 10 ms,
+# 200 streams of the demo model got 9,300 tokens/s, a light one 130, and its p99 of TTFT was 3.4
+# to 5 times as long as alone; with 3 ms 6,200, 300, and 1.9 to 2.2 times.
+_DECODING_STEP_MS, _LESS_THAN_SHORT = 3.0, 0.625
 # Of prompts. Where more are computed, the gateway takes a good part of a core for a flood's tokens:
 # of two cores it gets one, or a light tenant's request waits for it. So p99 is 1.5 to 1.7 times as
 # long as alone.
@@ -106,7 +106,7 @@ class HeavyTenants:
             prefill_tokens_per_s: measured rate; 0 before the first prompt.
         """
         num_tokens = int(prefill_tokens_per_s * _DECODING_STEP_MS / 1e3)
-        num_tokens = max(5 * self._min_tokens // 8, num_tokens)
+        num_tokens = max(int(_LESS_THAN_SHORT * self._min_tokens), num_tokens)
         if 0 < self._num_light_tokens <= _VERY_SHORT_PROMPT:
             num_tokens = min(num_tokens, max(int(self._num_light_tokens), _LEAST_TOKENS))
         num_decodes = max(MIN_DECODES, num_tokens // _DECODE_TOKENS // (1 + have_prompts))
@@ -117,6 +117,7 @@ class HeavyTenants:
         for seq_id in served:
             del order[seq_id]
         self._last_served = {**order, **dict.fromkeys(served)}
+        # With fewer tokens of prompts, too few sequences would decode to fill steps.
         num_left = max(3 * num_tokens // 4, num_tokens - _DECODE_TOKENS * len(served))
         return (
             {waiting[seq_id] for seq_id in served},
