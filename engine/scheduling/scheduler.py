@@ -256,6 +256,7 @@ class Scheduler:
             len(self._items) != len(running)
             or len(running_set.waiting)
             or self._num_microbatches > 1
+            or self._spares_core
             or running_set.tenant_slots.are_several
         ):
             return False

@@ -175,6 +175,22 @@ def test_where_tokens_are_many_a_floods_steps_leave_the_gateway_a_core(tokens_pe
     assert second.spares_core == (tokens_per_s > 5000.0)
 
 
+def test_a_flood_has_both_cores_again_once_it_is_alone() -> None:
+    config = SchedulerConfig(max_num_seqs=64)
+    stack = Stack(num_blocks=100, block_size=256, config=config, max_model_len=512)
+    stack.device.tokens_per_s = 50_000.0
+    for number in range(8):  # all of them in each step, so that steps repeat
+        stack.add(f"heavy{number}", list(range(50)), tenant="heavy", max_tokens=400)
+    stack.add("light", [5] * 20, tenant="light", max_tokens=1)
+    for _ in range(5):
+        stack.step()
+    assert stack.device.batches[-1].spares_core
+    stack.clock.now_s += 11.0
+    for _ in range(3):
+        stack.step()
+        assert not stack.device.batches[-1].spares_core
+
+
 TENANTS = {"light": 1.0, "other": 1.0, "heavy": 1.0, "paying": 4.0}
 
 
