@@ -12,6 +12,7 @@ a step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -106,10 +107,8 @@ class TenantSlots:
     def another_may_come(self) -> bool:
         """Whether a tenant that is not active was so in the last minutes."""
         self._forget()
-        until_s = self._clock() - _RETURN_S
-        while self._away and (oldest := next(iter(self._away.items())))[1] <= until_s:
-            del self._away[oldest[0]]
-        return bool(self._away)
+        newest_s = next(reversed(self._away.values()), -math.inf)
+        return newest_s > self._clock() - _RETURN_S
 
     def heavy_tenants(self) -> Set[str]:
         """Those that hold four times as many slots, by weight, as the tenant that holds fewest; one

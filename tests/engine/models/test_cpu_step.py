@@ -78,7 +78,11 @@ def test_a_step_equals_its_parts(model, context, sampled_tokens):
 def test_of_two_threads_one_may_compute_a_step_alone(model, context, monkeypatch):
     monkeypatch.setattr(model, "_is_worth_sharing", lambda _: True)
     run, shared, found = model._run, [], []
-    noted = lambda *, is_shared: (shared.append(is_shared), run(is_shared=is_shared))  # noqa: E731
+
+    def noted(*, is_shared):
+        shared.append(is_shared)
+        run(is_shared=is_shared)
+
     monkeypatch.setattr(model, "_run", noted)
     for model.num_threads, model.spares_core in [(2, False), (2, True), (2, False), (4, True)]:
         found.append(model.step(IDS, context).logits.clone())

@@ -272,12 +272,9 @@ async def test_axe_finds_nothing_on_a_narrow_screen(
     await page.set_viewport_size({"width": 390, "height": 760})
     await sign_in(page, loaded_server.base_url)
     await client.post("/v1/completions", json={"model": "none"})
-
-    async def keep_running() -> None:
-        while True:  # 20 requests take a second or two, in which the page may not look
-            await complete(client, "sk-batch", num=20, max_tokens=400)
-
-    load = asyncio.create_task(keep_running())
+    load = asyncio.create_task(
+        keep_loaded(client, asyncio.Event())
+    )  # as long as the page is looked at
     await expect(page.locator("#running tr").first).to_be_visible()
     await expect(page.locator("#errors tr").first).to_be_visible()
     await page.evaluate(axe)
